@@ -1,0 +1,143 @@
+"""TOML into frozen structs, strictly: every mistake is one line that names file, key and fix.
+
+msgspec checks types and refuses unknown keys; here its answer is put into the words of the file's
+author, unknown keys get the nearest known one, and NaN or infinity (legal TOML) is refused
+everywhere. Knows nothing of what the structs mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from prfaas.errors import InputError
+
+T = TypeVar("T")
+
+
+def read_text(path: str | Path) -> str:
+    """The file's text; a path that cannot be read is the user's mistake, said as such."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError("no such file", file=path, fix="check the path") from None
+    except IsADirectoryError:
+        raise InputError("is a directory", file=path, fix="name a file in it") from None
+    except PermissionError:
+        raise InputError("may not be read", file=path, fix="check its permissions") from None
+    except UnicodeDecodeError:
+        raise InputError("is not UTF-8 text", file=path, fix="save it as UTF-8") from None
+
+
+def parse_toml(text: str, file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"not valid TOML: {error}", file=file, fix="mend that line") from None
+
+
+def decode(raw: dict[str, Any], kind: type[T], file: str | Path) -> T:
+    """`raw` as a `kind`, or an InputError that names the key in the author's notation."""
+    _refuse_non_finite(raw, "", file)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _in_authors_words(str(error), raw, kind, file) from None
+
+
+_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<key>[^`]*)`")
+
+
+def _in_authors_words(
+    message: str, raw: dict[str, Any], kind: type[Any], file: str | Path
+) -> InputError:
+    at = _AT.search(message)
+    path = _dotted(at["path"]) if at else ""
+    problem = message[: at.start()] if at else message
+    if unknown := _UNKNOWN.match(problem):
+        key = unknown["key"]
+        known = _known_keys(msgspec.json.schema(kind), _parts(path), raw)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return InputError("unknown key", file=file, where=_join(path, key), fix=fix)
+    if missing := _MISSING.match(problem):
+        return InputError("missing", file=file, where=_join(path, missing["key"]), fix="add it")
+    value = _at(raw, _parts(path))
+    shown = f"{problem[0].lower()}{problem[1:]}" + (f", got {value!r}" if path else "")
+    fix = "give a plain number in the unit the key names" if isinstance(value, str) else None
+    if "float" not in problem and "int" not in problem:
+        fix = None
+    return InputError(shown, file=file, where=path or None, fix=fix)
+
+
+def _dotted(path: str) -> str:
+    """`.clusters[0].gpus` as `clusters.0.gpus`, the notation of --sweep and of our own errors."""
+    return re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).lstrip(".")
+
+
+def _parts(path: str) -> list[str]:
+    return path.split(".") if path else []
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _at(raw: Any, parts: list[str]) -> Any:
+    for part in parts:
+        if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        elif isinstance(raw, dict) and part in raw:
+            raw = raw[part]
+        else:
+            return None
+    return raw
+
+
+def _known_keys(schema: dict[str, Any], parts: list[str], raw: Any) -> list[str]:
+    """The keys allowed at `parts`, from the struct's own JSON schema."""
+    definitions = schema.get("$defs", {})
+
+    def resolve(node: dict[str, Any], raw: Any) -> dict[str, Any]:
+        while True:
+            if "$ref" in node:
+                node = definitions[node["$ref"].rsplit("/", 1)[-1]]
+            elif "anyOf" in node:
+                # A tagged union: the branch that the author's own tag selects.
+                tag = node.get("discriminator", {})
+                chosen = tag.get("mapping", {}).get(_at(raw, [tag.get("propertyName", "")]))
+                options = [o for o in node["anyOf"] if o.get("type") != "null"]
+                node = {"$ref": chosen} if chosen else options[0]
+            else:
+                return node
+
+    node = resolve(schema, raw)
+    for part in parts:
+        raw = _at(raw, [part])
+        if node.get("type") == "array":
+            child = node["items"]
+        elif part in node.get("properties", {}):
+            child = node["properties"][part]
+        else:
+            child = node.get("additionalProperties", {})
+        node = resolve(child, raw)
+    return list(node.get("properties", {}))
+
+
+def _refuse_non_finite(value: Any, path: str, file: str | Path) -> None:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            _refuse_non_finite(child, _join(path, key), file)
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            _refuse_non_finite(child, _join(path, str(index)), file)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"is {value}", file=file, where=path, fix="give a finite number")

@@ -1,0 +1,34 @@
+"""What a model's KV consists of, how many bytes it is, and how it is cut into segments."""
+
+from prfaas.kvspec.geometry import GQA, MLA, Geometry, Linear, Window, build_spec
+from prfaas.kvspec.groups import FullAttention, Group, KVSpec, LinearState, SlidingWindow
+from prfaas.kvspec.segments import (
+    BlockSlice,
+    Segment,
+    SegmentSink,
+    block_bytes,
+    block_slices,
+    handoff_segments,
+    segment_bytes,
+)
+
+__all__ = [
+    "GQA",
+    "MLA",
+    "BlockSlice",
+    "FullAttention",
+    "Geometry",
+    "Group",
+    "KVSpec",
+    "Linear",
+    "LinearState",
+    "Segment",
+    "SegmentSink",
+    "SlidingWindow",
+    "Window",
+    "block_bytes",
+    "block_slices",
+    "build_spec",
+    "handoff_segments",
+    "segment_bytes",
+]

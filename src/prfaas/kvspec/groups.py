@@ -1,0 +1,118 @@
+"""What a model leaves behind after prefill, in bytes, group by group (paper, sections 2.1 and 3.2).
+
+Sizes are of the *canonical wire form*: what has to cross a network so that another engine can
+continue exactly. Engines may hold more (a fourth convolution column, a full window, padding to
+blocks); they trim on export and pad on import. Knows nothing of tensors, blocks or prompts.
+
+    group           bytes of one layer after l tokens       reusable for a prompt that ...
+    FullAttention   bytes_per_token * l                     shares any prefix
+    SlidingWindow   bytes_per_token * min(l, window - 1)    has its last window - 1 tokens cached
+    LinearState     state_bytes                             matches at exactly the saved length
+
+A window layer keeps window - 1 tokens, not window: the next token brings its own key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """KV that grows with every token and can be reused up to any shared prefix."""
+
+    name: str
+    layers: tuple[int, ...]
+    bytes_per_token: int  # of one layer: keys and values, or the MLA latent and its rope part
+
+    def layer_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
+        return self.bytes_per_token * max(0, tokens - skip_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """KV of the last `window - 1` tokens. Always sent whole, whatever prefix is shared."""
+
+    name: str
+    layers: tuple[int, ...]
+    bytes_per_token: int  # of one layer
+    window: int
+
+    def first_token(self, tokens: int) -> int:
+        """The oldest token still needed to continue after `tokens` tokens."""
+        return max(0, tokens - (self.window - 1))
+
+    def layer_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
+        return self.bytes_per_token * (tokens - self.first_token(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearState:
+    """A recurrent state of fixed size (KDA, gated delta net, Mamba-2, Lightning) with its
+    convolution history of kernel - 1 columns."""
+
+    name: str
+    layers: tuple[int, ...]
+    state_bytes: int  # of one layer
+
+    def layer_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
+        return self.state_bytes if tokens > 0 else 0
+
+
+Group: TypeAlias = FullAttention | SlidingWindow | LinearState
+G = TypeVar("G", FullAttention, SlidingWindow, LinearState)
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The groups of one model, dtypes fixed. Layers of unequal shape are in unequal groups."""
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        assert len(set(names)) == len(names), f"group names repeat: {names}"
+        assert all(group.layers for group in self.groups), "a group without layers"
+
+    def __getitem__(self, name: str) -> Group:
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(name)
+
+    def kv_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
+        """S_kv (eq. 1): bytes that travel for `tokens` tokens when the receiver already holds the
+        first `skip_tokens`. Windows and linear states always travel."""
+        return sum(len(g.layers) * g.layer_bytes(tokens, skip_tokens) for g in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one more token adds once every window is full."""
+        return sum(len(g.layers) * g.bytes_per_token for g in self._of(FullAttention))
+
+    @property
+    def state_bytes(self) -> int:
+        """Linear states: the same whatever the length."""
+        return sum(len(g.layers) * g.state_bytes for g in self._of(LinearState))
+
+    def growing_bytes(self, tokens: Lengths, skip_tokens: Lengths | float = 0.0) -> Lengths:
+        """Full-attention bytes for many (also fractional) lengths at once."""
+        return self.bytes_per_token * np.maximum(tokens - skip_tokens, 0.0)
+
+    def closing_bytes(self, tokens: Lengths) -> Lengths:
+        """Windows and states, final only when the last token is done, for many lengths at once."""
+        total = np.full(np.shape(tokens), float(self.state_bytes))
+        for group in self._of(SlidingWindow):
+            in_window = np.minimum(tokens, group.window - 1)
+            total += len(group.layers) * group.bytes_per_token * in_window
+        return total
+
+    def _of(self, kind: type[G]) -> Iterator[G]:
+        return (group for group in self.groups if isinstance(group, kind))

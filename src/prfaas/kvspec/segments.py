@@ -1,0 +1,137 @@
+"""Segments: the named byte ranges in which KV travels, and where they lie in a logical block.
+
+A segment is one layer's share of a group for tokens [start, stop). Its bytes are token-major: token
+start first, then start + 1, ... A linear state has no token axis: its segment is (0, l), the state
+after exactly l tokens. Transport sees names and byte ranges only; pages are the receiver's affair.
+
+A logical block of a growing or window group holds `block_tokens` consecutive tokens of *all* layers
+of the group, layer after layer, so that one layer's tokens of a block are contiguous:
+
+    block b   | layer 0: token b*n .. b*n+n-1 | layer 1: token b*n .. b*n+n-1 | ...
+    state     | layer 0: state_bytes          | layer 1: state_bytes          | ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from prfaas.errors import InputError
+from prfaas.kvspec.groups import Group, KVSpec, LinearState, SlidingWindow
+
+_NAME = re.compile(r"([a-z0-9_]+)/(0|[1-9][0-9]*)/(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    group: str
+    layer: int  # the model's layer number, not the position within the group
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}/{self.layer}/{self.start}-{self.stop}"
+
+    @classmethod
+    def parse(cls, name: str) -> Segment:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise InputError(f"{name!r} is not a segment name", fix="use group/layer/start-stop")
+        group, layer, start, stop = match.groups()
+        return cls(group, int(layer), int(start), int(stop))
+
+
+class BlockSlice(NamedTuple):
+    """A contiguous piece of a segment inside one logical block (or inside a state)."""
+
+    block: int  # index along the sequence; 0 for a linear state
+    offset: int  # bytes from the start of the block
+    nbytes: int
+
+
+class SegmentSink(Protocol):
+    """Where an engine writes finished state. kvd's client implements it over arena pages."""
+
+    def buffer(self, segment: Segment) -> memoryview:
+        """A writable view of exactly `segment_bytes(spec, segment)` bytes, valid until `ready`."""
+
+    def ready(self, segment: Segment) -> None:
+        """The bytes are final; the segment may leave at once. Called once per segment."""
+
+
+def segment_bytes(spec: KVSpec, segment: Segment) -> int:
+    group = _checked_group(spec, segment)
+    if isinstance(group, LinearState):
+        return group.state_bytes
+    return group.bytes_per_token * (segment.stop - segment.start)
+
+
+def block_bytes(group: Group, block_tokens: int) -> int:
+    """Size of one logical block of `group`, or of one whole linear state."""
+    if isinstance(group, LinearState):
+        return len(group.layers) * group.state_bytes
+    return len(group.layers) * group.bytes_per_token * block_tokens
+
+
+def block_slices(spec: KVSpec, segment: Segment, block_tokens: int) -> Iterator[BlockSlice]:
+    """Where the segment's bytes lie, in the order in which they travel."""
+    group = _checked_group(spec, segment)
+    layer_position = group.layers.index(segment.layer)
+    if isinstance(group, LinearState):
+        yield BlockSlice(0, layer_position * group.state_bytes, group.state_bytes)
+        return
+    layer_offset = layer_position * block_tokens * group.bytes_per_token
+    start = segment.start
+    while start < segment.stop:
+        block, within = divmod(start, block_tokens)
+        stop = min(segment.stop, (block + 1) * block_tokens)
+        offset = layer_offset + within * group.bytes_per_token
+        yield BlockSlice(block, offset, (stop - start) * group.bytes_per_token)
+        start = stop
+
+
+def handoff_segments(
+    spec: KVSpec, tokens: int, *, chunk_tokens: int, skip_tokens: Mapping[str, int] | None = None
+) -> Iterator[Segment]:
+    """Every segment of a hand-off after `tokens` tokens, in the order a chunked prefill finishes
+    them: growing groups chunk by chunk, windows and linear states with the last chunk.
+
+    `skip_tokens` says, per full-attention group, how many leading tokens the receiver holds.
+    """
+    skip = skip_tokens or {}
+    for start in range(0, tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, tokens)
+        for group in spec.groups:
+            if isinstance(group, LinearState):
+                first = 0
+                wanted = stop == tokens
+            elif isinstance(group, SlidingWindow):
+                first = group.first_token(tokens)
+                wanted = stop == tokens and first < tokens
+            else:
+                first = max(start, skip.get(group.name, 0))
+                wanted = first < stop
+            if wanted:
+                for layer in group.layers:
+                    yield Segment(group.name, layer, first, stop)
+
+
+def _checked_group(spec: KVSpec, segment: Segment) -> Group:
+    """The segment's group; a segment that does not belong to this model is a peer's error."""
+    try:
+        group = spec[segment.group]
+    except KeyError:
+        known = ", ".join(g.name for g in spec.groups)
+        raise InputError(
+            f"segment {segment.name} names no group of this model", fix=f"groups are: {known}"
+        ) from None
+    if segment.layer not in group.layers:
+        raise InputError(f"segment {segment.name}: layer {segment.layer} is not in that group")
+    if not 0 <= segment.start < segment.stop:
+        raise InputError(f"segment {segment.name} is empty", fix="start must lie before stop")
+    if isinstance(group, LinearState) and segment.start != 0:
+        raise InputError(f"segment {segment.name}: a linear state starts at 0")
+    return group

@@ -1,0 +1,18 @@
+"""A clock that moves only when told to."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Implements `prfaas.clock.Clock`."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"a clock never goes back, asked to advance by {seconds} s")
+        self._now_s += seconds
