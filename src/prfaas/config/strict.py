@@ -72,10 +72,14 @@ def _in_authors_words(
         return InputError("missing", file=file, where=_join(path, missing["key"]), fix="add it")
     value = _at(raw, _parts(path))
     shown = f"{problem[0].lower()}{problem[1:]}" + (f", got {value!r}" if path else "")
-    fix = "give a plain number in the unit the key names" if isinstance(value, str) else None
-    if "float" not in problem and "int" not in problem:
-        fix = None
-    return InputError(shown, file=file, where=path or None, fix=fix)
+    wants_number = "`float`" in problem or "`int`" in problem
+    number = "give a plain number in the unit the key names"
+    return InputError(
+        shown,
+        file=file,
+        where=path or None,
+        fix=number if wants_number and isinstance(value, str) else None,
+    )
 
 
 def _dotted(path: str) -> str:

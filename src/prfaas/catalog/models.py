@@ -1,0 +1,128 @@
+"""Models as the catalog describes them: geometry with a source, ready to become a KVSpec."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from prfaas.catalog.provenance import Sourced, Status
+from prfaas.errors import InputError
+from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, Window, build_spec
+
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+LayerNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+# "all": every layer of the model. "rest": every layer that no other group names.
+LayerSet: TypeAlias = list[LayerNumber] | Literal["all", "rest"]
+
+
+class GQAGroup(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="gqa"
+):
+    layers: LayerSet
+    kv_heads: Positive
+    k_dim: Positive
+    v_dim: Positive
+    mechanism: str = "GQA"
+
+    def geometry(self, at: tuple[int, ...]) -> Geometry:
+        return GQA(at, self.kv_heads, self.k_dim, self.v_dim)
+
+
+class WindowGroup(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="window"
+):
+    layers: LayerSet
+    kv_heads: Positive
+    k_dim: Positive
+    v_dim: Positive
+    window: Positive
+    mechanism: str = "SWA"
+
+    def geometry(self, at: tuple[int, ...]) -> Geometry:
+        return Window(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
+
+
+class MLAGroup(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="mla"
+):
+    layers: LayerSet
+    kv_lora_rank: Positive
+    rope_dim: Positive
+    indexer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    mechanism: str = "MLA"
+
+    def geometry(self, at: tuple[int, ...]) -> Geometry:
+        return MLA(at, self.kv_lora_rank, self.rope_dim, self.indexer_bytes)
+
+
+class LinearGroup(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
+):
+    layers: LayerSet
+    k_heads: Positive
+    v_heads: Positive
+    k_dim: Positive
+    v_dim: Positive
+    conv_kernel: Positive
+    mechanism: str = "linear"
+
+    def geometry(self, at: tuple[int, ...]) -> Geometry:
+        return Linear(at, self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv_kernel)
+
+
+ModelGroup: TypeAlias = GQAGroup | WindowGroup | MLAGroup | LinearGroup
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    layers: Positive
+    groups: Annotated[list[ModelGroup], msgspec.Meta(min_length=1)]
+    status: Status
+    source: str
+    title: str = ""
+    hugging_face: str | None = None
+    parameters_b: Sourced | None = None
+    kv_dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+
+    @property
+    def display_name(self) -> str:
+        return self.title or self.name
+
+    def spec(self, kv_dtype: str | None = None) -> KVSpec:
+        geometries = [g.geometry(at) for g, at in zip(self.groups, self._placed(), strict=True)]
+        return build_spec(
+            geometries, kv_dtype=kv_dtype or self.kv_dtype, state_dtype=self.state_dtype
+        )
+
+    def _placed(self) -> list[tuple[int, ...]]:
+        """Each group's layer numbers. A layer may be in two groups (Falcon-H1: attention and a
+        state in one layer), and in none (a layer without a mixer)."""
+        named: set[int] = set()
+        for index, group in enumerate(self.groups):
+            if isinstance(group.layers, list):
+                where = f"models.{self.name}.groups.{index}.layers"
+                beyond = [layer for layer in group.layers if layer >= self.layers]
+                if beyond or not group.layers or len(set(group.layers)) < len(group.layers):
+                    raise InputError(
+                        f"{beyond or group.layers}",
+                        where=where,
+                        fix=f"list each layer once, from 0 to {self.layers - 1}",
+                    )
+                named.update(group.layers)
+        rest = tuple(layer for layer in range(self.layers) if layer not in named)
+        placed: list[tuple[int, ...]] = []
+        for index, group in enumerate(self.groups):
+            if isinstance(group.layers, list):
+                at = tuple(group.layers)
+            else:
+                at = rest if group.layers == "rest" else tuple(range(self.layers))
+            if not at:
+                raise InputError(
+                    "no layer is left for this group",
+                    where=f"models.{self.name}.groups.{index}.layers",
+                    fix="name its layers, or remove the group",
+                )
+            placed.append(at)
+        return placed

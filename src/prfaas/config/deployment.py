@@ -1,0 +1,278 @@
+"""The deployment file: one schema for every command (design: one TOML, unknown keys are errors).
+
+A command that does not use a section still validates it, so that a file that plans also serves.
+Units are in the keys. Defaults exist here and nowhere else. What the names refer to (models,
+accelerators, profiles) is looked up by the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from prfaas.config.strict import decode, parse_toml, read_text
+from prfaas.errors import InputError
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+CountOrZero: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Amount: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+AmountOrZero: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Share: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    config: str | None = None  # a Hugging Face config.json, relative to the deployment file
+    kv_dtype: str | None = None  # of what attention caches; the model's own when absent
+
+
+# Workloads: lengths are of the *uncached* part of a prompt ----------------------------------------
+
+
+class Lognormal(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lognormal"
+):
+    """exp(N(mu, sigma)) tokens, truncated to [min_tokens, max_tokens]."""
+
+    mu: float
+    sigma: Amount
+    min_tokens: Count
+    max_tokens: Count
+    output_tokens: Amount
+    cached_tokens: CountOrZero = 0  # prefix already cached in front of the uncached part
+
+
+class Component(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    weight: Amount
+    mu: float
+    sigma: Amount
+    min_tokens: Count
+    max_tokens: Count
+    cached_tokens: CountOrZero = 0
+
+
+class Mixture(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="mixture"
+):
+    """Several truncated lognormals; weights are relative."""
+
+    components: Annotated[list[Component], msgspec.Meta(min_length=1)]
+    output_tokens: Amount
+
+
+class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
+    """Lengths of a Mooncake-format trace after prefix matching. Output length: the trace's mean."""
+
+    path: str  # .jsonl or .jsonl.xz, relative to the deployment file
+    block_tokens: Count = 512  # tokens behind one hash id
+    output_tokens: Amount | None = None  # instead of the trace's own mean
+
+
+WorkloadSection: TypeAlias = Lognormal | Mixture | Trace
+
+
+class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    output_tokens_per_s: Amount  # per request; bounds the decode batch
+    ttft_s: Amount | None = None  # asked for as "at most this long ...
+    ttft_quantile: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9  # ... for this share"
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A live engine and the kvd of its host."""
+
+    url: str
+    kvd_url: str
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    kind: Literal["prfaas", "pd"]
+    accelerator: str
+    gpus: Count
+    gpus_per_instance: Count
+    prefill: CountOrZero | None = None  # PD only: instance counts, when the split is fixed
+    decode: CountOrZero | None = None
+    usd_per_gpu_hour: Amount | None = None  # the catalog's price when absent
+    nodes: list[Node] = []
+
+    @property
+    def instances(self) -> int:
+        return self.gpus // self.gpus_per_instance
+
+
+class Link(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    rename={"source": "from", "target": "to"},
+):
+    """Bandwidth from one cluster to another; from a cluster to itself it is its own fabric."""
+
+    source: str
+    target: str
+    gbps: Amount  # 10^9 bits per second
+    rtt_ms: AmountOrZero = 0.0
+    via: str | None = None  # host:port of a relay in front of the receiving kvd
+
+
+class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
+    threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
+
+
+class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8080
+    keys: list[str] = []  # API keys; empty means: no authentication
+    plans: bool = True  # exactly one of several gateways plans
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelSection
+    workload: WorkloadSection
+    slo: SLO
+    clusters: Annotated[list[Cluster], msgspec.Meta(min_length=1)]
+    links: list[Link] = []
+    scheduler: SchedulerSection = SchedulerSection()
+    gateway: GatewaySection = GatewaySection()
+    catalog: list[str] = []  # catalog files to add, relative to the deployment file
+
+    def of_kind(self, kind: Literal["prfaas", "pd"]) -> list[Cluster]:
+        return [cluster for cluster in self.clusters if cluster.kind == kind]
+
+    def link(self, source: str, target: str) -> Link | None:
+        for link in self.links:
+            if (link.source, link.target) == (source, target):
+                return link
+        return None
+
+
+def load_deployment(path: str | Path) -> Deployment:
+    return parse_deployment(parse_toml(read_text(path), path), path)
+
+
+def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
+    deployment = decode(raw, Deployment, file)
+    try:
+        _check_clusters(deployment)
+        _check_links(deployment)
+        _check_workload(deployment)
+    except InputError as error:
+        raise error.in_file(file) from None
+    return deployment
+
+
+def _check_clusters(deployment: Deployment) -> None:
+    names = [cluster.name for cluster in deployment.clusters]
+    for index, cluster in enumerate(deployment.clusters):
+        at = f"clusters.{index}"
+        if names.index(cluster.name) != index:
+            raise InputError(
+                f"{cluster.name!r} is taken", where=f"{at}.name", fix="name clusters apart"
+            )
+        if cluster.instances == 0:
+            raise InputError(
+                f"{cluster.gpus} GPUs are less than one instance of {cluster.gpus_per_instance}",
+                where=f"{at}.gpus",
+                fix="add GPUs or lower gpus_per_instance",
+            )
+        fixed = (cluster.prefill, cluster.decode)
+        if fixed == (None, None):
+            continue
+        if cluster.kind == "prfaas":
+            raise InputError(
+                "a prfaas cluster only prefills", where=at, fix="remove prefill and decode"
+            )
+        if cluster.prefill is None or cluster.decode is None:
+            raise InputError("half a split", where=at, fix="give both prefill and decode, or none")
+        if cluster.prefill + cluster.decode != cluster.instances:
+            raise InputError(
+                f"prefill {cluster.prefill} + decode {cluster.decode} is not "
+                f"{cluster.gpus} / {cluster.gpus_per_instance} = {cluster.instances} instances",
+                where=at,
+                fix="make them add up",
+            )
+        if cluster.decode == 0:
+            raise InputError(
+                "no decode instances: nothing could answer", where=f"{at}.decode", fix="give one"
+            )
+    if not deployment.of_kind("pd"):
+        raise InputError(
+            "no cluster of kind 'pd': nothing could decode", where="clusters", fix="add one"
+        )
+
+
+def _check_links(deployment: Deployment) -> None:
+    names = {cluster.name for cluster in deployment.clusters}
+    seen = set()
+    for index, link in enumerate(deployment.links):
+        for key, name in (("from", link.source), ("to", link.target)):
+            if name not in names:
+                raise InputError(
+                    f"no cluster is named {name!r}",
+                    where=f"links.{index}.{key}",
+                    fix=f"clusters are: {', '.join(sorted(names))}",
+                )
+        if (link.source, link.target) in seen:
+            raise InputError(
+                f"a second link from {link.source!r} to {link.target!r}",
+                where=f"links.{index}",
+                fix="state the aggregate bandwidth once",
+            )
+        seen.add((link.source, link.target))
+        if link.gbps > 1e6:
+            raise InputError(
+                f"{link.gbps:g} Gbit/s is beyond any link",
+                where=f"links.{index}.gbps",
+                fix="the unit is 10^9 bits per second",
+            )
+        if link.rtt_ms > 1e4:
+            raise InputError(
+                f"{link.rtt_ms:g} ms is longer than any path",
+                where=f"links.{index}.rtt_ms",
+                fix="the unit is milliseconds",
+            )
+    for index, cluster in enumerate(deployment.clusters):
+        targets = [pd.name for pd in deployment.of_kind("pd")]
+        if cluster.kind == "prfaas" and not any(deployment.link(cluster.name, t) for t in targets):
+            raise InputError(
+                f"no link leads from {cluster.name!r} to a pd cluster",
+                where=f"clusters.{index}",
+                fix=f"add [[links]] with from = {cluster.name!r}, to = {targets[0]!r}",
+            )
+
+
+def _check_workload(deployment: Deployment) -> None:
+    workload = deployment.workload
+    parts: list[tuple[str, Lognormal | Component]] = []
+    if isinstance(workload, Lognormal):
+        parts = [("workload", workload)]
+    elif isinstance(workload, Mixture):
+        parts = [(f"workload.components.{i}", c) for i, c in enumerate(workload.components)]
+    for at, part in parts:
+        if part.min_tokens > part.max_tokens:
+            raise InputError(
+                f"{part.min_tokens} is above max_tokens = {part.max_tokens}",
+                where=f"{at}.min_tokens",
+                fix="swap them",
+            )
+        if part.max_tokens > 16_777_216:
+            raise InputError(
+                f"{part.max_tokens} is beyond 16,777,216 tokens", where=f"{at}.max_tokens"
+            )
+        if not -5 <= part.mu <= 20:
+            raise InputError(
+                f"exp({part.mu:g}) tokens is no plausible median",
+                where=f"{at}.mu",
+                fix="mu is the mean of the natural logarithm of the length",
+            )
+    threshold = deployment.scheduler.threshold_tokens
+    if threshold is not None and parts:
+        longest = max(part.max_tokens for _, part in parts)
+        if threshold > longest:
+            raise InputError(
+                f"{threshold} is above the longest prompt ({longest} tokens)",
+                where="scheduler.threshold_tokens",
+                fix="lower it, or use policy 'local' to never offload",
+            )

@@ -1,0 +1,179 @@
+"""T_prefill(new, cached) between and beyond measured points; decode throughput under an SLO.
+
+Prefill time grows like a + b l + c l^2 (launches, matrices, attention). A non-negative fit of that
+trend serves as the *coordinate* in which the points are interpolated: T(l) = P(trend(l)), with P
+a monotone cubic through the points. So the curve passes through every point, never falls, follows
+the quadratic between points, and goes on as the trend beyond them. Where a query lies beyond the
+points, `extrapolated` says so and every report repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import nnls
+
+from prfaas.errors import InputError
+
+Array = npt.NDArray[np.float64]
+
+
+class PrefillTime(NamedTuple):
+    new_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class _Curve:
+    """T(new) at one cached length."""
+
+    def __init__(self, points: Sequence[PrefillTime]) -> None:
+        points = sorted(points)
+        new = np.array([p.new_tokens for p in points], dtype=float)
+        seconds = np.array([p.seconds for p in points])
+        _require_usable(points)
+        self.first, self.last = new[0], new[-1]
+        self._fit(new, seconds)
+        at_points = self.trend(new)
+        if not np.all(np.diff(at_points) > 0):
+            # The same time at every length: any rising coordinate will do.
+            self._coefficients = np.array([1.0, 1.0 / new[-1], 0.0])
+            at_points = self.trend(new)
+        self._low, self._high = at_points[0], at_points[-1]
+        self._seconds_low, self._seconds_high = seconds[0], seconds[-1]
+        self._through = PchipInterpolator(at_points, seconds)
+        self._flat = bool(np.all(seconds == seconds[0]))
+
+    @property
+    def quadratic_s(self) -> float:
+        """Seconds per token squared: the attention term."""
+        return float(self._coefficients[2])
+
+    def trend(self, new: Array) -> Array:
+        constant, linear, quadratic = self._coefficients
+        return np.asarray(constant + new * (linear + new * quadratic))
+
+    def __call__(self, new: Array) -> Array:
+        if self._flat:
+            return np.full(np.shape(new), self._seconds_low)
+        trend = self.trend(new)
+        inside = self._through(np.clip(trend, self._low, self._high))
+        below = trend * (self._seconds_low / self._low)
+        beyond = trend * (self._seconds_high / self._high)
+        return np.where(new < self.first, below, np.where(new > self.last, beyond, inside))
+
+    def _fit(self, new: Array, seconds: Array) -> None:
+        scale = new[-1]  # columns of like size; two points carry no quadratic
+        powers = range(min(len(new), 3))
+        columns = np.stack([(new / scale) ** k for k in powers], axis=1)
+        relative, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
+        coefficients = np.zeros(3)
+        coefficients[: len(relative)] = relative / scale ** np.arange(len(relative))
+        self._coefficients = coefficients
+
+
+class PrefillProfile:
+    """T_prefill of one instance. Points come in rows of equal cached length, one row with 0.
+
+    Between rows the time is linear in the cached length, as attention over a prefix is. With no row
+    beyond 0 the same attention term that makes T quadratic is charged for the prefix
+    (c ((n + k)^2 - k^2) = c n^2 + 2 c n k) and flagged as extrapolated.
+    """
+
+    def __init__(self, points: Iterable[PrefillTime], *, provenance: str) -> None:
+        self.provenance = provenance
+        self.points = tuple(sorted(points, key=lambda p: (p.cached_tokens, p.new_tokens)))
+        rows: dict[int, list[PrefillTime]] = {}
+        for point in self.points:
+            rows.setdefault(point.cached_tokens, []).append(point)
+        if 0 not in rows:
+            raise InputError(
+                "a prefill profile without points at cached = 0",
+                fix="measure at least two lengths with nothing cached",
+            )
+        self._cached = np.array(sorted(rows), dtype=float)
+        self._curves = [_Curve(rows[cached]) for cached in sorted(rows)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefillProfile) and self.points == other.points
+
+    def __hash__(self) -> int:
+        return hash(self.points)
+
+    @property
+    def measured_range(self) -> tuple[int, int]:
+        """Shortest and longest new length measured with nothing cached."""
+        return int(self._curves[0].first), int(self._curves[0].last)
+
+    def seconds(self, new: Array | float, cached: Array | float = 0.0) -> Array:
+        new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
+        base = self._curves[0](new)
+        if len(self._curves) == 1:
+            return base + 2 * self._curves[0].quadratic_s * new * cached
+        # A longer prefix never makes prefill faster: a measured dip between rows is noise.
+        rows = np.maximum.accumulate(np.stack([curve(new) for curve in self._curves]), axis=0)
+        upper = np.clip(np.searchsorted(self._cached, cached, "right"), 1, len(self._cached) - 1)
+        low, high = self._cached[upper - 1], self._cached[upper]
+        at_low = np.take_along_axis(rows, (upper - 1)[None], axis=0)[0]
+        at_high = np.take_along_axis(rows, upper[None], axis=0)[0]
+        return np.asarray(at_low + (at_high - at_low) * (cached - low) / (high - low))
+
+    def extrapolated(
+        self, new: Array | float, cached: Array | float = 0.0
+    ) -> npt.NDArray[np.bool_]:
+        """True where the answer rests on the trend instead of on points on both sides."""
+        new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
+        first, last = self.measured_range
+        return np.asarray((new < first) | (new > last) | (cached > self._cached[-1]))
+
+
+class DecodeStep(NamedTuple):
+    batch: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRate:
+    """BS_max and T_decode of eq. 5: the operating point of one decode instance."""
+
+    bs_max: int
+    t_decode_s: float
+
+
+def decode_rate(steps: Sequence[DecodeStep], output_tokens_per_s: float) -> DecodeRate:
+    """The batch of highest throughput whose every request still gets `output_tokens_per_s`.
+    Between measured batches the step time is linear; nothing is assumed beyond the largest."""
+    steps = sorted(steps)
+    limit_s = 1 / output_tokens_per_s * (1 + 1e-9)
+    batches = np.arange(steps[0].batch, steps[-1].batch + 1)
+    step_s = np.interp(batches, [s.batch for s in steps], [s.step_s for s in steps])
+    fits = step_s <= limit_s
+    if not fits.any():
+        best = 1 / float(step_s.min())
+        raise InputError(
+            f"no measured decode batch gives {output_tokens_per_s:g} tokens/s to a request",
+            where="slo.output_tokens_per_s",
+            fix=f"the fastest measured step gives {best:.4g}; lower the SLO or add decode points",
+        )
+    best_index = int(np.argmax(np.where(fits, batches / step_s, 0.0)))
+    return DecodeRate(int(batches[best_index]), float(step_s[best_index]))
+
+
+def _require_usable(points: Sequence[PrefillTime]) -> None:
+    at = f"prefill profile at cached = {points[0].cached_tokens}"
+    if len(points) < 2:
+        raise InputError(f"{at}: one point", fix="give at least two lengths")
+    for before, after in zip(points, points[1:], strict=False):
+        if before.new_tokens == after.new_tokens:
+            raise InputError(f"{at}: new = {after.new_tokens} twice", fix="remove one")
+        if after.seconds < before.seconds:
+            raise InputError(
+                f"{at}: {after.new_tokens} tokens take {after.seconds:g} s, less than "
+                f"{before.new_tokens} tokens ({before.seconds:g} s)",
+                fix="measure again or remove one",
+            )

@@ -1,0 +1,167 @@
+"""Traffic as the planner sees it: how many uncached tokens, after how many cached ones.
+
+Every workload, smooth or empirical, is a finite set of weighted atoms sorted by uncached length, so
+that each conditional mean of the model is a cumulative sum and each threshold worth trying is an
+atom. A truncated lognormal becomes one atom per token count, exact to better than 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from scipy.special import ndtr
+
+from prfaas.errors import InputError
+
+Array = npt.NDArray[np.float64]
+
+# Beyond this many distinct lengths neighbouring ones share an atom (a 1M-token range: 4 by 4).
+_MAX_ATOMS = 262_144
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """`new` ascending; `weight` sums to 1."""
+
+    new: Array
+    cached: Array
+    weight: Array
+    output_tokens: float
+    output_cv2: float = 0.0  # squared coefficient of variation of the output length
+
+    @property
+    def mean_new_tokens(self) -> float:
+        return float(self.new @ self.weight)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.new[-1])
+
+
+def lognormal(
+    mu: float,
+    sigma: float,
+    min_tokens: int,
+    max_tokens: int,
+    *,
+    output_tokens: float,
+    cached_tokens: int = 0,
+) -> Workload:
+    """exp(N(mu, sigma)) truncated to [min_tokens, max_tokens] (paper, section 4.1)."""
+    new, weight = _lognormal_atoms(mu, sigma, min_tokens, max_tokens)
+    return Workload(new, np.full_like(new, cached_tokens), weight, output_tokens)
+
+
+class Part(NamedTuple):
+    share: float
+    workload: Workload
+
+
+def mixture(parts: Sequence[Part], *, output_tokens: float) -> Workload:
+    """Shares are relative. Output length is common to all parts."""
+    total = sum(part.share for part in parts)
+    new = np.concatenate([part.workload.new for part in parts])
+    order = np.argsort(new, kind="stable")
+    cached = np.concatenate([part.workload.cached for part in parts])
+    weight = np.concatenate([part.workload.weight * (part.share / total) for part in parts])
+    return Workload(new[order], cached[order], weight[order], output_tokens)
+
+
+class TraceRequest(NamedTuple):
+    new_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+def empirical(requests: Sequence[TraceRequest], *, output_tokens: float | None = None) -> Workload:
+    """The requests themselves, each of equal weight; nothing is smoothed."""
+    table = np.asarray(requests, dtype=float)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    mean, variance = float(table[:, 2].mean()), float(table[:, 2].var())
+    weight = np.full(len(table), 1 / len(table))
+    if output_tokens is not None:
+        return Workload(table[:, 0], table[:, 1], weight, output_tokens)
+    return Workload(table[:, 0], table[:, 1], weight, mean, variance / mean**2)
+
+
+class _Row(msgspec.Struct):
+    """One line of a Mooncake-format trace."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def parse_mooncake(lines: Iterable[str], block_tokens: int) -> list[TraceRequest]:
+    """Uncached lengths of a Mooncake-format trace: each prompt is matched against all earlier ones
+    (an infinite cache, the longest contiguous run of known block ids from the start). At least one
+    token is always computed."""
+    decoder = msgspec.json.Decoder(_Row)
+    seen: set[int] = set()
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _checked_row(decoder, line, number, block_tokens)
+        run = 0
+        for block in row.hash_ids:
+            if block not in seen:
+                break
+            run += 1
+        seen.update(row.hash_ids)
+        cached = min(run * block_tokens, row.input_length - 1)
+        requests.append(TraceRequest(row.input_length - cached, cached, row.output_length))
+    if not requests:
+        raise InputError("the trace holds no request")
+    return requests
+
+
+def _checked_row(
+    decoder: msgspec.json.Decoder[_Row], line: str, number: int, block_tokens: int
+) -> _Row:
+    where = f"line {number}"
+    try:
+        row = decoder.decode(line)
+    except msgspec.ValidationError as error:
+        fix = "each line needs timestamp, input_length, output_length, hash_ids"
+        raise InputError(str(error).replace("$.", ""), where=where, fix=fix) from None
+    except msgspec.DecodeError as error:
+        raise InputError(f"not JSON: {error}", where=where, fix="mend or remove it") from None
+    if row.input_length < 1:
+        raise InputError(f"input_length is {row.input_length}", where=where, fix="must be >= 1")
+    if row.output_length < 1:
+        raise InputError(f"output_length is {row.output_length}", where=where, fix="must be >= 1")
+    if len(row.hash_ids) > -(-row.input_length // block_tokens):
+        raise InputError(
+            f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens",
+            where=where,
+            fix=f"one id covers block_tokens = {block_tokens} tokens; set it to the trace's own",
+        )
+    return row
+
+
+def _lognormal_atoms(mu: float, sigma: float, low: int, high: int) -> tuple[Array, Array]:
+    step = -(-(high - low + 1) // _MAX_ATOMS)
+    first = np.arange(low, high + 1, step, dtype=float)
+    last = np.minimum(first + step - 1, high)
+    # A cell reaches half a token past its integers, but never past the truncation.
+    edges = np.concatenate([[low], last[:-1] + 0.5, [high]])
+    if low == high:
+        return first, np.ones(1)
+    z = (np.log(edges) - mu) / sigma
+    # Beyond the median count from the right tail, where a difference of ndtr loses its digits.
+    mass = np.where(z[:-1] > 0, ndtr(-z[:-1]) - ndtr(-z[1:]), ndtr(z[1:]) - ndtr(z[:-1]))
+    total = float(mass.sum())
+    if total <= 0:
+        raise InputError(
+            f"no probability between {low} and {high} tokens for mu = {mu:g}, sigma = {sigma:g}",
+            where="workload",
+            fix="mu is the mean of the natural logarithm of the length",
+        )
+    return (first + last) / 2, mass / total
