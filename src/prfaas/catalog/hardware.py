@@ -40,18 +40,19 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: PositiveFloat | None = None
     phi_gbps: PositiveFloat | None = None
 
-    def seconds_for(self, spec: KVSpec) -> float:
-        """The time as given, or as eq. 1 implies it: T = S_kv / Phi_kv."""
+    def seconds_for(self, published: KVSpec) -> float:
+        """The time as given, or as eq. 1 implies it: T = S_kv / Phi_kv, with S_kv in the dtypes
+        the throughput was published for."""
         if self.seconds is not None and self.phi_gbps is None:
             return self.seconds
-        if self.phi_gbps is not None and self.seconds is None:
-            if self.cached:
-                raise InputError(
-                    f"point new = {self.new}: phi_gbps says nothing of a cached prefix",
-                    fix="give seconds",
-                )
-            return spec.kv_bytes(self.new) * 8 / (self.phi_gbps * 1e9)
-        raise InputError(f"point new = {self.new}", fix="give either seconds or phi_gbps")
+        if self.phi_gbps is None or self.seconds is not None:
+            raise InputError(f"point new = {self.new}", fix="give either seconds or phi_gbps")
+        if self.cached:
+            raise InputError(
+                f"point new = {self.new}: phi_gbps says nothing of a cached prefix",
+                fix="give seconds",
+            )
+        return published.kv_bytes(self.new) * 8 / (self.phi_gbps * 1e9)
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,6 @@
 """Checked access to the fields of a parsed `config.json`.
 
-JSON's null counts as absent: config classes write it for "take the default". Every mistake is an
-InputError that names the field. Knows nothing of what the fields mean.
+Every mistake is an InputError that names the field. Knows nothing of what the fields mean.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class Fields:
         return self.values.get(key)
 
     def has(self, key: str) -> bool:
+        """Whether the field says something: JSON's null does not."""
         return self.values.get(key) is not None
 
     def error(self, key: str, problem: str, fix: str = CORRECT) -> InputError:
         return InputError(problem, where=self.path + key, fix=fix)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(key, f"must be a whole number, not {shown(value)}")
-        if value < 1:
-            raise self.error(key, f"must be at least 1, not {value}")
+        if value < least:
+            raise self.error(key, f"must be at least {least}, not {value}")
         return value
 
     def layer_count(self) -> int:
@@ -71,6 +70,7 @@ class Fields:
         return Fields(value, f"{self.path}{key}.")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """A null stays one: to a config class it is an answer, not a gap."""
         return Fields({**defaults, **self.values}, self.path)
 
     def _value(self, key: str, default: Any) -> Any:

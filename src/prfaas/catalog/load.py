@@ -15,6 +15,7 @@ from prfaas.catalog.hardware import Accelerator, ProfileRecord
 from prfaas.catalog.models import Model
 from prfaas.config.strict import decode, parse_toml, read_text
 from prfaas.errors import InputError
+from prfaas.kvspec import KVSpec
 
 Entry = TypeVar("Entry", Model, Accelerator)
 
@@ -64,6 +65,12 @@ class Catalog:
 
     def profiles_of(self, model: str) -> list[ProfileRecord]:
         return [record for record in self.profiles if record.model == model]
+
+    def prefill_seconds(self, record: ProfileRecord) -> list[float]:
+        """The time of each of the record's prefill points, in their order."""
+        implied = any(point.phi_gbps is not None for point in record.prefill)
+        published = self.model(record.model).spec() if implied else KVSpec(())
+        return [point.seconds_for(published) for point in record.prefill]
 
     def _with(self, file: CatalogFile) -> Catalog:
         def key(record: ProfileRecord) -> tuple[str, str, int]:

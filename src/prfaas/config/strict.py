@@ -71,15 +71,15 @@ def _in_authors_words(
     if missing := _MISSING.match(problem):
         return InputError("missing", file=file, where=_join(path, missing["key"]), fix="add it")
     value = _at(raw, _parts(path))
-    shown = f"{problem[0].lower()}{problem[1:]}" + (f", got {value!r}" if path else "")
-    wants_number = "`float`" in problem or "`int`" in problem
-    number = "give a plain number in the unit the key names"
-    return InputError(
-        shown,
-        file=file,
-        where=path or None,
-        fix=number if wants_number and isinstance(value, str) else None,
-    )
+    shown = f"{problem[0].lower()}{problem[1:]}"
+    fix = None
+    if problem.startswith("Invalid"):
+        fix = f"use one of: {', '.join(_choices(msgspec.json.schema(kind), _parts(path), raw))}"
+    elif path:
+        shown += f", got {value!r}"
+        if isinstance(value, str) and ("`float`" in problem or "`int`" in problem):
+            fix = "give a plain number in the unit the key names"
+    return InputError(shown, file=file, where=path or None, fix=fix)
 
 
 def _dotted(path: str) -> str:
@@ -106,34 +106,60 @@ def _at(raw: Any, parts: list[str]) -> Any:
     return raw
 
 
-def _known_keys(schema: dict[str, Any], parts: list[str], raw: Any) -> list[str]:
-    """The keys allowed at `parts`, from the struct's own JSON schema."""
-    definitions = schema.get("$defs", {})
+class _Schema:
+    """A struct's own JSON schema, walked along a document."""
 
-    def resolve(node: dict[str, Any], raw: Any) -> dict[str, Any]:
-        while True:
-            if "$ref" in node:
-                node = definitions[node["$ref"].rsplit("/", 1)[-1]]
-            elif "anyOf" in node:
-                # A tagged union: the branch that the author's own tag selects.
-                tag = node.get("discriminator", {})
-                chosen = tag.get("mapping", {}).get(_at(raw, [tag.get("propertyName", "")]))
-                options = [o for o in node["anyOf"] if o.get("type") != "null"]
-                node = {"$ref": chosen} if chosen else options[0]
-            else:
-                return node
+    def __init__(self, schema: dict[str, Any], raw: Any) -> None:
+        self._definitions = schema.get("$defs", {})
+        self._node, self._raw = schema, raw
 
-    node = resolve(schema, raw)
-    for part in parts:
-        raw = _at(raw, [part])
+    def step(self, part: str) -> None:
+        node = self.resolved()
+        self._raw = _at(self._raw, [part])
         if node.get("type") == "array":
-            child = node["items"]
-        elif part in node.get("properties", {}):
-            child = node["properties"][part]
+            self._node = node["items"]
         else:
-            child = node.get("additionalProperties", {})
-        node = resolve(child, raw)
-    return list(node.get("properties", {}))
+            unknown = node.get("additionalProperties") or {}
+            self._node = node.get("properties", {}).get(part, unknown)
+
+    def resolved(self) -> dict[str, Any]:
+        """The object at this place; of a tagged union the branch that the author's tag selects."""
+        node = self._node
+        while "$ref" in node or "anyOf" in node:
+            if "$ref" in node:
+                node = self._definitions[node["$ref"].rsplit("/", 1)[-1]]
+            else:
+                tag = node.get("discriminator", {})
+                chosen = tag.get("mapping", {}).get(_at(self._raw, [tag.get("propertyName", "")]))
+                some = [option for option in node["anyOf"] if option.get("type") != "null"]
+                node = {"$ref": chosen} if chosen else some[0]
+        return node
+
+    def tags(self, part: str) -> list[str]:
+        """The values of the tag named `part`, where this place is a tagged union."""
+        tag = self._node.get("discriminator", {})
+        return list(tag.get("mapping", {})) if tag.get("propertyName") == part else []
+
+    def enumerated(self) -> list[str]:
+        options = [self._node, *self._node.get("anyOf", [])]
+        return [str(value) for option in options for value in option.get("enum", [])]
+
+
+def _known_keys(schema: dict[str, Any], parts: list[str], raw: Any) -> list[str]:
+    at = _Schema(schema, raw)
+    for part in parts:
+        at.step(part)
+    return list(at.resolved().get("properties", {}))
+
+
+def _choices(schema: dict[str, Any], parts: list[str], raw: Any) -> list[str]:
+    at = _Schema(schema, raw)
+    for part in parts[:-1]:
+        at.step(part)
+    if tags := at.tags(parts[-1]):
+        return tags
+    at.step(parts[-1])
+    return at.enumerated()
 
 
 def _refuse_non_finite(value: Any, path: str, file: str | Path) -> None:

@@ -94,7 +94,7 @@ class Producers:
         return bound
 
     def sustained(self, n_prefill: int) -> Array:
-        return np.minimum(self.prfaas_bound, self.pd_p_bound(n_prefill))
+        return np.asarray(np.minimum(self.prfaas_bound, self.pd_p_bound(n_prefill)))
 
     def best(self, n_prefill: int) -> Choice:
         """Where the producers are strongest. When decode is the limit many thresholds reach the

@@ -120,14 +120,14 @@ def build_problem(
     for cluster in deployment.of_kind("prfaas"):
         link = deployment.link(cluster.name, local.name)
         assert link is not None, "checked when the deployment was read"
-        remotes.append(Remote(_pool(deployment, catalog, cluster, spec), _path(link)))
+        remotes.append(Remote(_pool(deployment, catalog, cluster), _path(link)))
     fabric = deployment.link(local.name, local.name)
     return Problem(
         spec=spec,
         workload=workload,
         remotes=tuple(remotes),
         local=Local(
-            pool=_pool(deployment, catalog, local, spec),
+            pool=_pool(deployment, catalog, local),
             decode=decode_rate(steps, deployment.slo.output_tokens_per_s),
             fabric=None if fabric is None else _path(fabric),
             fixed_prefill=local.prefill,
@@ -137,8 +137,12 @@ def build_problem(
     )
 
 
-def prefill_profile(record: ProfileRecord, spec: KVSpec) -> PrefillProfile:
-    points = [PrefillTime(p.new, p.cached, p.seconds_for(spec)) for p in record.prefill]
+def prefill_profile(catalog: Catalog, record: ProfileRecord) -> PrefillProfile:
+    seconds = catalog.prefill_seconds(record)
+    points = [
+        PrefillTime(point.new, point.cached, time_s)
+        for point, time_s in zip(record.prefill, seconds, strict=True)
+    ]
     return PrefillProfile(points, provenance=record.provenance)
 
 
@@ -146,14 +150,14 @@ def _path(link: Link) -> Path:
     return Path(bps=link.gbps * 1e9, rtt_s=link.rtt_ms / 1e3)
 
 
-def _pool(deployment: Deployment, catalog: Catalog, cluster: Cluster, spec: KVSpec) -> Pool:
+def _pool(deployment: Deployment, catalog: Catalog, cluster: Cluster) -> Pool:
     price = catalog.accelerator(cluster.accelerator).usd_per_hour
     return Pool(
         cluster=cluster.name,
         accelerator=cluster.accelerator,
         instances=cluster.instances,
         gpus_per_instance=cluster.gpus_per_instance,
-        profile=prefill_profile(_record(deployment, catalog, cluster), spec),
+        profile=prefill_profile(catalog, _record(deployment, catalog, cluster)),
         usd_per_gpu_hour=cluster.usd_per_gpu_hour or (None if price is None else price.value),
     )
 

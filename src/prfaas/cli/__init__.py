@@ -1,0 +1,1 @@
+"""Commands. The only place that wires objects together and configures output."""

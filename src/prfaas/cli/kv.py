@@ -1,0 +1,220 @@
+"""`prfaas kv`: KV size, prefill time and KV throughput of models (Tables 3 and 5, eqs. 1 and 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.cli.output import console, print_json
+from prfaas.cli.wiring import config_spec, read_hf_config
+from prfaas.errors import InputError
+from prfaas.kvspec import KVSpec
+from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
+from prfaas.planner.problem import prefill_profile
+from prfaas.planner.profile import PrefillProfile
+
+DEFAULT_LENGTHS = (1_024, 8_192, 32_768, 131_072)
+# Section 2.3 sizes clusters for an average uncached length of 32K; the nearest row is the one used.
+EGRESS_LENGTH = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to report on."""
+
+    name: str
+    title: str
+    spec: KVSpec
+    provenance: str
+    record: ProfileRecord | None
+    profile: PrefillProfile | None
+
+
+@click.command(short_help="KV size, prefill time and KV throughput of models; egress of a cluster.")
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--config", type=click.Path(path_type=Path), help="A Hugging Face config.json.")
+@click.option("--lengths", help="Token counts, comma-separated: 1024,32000.")
+@click.option("--gpus", default=512, show_default=True, help="Size of a prefill cluster (N).")
+@click.option("--gpus-per-instance", default=8, show_default=True, help="Parallelism (P).")
+@click.option("--accelerator", default="h200", show_default=True, help="Whose profile to use.")
+@click.option("--kv-dtype", help="Dtype of cached attention state; the model's own when absent.")
+@click.option(
+    "--catalog", type=click.Path(path_type=Path), help="A TOML file with your own models."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def kv(
+    models: tuple[str, ...],
+    config: Path | None,
+    lengths: str | None,
+    gpus: int,
+    gpus_per_instance: int,
+    accelerator: str,
+    kv_dtype: str | None,
+    catalog: Path | None,
+    as_json: bool,
+) -> None:
+    """How much KV does a prefill leave, how fast, and what egress does a cluster need?
+
+    Without a MODEL: the models of the paper. With --config: the model of a config.json, whose bytes
+    follow from its architecture (it has no profile, so no times).
+
+    \b
+      prfaas kv
+      prfaas kv kimi-linear-48b-a3b --lengths 4096,65536
+      prfaas kv --config ./my-model/config.json
+      prfaas kv ring-2.5-1t --gpus 10000 --lengths 131072
+    """
+    for flag, value in (("--gpus", gpus), ("--gpus-per-instance", gpus_per_instance)):
+        if value < 1:
+            raise InputError(f"{value} is not a number of GPUs", where=flag, fix="give 1 or more")
+    if gpus < gpus_per_instance:
+        raise InputError(
+            f"{gpus} GPUs are less than one instance of {gpus_per_instance}", where="--gpus"
+        )
+    known = Catalog.builtin().extended([catalog] if catalog else [])
+    known.accelerator(accelerator)
+    wanted = parse_lengths(lengths) if lengths else None
+    subjects = _subjects(known, models, config, accelerator, gpus_per_instance, kv_dtype)
+    reports = [report(subject, wanted, gpus, gpus_per_instance) for subject in subjects]
+    if as_json:
+        print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "models": reports})
+    else:
+        _show(reports, gpus, gpus_per_instance, accelerator)
+
+
+def parse_lengths(text: str) -> list[int]:
+    lengths = []
+    for part in text.split(","):
+        try:
+            tokens = int(part)
+        except ValueError:
+            raise InputError(
+                f"{part!r} is not a token count",
+                where="--lengths",
+                fix="use plain numbers: 32K is 32000 to some and 32768 to others",
+            ) from None
+        if not 1 <= tokens <= 1_000_000_000:
+            raise InputError(
+                f"{tokens} tokens", where="--lengths", fix="give 1 to 1,000,000,000 tokens"
+            )
+        lengths.append(tokens)
+    return lengths
+
+
+def report(
+    subject: Subject, lengths: list[int] | None, gpus: int, gpus_per_instance: int
+) -> dict[str, Any]:
+    record, profile = subject.record, subject.profile
+    if lengths is None and record is not None:
+        lengths = sorted({point.new for point in record.prefill})
+    rows = []
+    for tokens in lengths or DEFAULT_LENGTHS:
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "kv_bytes": subject.spec.kv_bytes(tokens),
+            "t_prefill_s": None,
+            "phi_kv_gbps": None,
+            "egress_gbps": None,
+            "source": "no prefill profile for this model, accelerator and instance size",
+        }
+        if record is not None and profile is not None:
+            seconds = float(profile.seconds(tokens))
+            phi_bps = float(eq1_kv_throughput_bps(row["kv_bytes"], seconds))
+            row["t_prefill_s"] = seconds
+            row["phi_kv_gbps"] = phi_bps / 1e9
+            row["egress_gbps"] = float(eq2_min_egress_bps(gpus, gpus_per_instance, phi_bps)) / 1e9
+            row["source"] = f"T_prefill {_standing(record, tokens, profile.measured_range)}"
+        rows.append(row)
+    sizing = min(rows, key=lambda row: abs(math.log(row["tokens"] / EGRESS_LENGTH)))
+    return {
+        "name": subject.name,
+        "title": subject.title,
+        "kv_source": subject.provenance,
+        "bytes_per_token": subject.spec.bytes_per_token,
+        "state_bytes": subject.spec.state_bytes,
+        "lengths": rows,
+        "egress_gbps": sizing["egress_gbps"],
+        "egress_at_tokens": sizing["tokens"],
+    }
+
+
+def _standing(record: ProfileRecord, tokens: int, measured: tuple[int, int]) -> str:
+    if tokens in (point.new for point in record.prefill):
+        return record.provenance
+    if measured[0] <= tokens <= measured[1]:
+        return f"inferred: interpolated between points that are {record.provenance}"
+    return (
+        f"inferred: extrapolated beyond {measured[0]:,} to {measured[1]:,} tokens, "
+        f"from points that are {record.provenance}"
+    )
+
+
+def _subjects(
+    catalog: Catalog,
+    names: tuple[str, ...],
+    config: Path | None,
+    accelerator: str,
+    gpus: int,
+    kv_dtype: str | None,
+) -> list[Subject]:
+    if not names and config is None:
+        names = tuple(n for n in catalog.models if catalog.profiles_of(n))
+    subjects = []
+    for name in names:
+        model = catalog.model(name)
+        record = catalog.profile(name, accelerator, gpus)
+        profile = None if record is None else prefill_profile(catalog, record)
+        provenance = f"{model.status}: {model.source}"
+        spec = model.spec(kv_dtype)
+        subjects.append(Subject(name, model.display_name, spec, provenance, record, profile))
+    if config is not None:
+        geometry = read_hf_config(config)
+        spec = config_spec(geometry, kv_dtype)
+        title = f"{geometry.model_type} ({config})"
+        subjects.append(Subject(str(config), title, spec, f"published: {config}", None, None))
+    return subjects
+
+
+def _show(
+    reports: list[dict[str, Any]], gpus: int, gpus_per_instance: int, accelerator: str
+) -> None:
+    table = Table(
+        title=f"KV produced by one prefill instance of {gpus_per_instance} x {accelerator}",
+        title_justify="left",
+    )
+    table.add_column("model")
+    table.add_column("tokens", justify="right")
+    table.add_column("S_kv MiB", justify="right")
+    table.add_column("T_prefill s", justify="right")
+    table.add_column("Phi_kv Gbps", justify="right")
+    table.add_column(f"egress of {gpus:,} GPUs", justify="right")
+    table.add_column("T_prefill is")
+    for entry in reports:
+        for index, row in enumerate(entry["lengths"]):
+            timed = row["t_prefill_s"] is not None
+            table.add_row(
+                entry["title"] if index == 0 else "",
+                f"{row['tokens']:,}",
+                f"{row['kv_bytes'] / 2**20:,.1f}",
+                f"{row['t_prefill_s']:.3f}" if timed else "-",
+                f"{row['phi_kv_gbps']:.2f}" if timed else "-",
+                _rate(row["egress_gbps"]) if timed else "-",
+                row["source"].removeprefix("T_prefill ").split(":")[0] if timed else "unknown",
+                end_section=index == len(entry["lengths"]) - 1,
+            )
+    out = console()
+    out.print(table)
+    out.print(
+        "S_kv follows from each model's architecture; Phi_kv = S_kv / T_prefill (eq. 1); "
+        "egress = N / P x Phi_kv (eq. 2).\nSources of every value: --json."
+    )
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps / 1000:,.2f} Tbps" if gbps >= 1000 else f"{gbps:,.1f} Gbps"

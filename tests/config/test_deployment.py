@@ -1,0 +1,133 @@
+import copy
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas.config import load_deployment, parse_deployment
+from prfaas.errors import InputError
+
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+RAW = tomllib.loads(CASE_STUDY.read_text())
+
+
+def varied(path: str, value: Any) -> dict[str, Any]:
+    raw: Any = copy.deepcopy(RAW)
+    at = raw
+    *parents, last = path.split(".")
+    for part in parents:
+        at = at[int(part)] if isinstance(at, list) else at.setdefault(part, {})
+    key: Any = int(last) if isinstance(at, list) else last
+    if value is None:
+        del at[key]
+    else:
+        at[key] = value
+    return raw
+
+
+def test_the_case_study_is_valid() -> None:
+    deployment = load_deployment(CASE_STUDY)
+    assert [c.instances for c in deployment.clusters] == [4, 8]
+    link = deployment.link("prfaas", "pd")
+    assert link is not None and link.gbps == 100
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("links.0.gbps", 0, "links.0.gbps: expected `float` > 0"),
+        ("links.0.gbps", -3, "links.0.gbps: expected `float` > 0"),
+        ("links.0.gbps", float("nan"), "links.0.gbps: is nan; give a finite number"),
+        ("links.0.gbps", float("inf"), "links.0.gbps: is inf"),
+        ("links.0.gbps", "100 Gbps", "links.0.gbps: .*got '100 Gbps'; give a plain number"),
+        ("links.0.gbps", 100e9, "links.0.gbps: .*unit is 10\\^9 bits per second"),
+        ("links.0.rtt_ms", 1e6, "links.0.rtt_ms: .*unit is milliseconds"),
+        ("links.0.mbps", 100, "links.0.mbps: unknown key; did you mean 'gbps'"),
+        ("links.0.from", "nowhere", "links.0.from: no cluster is named 'nowhere'"),
+        ("links.0.to", "prfaas", "clusters.0: no link leads from 'prfaas' to a pd cluster"),
+        ("links.1.from", "prfaas", "links.1: a second link"),
+        ("links.0", None, "clusters.0: no link leads from 'prfaas'"),
+        ("clusters.1.kind", "prfaas", "clusters: no cluster of kind 'pd'"),
+        (
+            "clusters.1.kind",
+            "pf",
+            "clusters.1.kind: invalid enum value 'pf'; use one of: pd, prfaas",
+        ),
+        ("clusters.1.name", "prfaas", "clusters.1.name: 'prfaas' is taken"),
+        ("clusters.0.gpus", 4, "clusters.0.gpus: 4 GPUs are less than one instance of 8"),
+        ("clusters.0.gpus", 0, "clusters.0.gpus: expected `int` >= 1"),
+        ("clusters.0.gpus", 32.5, "clusters.0.gpus: expected `int`"),
+        ("clusters.0.prefill", 4, "clusters.0: a prfaas cluster only prefills"),
+        ("clusters.1.prefill", 3, "clusters.1: half a split"),
+        ("clusters.1.gpu", 3, "clusters.1.gpu: unknown key; did you mean 'gpus'"),
+        ("workload.min_tokens", 999999, "workload.min_tokens: 999999 is above max_tokens"),
+        ("workload.mu", 19400, "workload.mu: .*natural logarithm"),
+        ("workload.sigma", 0, "workload.sigma: expected `float` > 0"),
+        ("workload.kind", "normal", "kind: .*'normal'; use one of: lognormal, mixture, trace"),
+        ("workload.kind", None, "workload.kind: missing"),
+        ("workload.mean", 3, "workload.mean: unknown key"),
+        ("workload.output_tokens", None, "workload.output_tokens: missing"),
+        ("slo.output_tokens_per_s", None, "slo.output_tokens_per_s: missing"),
+        ("slo.ttft_quantile", 90, "slo.ttft_quantile: expected `float` < 1"),
+        ("scheduler.threshold_tokens", 200000, "threshold_tokens: 200000 is above the longest"),
+        (
+            "scheduler.policy",
+            "best",
+            "policy: .*'best'; use one of: adaptive, local, paper, remote",
+        ),
+        ("gateway.port", 70000, "gateway.port: expected `int` <= 65535"),
+        ("model.name", None, "model.name: missing"),
+        ("model", None, "model: missing"),
+        ("slos.x", 3, "slos: unknown key; did you mean 'slo'"),
+    ],
+)
+def test_every_mistake_names_its_key(path: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        parse_deployment(varied(path, value), "d.toml")
+    assert str(caught.value).startswith("d.toml: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "message"),
+    [
+        (8, 0, "clusters.1.decode: no decode instances"),
+        (5, 5, "prefill 5 + decode 5 is not 64 / 8 = 8 instances"),
+    ],
+)
+def test_a_fixed_split_must_add_up_and_decode(prefill: int, decode: int, message: str) -> None:
+    raw = varied("clusters.1.prefill", prefill)
+    raw["clusters"][1]["decode"] = decode
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse_deployment(raw, "d.toml")
+
+
+def test_sections_a_command_does_not_use_are_validated_too() -> None:
+    raw = varied("clusters.1.nodes", [{"url": "http://h:1", "kvd_url": "http://h:2", "port": 3}])
+    with pytest.raises(InputError, match="clusters.1.nodes.0.port: unknown key"):
+        parse_deployment(raw, "d.toml")
+
+
+def test_a_mixture_is_checked_part_by_part() -> None:
+    raw = copy.deepcopy(RAW)
+    part = {"weight": 1, "mu": 9, "sigma": 1, "min_tokens": 10, "max_tokens": 5}
+    raw["workload"] = {"kind": "mixture", "output_tokens": 10, "components": [part]}
+    with pytest.raises(InputError, match="workload.components.0.min_tokens: 10 is above"):
+        parse_deployment(raw, "d.toml")
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        load_deployment(tmp_path / "none.toml")
+    with pytest.raises(InputError, match="is a directory"):
+        load_deployment(tmp_path)
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not UTF-8"):
+        load_deployment(binary)
+    broken = tmp_path / "c.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(InputError, match="not valid TOML.*line 1"):
+        load_deployment(broken)

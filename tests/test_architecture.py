@@ -1,0 +1,91 @@
+"""Imports point down only; heavy libraries stay in their rooms; foundations have no cycles."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
+
+# Rows from the bottom. A part may import parts of lower rows, and of its own row where listed.
+ROWS = [
+    {"errors", "clock", "types", "kvspec", "config", "catalog"},
+    {"planner", "scheduler", "cache"},
+    {"transport", "engine"},
+    {"gateway", "kvd", "node", "sim", "integrations", "testing"},
+    {"cli"},
+]
+WITHIN_ROW = {
+    ("kvspec", "errors"),
+    ("config", "errors"),
+    ("catalog", "errors"),
+    ("catalog", "kvspec"),
+    ("catalog", "config"),  # the strict TOML reader
+    ("scheduler", "planner"),
+}
+# Library -> the only parts that may import it.
+ROOMS = {
+    "torch": {"engine", "integrations"},
+    "transformers": {"engine", "integrations"},
+    "vllm": {"integrations"},
+    "matplotlib": {"cli"},
+    "click": {"cli"},
+    "rich": {"cli"},
+}
+PURE = {"planner", "scheduler", "cache"}
+IMPURE_MODULES = {"asyncio", "socket", "time", "threading", "subprocess", "aiohttp", "zmq"}
+# sim is a shell by position but drives pure code only.
+SIM_MAY_USE = ROWS[0] | ROWS[1]
+
+
+def level(part: str) -> int:
+    return next(index for index, row in enumerate(ROWS) if part in row)
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    for name in imports(path):
+        library, *rest = name.split(".")
+        if library == "prfaas" and rest and rest[0] != part:
+            target = rest[0]
+            allowed = level(target) < level(part) or (part, target) in WITHIN_ROW
+            assert allowed, f"{part} may not import {target}"
+            assert part != "sim" or target in SIM_MAY_USE, f"sim may not import {target}"
+        if library in ROOMS:
+            assert part in ROOMS[library], f"{library} does not belong into {part}"
+        if part in PURE:
+            assert library not in IMPURE_MODULES, f"{part} is pure, yet imports {library}"
+
+
+def test_parts_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        targets = {name.split(".")[1] for name in imports(path) if name.startswith("prfaas.")}
+        graph.setdefault(part_of(path), set()).update(targets - {part_of(path)})
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_every_part_has_a_row() -> None:
+    for path in FILES:
+        level(part_of(path))
