@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, DynamicCache
 
 Bytes = dict[tuple[str, int], int]  # by kind of group and layer number
 
@@ -29,7 +29,9 @@ class Prefill:
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self.config = config.get_text_config()
-        self.model = AutoModel.from_config(self.config, dtype=dtype).eval()
+        # Not every text model can be had without the multimodal one around it.
+        buildable = self.config if type(self.config) in MODEL_MAPPING else config
+        self.model = AutoModel.from_config(buildable, dtype=dtype).eval()
 
     def wire_bytes(self, tokens: int) -> Bytes:
         cache = DynamicCache(config=self.config)

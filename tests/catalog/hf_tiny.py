@@ -19,7 +19,8 @@ _COMMON: Config = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_HEADS: Config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
+_GROUPED: Config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_HEADS: Config = {**_GROUPED, "head_dim": 10}
 _WINDOW: Config = {"sliding_window": 16}
 _MOE: Config = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
 _EXPERTS: Config = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
@@ -243,7 +244,7 @@ TINY: dict[str, Config] = {
     "gpt_oss, no layer_types": _model(
         "gpt_oss", _HEADS, _WINDOW, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2
     ),
-    "cohere2": _model("cohere2", _WINDOW, _HEADS, num_hidden_layers=5, head_dim=None),
+    "cohere2": _model("cohere2", _WINDOW, _GROUPED, num_hidden_layers=5),
     "olmo3": _model("olmo3", _HEADS, _WINDOW, num_hidden_layers=5),
     "mistral": _model("mistral", _HEADS, _WINDOW, num_hidden_layers=2),
     "mistral, no window": _model("mistral", _HEADS, num_hidden_layers=2, sliding_window=None),
@@ -251,15 +252,14 @@ TINY: dict[str, Config] = {
         "mixtral", _HEADS, _WINDOW, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
     ),
     "phi3": _model("phi3", _WINDOW, num_hidden_layers=2, num_attention_heads=4),
-    "starcoder2": _model("starcoder2", _HEADS, _WINDOW, num_hidden_layers=2, head_dim=None),
+    "starcoder2": _model("starcoder2", _GROUPED, _WINDOW, num_hidden_layers=2),
     "qwen2, sliding": _model(
         "qwen2",
         _WINDOW,
-        _HEADS,
+        _GROUPED,
         num_hidden_layers=3,
         use_sliding_window=True,
         max_window_layers=1,
-        head_dim=None,
     ),
     # Types that nothing here knows by name.
     "seed_oss": _model("seed_oss", _HEADS, num_hidden_layers=2),

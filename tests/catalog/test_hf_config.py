@@ -10,8 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hf_models import NEMOTRON_NANO, PUBLISHED, Published
-from hf_tiny import TINY
 
 from prfaas.catalog.hf_config import CLASS_DEFAULTS, geometry_of
 from prfaas.errors import InputError
@@ -26,6 +24,8 @@ from prfaas.kvspec import (
     Window,
     build_spec,
 )
+from tests.catalog.hf_models import NEMOTRON_NANO, PUBLISHED, Published
+from tests.catalog.hf_tiny import TINY
 
 LENGTHS = (2, 5, 15, 16, 17, 40)  # below, at and above the windows of 16
 LINEAR = ["kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h"]
@@ -36,7 +36,7 @@ def caches() -> Iterator[ModuleType]:
     """The half of these tests that needs transformers; the base install is without it."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    import hf_caches
+    from tests.catalog import hf_caches
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other

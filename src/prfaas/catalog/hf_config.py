@@ -111,11 +111,13 @@ def _geometries(fields: Fields, model_type: str) -> tuple[Geometry, ...]:
     try:
         geometries = READERS.get(model_type, read.plain)(fields)
     except InputError as error:
-        problem = f"{error.problem} (model_type {model_type!r})"
+        problem = f"{error.problem} (model_type {shown(model_type)})"
         raise InputError(problem, where=error.where, fix=error.fix) from None
     cached = tuple(geometry for geometry in geometries if geometry.layers)
     if not cached:
-        raise fields.error("model_type", f"no layer of {model_type!r} caches", DESCRIBE_BY_HAND)
+        raise fields.error(
+            "model_type", f"no layer of {shown(model_type)} caches", DESCRIBE_BY_HAND
+        )
     return cached
 
 

@@ -26,9 +26,15 @@ def console() -> Console:
 
 
 def with_progress(
-    items: Sequence[T], what: str, *, after_s: float = 1.0, clock: Clock | None = None
+    items: Sequence[T],
+    what: str,
+    *,
+    after_s: float = 1.0,
+    clock: Clock | None = None,
+    screen: Console | None = None,
 ) -> Iterator[T]:
-    """Yields the items; shows a bar on stderr once they have taken longer than `after_s`."""
+    """Yields the items; shows a bar on a terminal's stderr once they have taken longer than
+    `after_s`, and removes it when done."""
     clock = clock or MonotonicClock()
     started = clock.now()
     progress = Progress(
@@ -36,7 +42,7 @@ def with_progress(
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=screen or Console(stderr=True),
         transient=True,
     )
     task = progress.add_task(what, total=len(items))

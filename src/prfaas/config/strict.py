@@ -72,14 +72,14 @@ def _in_authors_words(
         return InputError("missing", file=file, where=_join(path, missing["key"]), fix="add it")
     value = _at(raw, _parts(path))
     shown = f"{problem[0].lower()}{problem[1:]}"
-    fix = None
+    advice: str | None = None
     if problem.startswith("Invalid"):
-        fix = f"use one of: {', '.join(_choices(msgspec.json.schema(kind), _parts(path), raw))}"
+        advice = f"use one of: {', '.join(_choices(msgspec.json.schema(kind), _parts(path), raw))}"
     elif path:
-        shown += f", got {value!r}"
+        shown = f"{re.sub(r', got `[a-z]+`$', '', shown)}, got {value!r}"
         if isinstance(value, str) and ("`float`" in problem or "`int`" in problem):
-            fix = "give a plain number in the unit the key names"
-    return InputError(shown, file=file, where=path or None, fix=fix)
+            advice = "give a plain number in the unit the key names"
+    return InputError(shown, file=file, where=path or None, fix=advice)
 
 
 def _dotted(path: str) -> str:

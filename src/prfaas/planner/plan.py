@@ -168,7 +168,7 @@ class Planner:
         slo_capacity = None
         if problem.goal is not None:
             low, high = 0.0, capacity
-            for _ in range(24):  # to 1e-7 of the capacity
+            for _ in range(14):  # to 1e-4 of the capacity
                 middle = (low + high) / 2
                 low, high = (middle, high) if at(middle).meets_goal else (low, middle)
             slo_capacity = low

@@ -151,13 +151,14 @@ def _path(link: Link) -> Path:
 
 
 def _pool(deployment: Deployment, catalog: Catalog, cluster: Cluster) -> Pool:
+    record = _record(deployment, catalog, cluster)
     price = catalog.accelerator(cluster.accelerator).usd_per_hour
     return Pool(
         cluster=cluster.name,
         accelerator=cluster.accelerator,
         instances=cluster.instances,
         gpus_per_instance=cluster.gpus_per_instance,
-        profile=prefill_profile(catalog, _record(deployment, catalog, cluster)),
+        profile=prefill_profile(catalog, record),
         usd_per_gpu_hour=cluster.usd_per_gpu_hour or (None if price is None else price.value),
     )
 

@@ -32,8 +32,9 @@ class Service:
 
     @classmethod
     def of(cls, seconds: Array, weight: Array) -> Service:
-        total = weight.sum()
-        return cls(*(float((seconds**k) @ weight / total) for k in (1, 2, 3)))
+        share = weight / weight.sum()
+        squared = seconds * seconds
+        return cls(float(seconds @ share), float(squared @ share), float(squared * seconds @ share))
 
     @classmethod
     def from_cv2(cls, mean_s: float, cv2: float) -> Service:

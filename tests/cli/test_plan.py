@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prfaas.cli.plan import parse_sweep
+from tests.cli.runner import Result
+
+Run = Callable[..., Result]
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+PUBLISHED = CASE_STUDY.with_suffix(".published.toml")
+KEYS = {
+    "threshold_tokens",
+    "n_prfaas",
+    "n_prefill",
+    "n_decode",
+    "theta_rps",
+    "lambda_max_rps",
+    "offload_fraction",
+    "egress_gbps",
+    "ttft_mean_s",
+    "ttft_p90_s",
+}
+
+
+def edited(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    text = CASE_STUDY.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = tmp_path / "deployment.toml"
+    path.write_text(text)
+    return path
+
+
+def test_json_has_what_programs_read(prfaas: Run) -> None:
+    for reading in ("paper", "exact"):
+        plan = prfaas("plan", CASE_STUDY, "--reading", reading, "--json").json
+        assert plan["reading"] == reading
+        for system in ("prfaas_pd", "homogeneous", "naive", "equal_cost"):
+            assert set(plan[system]) >= KEYS
+            assert set(plan[system]["theta_rps"]) == {"prfaas", "pd_p", "pd_d"}
+            assert ("stable_at_paper_lambda" in plan[system]) == (reading == "exact")
+        assert set(plan["ratios"]) == {
+            "prfaas_over_homogeneous",
+            "naive_over_homogeneous",
+            "prfaas_over_naive",
+            "prfaas_over_equal_cost",
+        }
+
+
+def test_a_sweep_reoptimises_at_each_value(prfaas: Run) -> None:
+    swept = prfaas("plan", CASE_STUDY, "--sweep", "links.0.gbps=5,8,10,100", "--json").json
+    assert [point["value"] for point in swept["sweep"]] == [5, 8, 10, 100]
+    rates = [point["prfaas_pd"]["lambda_max_rps"] for point in swept["sweep"]]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+    for point in swept["sweep"]:
+        assert point["prfaas_pd"]["egress_gbps"] <= point["value"] * (1 + 1e-9)
+    # The last value is the file's own.
+    assert swept["sweep"][-1]["prfaas_pd"] == swept["prfaas_pd"]
+
+
+def test_a_sweep_over_names_and_absent_sections(prfaas: Run) -> None:
+    by_threshold = prfaas(
+        "plan", CASE_STUDY, "--sweep", "scheduler.threshold_tokens=1000,40000", "--json"
+    ).json
+    assert [p["prfaas_pd"]["threshold_tokens"] for p in by_threshold["sweep"]] == [1000, 40000]
+    result = prfaas("plan", CASE_STUDY, "--sweep", "model.name=case-study-1t,kimi-k2")
+    assert result.code == 2 and "no profile of kimi-k2 on 8 x h20" in result.err
+
+
+def test_tables_and_comparison_for_people(prfaas: Run) -> None:
+    out = prfaas("plan", CASE_STUDY, "--compare", PUBLISHED, "--sweep", "links.0.gbps=5,100").out
+    assert "19,412" in out and "1.54x" in out
+    assert "re-optimised over links.0.gbps" in out
+    line = next(line for line in out.splitlines() if "ttft_mean_s" in line)
+    assert re.search(r"2\.225\s+2\.22\s+\+0\.2%", line)
+    assert "extrapolated" in out
+
+
+def test_the_comparison_as_json(prfaas: Run) -> None:
+    rows = prfaas("plan", CASE_STUDY, "--compare", PUBLISHED, "--json").json["comparison"]
+    found = {(row["system"], row["quantity"]): row for row in rows}
+    row = found["naive", "lambda_max_rps"]
+    assert row["published"] == 2.45
+    assert row["difference"] == pytest.approx(row["ours"] / 2.45 - 1)
+    assert ("ratios", "prfaas_over_equal_cost") in found
+
+
+def test_the_exact_table_says_what_is_unstable(prfaas: Run) -> None:
+    out = prfaas("plan", CASE_STUDY, "--reading", "exact", "--load", "2.2").out
+    assert "unstable at 2.20 req/s" in out.replace("\n", " ")
+    assert "TTFT P99" in out
+
+
+def test_plots_are_written(prfaas: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "plots"
+    sweep = "links.0.gbps=5,100"
+    report = prfaas("plan", CASE_STUDY, "--sweep", sweep, "--plot", folder, "--json").json
+    names = ["fig2_kv_throughput.png", "fig5a_split.png", "fig5b_threshold.png", "sweep.png"]
+    assert report["plots"] == [str(folder / name) for name in names]
+    for name in names:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_as_workload(prfaas: Run, tmp_path: Path) -> None:
+    rows = [
+        {
+            "timestamp": i,
+            "input_length": 4096 * (1 + i % 9),
+            "output_length": 100,
+            "hash_ids": [i % 5, *range(1000 * i, 1000 * i + 8 * (1 + i % 9) - 1)],
+        }
+        for i in range(200)
+    ]
+    text = "\n".join(map(json.dumps, rows))
+    (tmp_path / "t.jsonl").write_text(text)
+    with lzma.open(tmp_path / "t.jsonl.xz", "wt") as stream:
+        stream.write(text)
+    original = CASE_STUDY.read_text()
+    block = original[original.index("[workload]") : original.index("[slo]")]
+    plans = []
+    for name in ("t.jsonl", "t.jsonl.xz"):
+        section = f'[workload]\nkind = "trace"\npath = "{name}"\n\n'
+        plans.append(prfaas("plan", edited(tmp_path, (block, section)), "--json").json)
+    assert plans[0] == plans[1]
+    assert plans[0]["prfaas_pd"]["lambda_max_rps"] > 0
+
+    (tmp_path / "t.jsonl").write_text(text + "\nnonsense\n")
+    section = '[workload]\nkind = "trace"\npath = "t.jsonl"\n\n'
+    result = prfaas("plan", edited(tmp_path, (block, section)))
+    assert result.code == 2
+    assert "t.jsonl: line 201: not JSON" in result.err
+    (tmp_path / "t.jsonl.xz").write_bytes(b"not xz")
+    section = '[workload]\nkind = "trace"\npath = "t.jsonl.xz"\n\n'
+    assert "not an intact .xz" in prfaas("plan", edited(tmp_path, (block, section))).err
+
+
+def test_a_mixture_as_workload(prfaas: Run, tmp_path: Path) -> None:
+    original = CASE_STUDY.read_text()
+    block = original[original.index("[workload]") : original.index("[slo]")]
+    part = "{ weight = %s, mu = %s, sigma = 0.8, min_tokens = 100, max_tokens = 100000 }"
+    section = (
+        '[workload]\nkind = "mixture"\noutput_tokens = 500\n'
+        f"components = [{part % (3, 7)}, {part % (1, 10.5)}]\n\n"
+    )
+    plan = prfaas("plan", edited(tmp_path, (block, section)), "--json").json
+    assert 0 < plan["prfaas_pd"]["offload_fraction"] < 0.5
+
+
+def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        """
+        [[accelerators]]
+        name = "x1"
+        [[profiles]]
+        model = "case-study-1t"
+        accelerator = "x1"
+        gpus = 4
+        status = "measured"
+        source = "our lab"
+        prefill = [{ new = 1000, seconds = 0.2 }, { new = 100000, seconds = 3.0 }]
+        """
+    )
+    path = edited(
+        tmp_path,
+        ("[model]", 'catalog = ["mine.toml"]\n[model]'),
+        (
+            'accelerator = "h200"\ngpus = 32\ngpus_per_instance = 8',
+            'accelerator = "x1"\ngpus = 32\ngpus_per_instance = 4',
+        ),
+    )
+    plan = prfaas("plan", path, "--json").json
+    assert plan["prfaas_pd"]["n_prfaas"] == 8
+    assert plan["equal_cost"] is None  # nobody said what an x1 costs
+    assert plan["ratios"]["prfaas_over_equal_cost"] is None
+    assert "a price is unknown" in prfaas("plan", path).out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gbps = 100", "gbps = 0", "links.0.gbps: expected `float` > 0.0, got 0"),
+        ("gbps = 100", "gbps = nan", "links.0.gbps: is nan"),
+        ("gbps = 100", "gpbs = 100", "links.0.gpbs: unknown key; did you mean 'gbps'"),
+        ('name = "case-study-1t"', 'name = "case"', "model.name: unknown model 'case'"),
+        ('"h200"', '"h201"', "clusters.0.accelerator: unknown accelerator 'h201'; did you mean"),
+        ('"h200"', '"b200"', "clusters.0.accelerator: no profile of case-study-1t on 8 x b200"),
+        ("gpus_per_instance = 8", "gpus_per_instance = 4", "on 4 x h200"),
+        ("per_s = 40", "per_s = 400", "slo.output_tokens_per_s: no measured decode batch"),
+        ("[slo]", "[scheduler]\nthreshold_tokens = 131073\n[slo]", "above the longest prompt"),
+        ('"case-study-1t"', '"case-study-1t"\nkv_dtype = "int3"', "model.kv_dtype: unknown dtype"),
+        ('"case-study-1t"', '"x"\nconfig = "none.json"', "none.json: no such file"),
+        (
+            '[[clusters]]\nname = "pd"',
+            '[[clusters]]\nname = "pd2"\nkind = "pd"\naccelerator = "h20"\ngpus = 8\n'
+            'gpus_per_instance = 8\n[[clusters]]\nname = "pd"',
+            "clusters: 2 pd clusters",
+        ),
+    ],
+)
+def test_bad_deployments(prfaas: Run, tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = edited(tmp_path, (old, new))
+    result = prfaas("plan", path)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.startswith(f"error: {tmp_path}")
+    assert len(result.err.splitlines()) == 1 and not result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--load", "2"), "--load: the paper reading has no queue"),
+        (("--reading", "exact", "--load", "0"), "--load: 0.0 requests/s"),
+        (("--reading", "exact", "--load", "nan"), "--load: nan requests/s"),
+        (("--reading", "fuzzy"), "'fuzzy' is not one of"),
+        (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps'; write KEY=V1,V2"),
+        (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' leads nowhere at '7'"),
+        (("--sweep", "links.0.gbps.x=3"), "leads nowhere at 'x'"),
+        (("--sweep", "links.0.gbps=5,fast"), "links.0.gbps: expected `float`, got 'fast'"),
+        (("--sweep", "links.0.speed=5"), "links.0.speed: unknown key"),
+        (("--sweep", "links.0.gbps=5,0"), "links.0.gbps: expected `float` > 0.0, got 0"),
+        (("--compare", "none.toml"), "none.toml: no such file"),
+        (("--compare", CASE_STUDY), "unknown key"),
+        (("--plot", "/dev/null/x"), "--plot: cannot write there"),
+    ],
+)
+def test_bad_flags(prfaas: Run, arguments: tuple[object, ...], message: str) -> None:
+    result = prfaas("plan", CASE_STUDY, *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_sweep_values_are_read_as_toml() -> None:
+    assert parse_sweep("a.b=1,2.5,x,true") == ("a.b", [1, 2.5, "x", True])
+
+
+def test_a_missing_file(prfaas: Run, tmp_path: Path) -> None:
+    result = prfaas("plan", tmp_path / "none.toml")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"error: {tmp_path}/none.toml: no such file; check the path\n"
