@@ -18,6 +18,7 @@ ROWS = [
     {"transport", "engine"},
     {"gateway", "kvd", "node", "sim", "integrations", "testing"},
     {"cli"},
+    {"__main__"},
 ]
 WITHIN_ROW = {
     ("kvspec", "errors"),

@@ -1,10 +1,10 @@
 """The cache-relevant fields of published `config.json` files, and what those models' caches hold.
 
-Fields are spelled as the published files spell them; everything that says nothing about the cache
-is left out. Totals are for bfloat16 keys and values and float32 states. They were worked out from
-the models' papers and cards (layer ratios, heads, state sizes), and from SGLang v0.5.9's state
-shapes, not with this project's formulas: the growth of 576 elements per MLA layer and token, for
-example, gives Ring-2.5's advertised 11.25 KiB per token.
+Fields are spelled as the published files spell them; what says nothing about the cache is left out.
+Totals are for bfloat16 keys and values and float32 states, derived by hand from layer counts, head
+and state sizes in papers, model cards and configs, and from SGLang v0.5.9 for the shapes and dtypes
+of states. Two are pinned from outside: Ring-2.5's card says 11.2 KiB per token, and the paper's
+Table 5 gives four sizes of its own model.
 """
 
 from __future__ import annotations

@@ -132,6 +132,16 @@ TINY: dict[str, Config] = {
         sliding_window=15,
         sliding_window_size=15,
     ),
+    # As transformers spells it: twice the heads in sliding layers go without saying.
+    "mimo_v2_flash, layer_types": _model(
+        "mimo_v2_flash",
+        _MOE,
+        _HEADS,
+        _WINDOW,
+        num_hidden_layers=3,
+        layer_types=[SLIDING, FULL, SLIDING],
+        v_head_dim=6,
+    ),
     "gpt_oss": _model(
         "gpt_oss",
         _HEADS,

@@ -33,9 +33,9 @@ LINEAR = ["kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "falcon_h1",
 
 @pytest.fixture(scope="module")
 def caches() -> Iterator[ModuleType]:
-    """The half of these tests that needs transformers; the base install is without it."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    """transformers, imported where it is needed: it takes seconds."""
+    import torch
+
     from tests.catalog import hf_caches
 
     threads = torch.get_num_threads()

@@ -3,7 +3,10 @@ from pathlib import Path
 import pytest
 
 from prfaas.catalog import Catalog
+from prfaas.catalog.hf_config import geometry_of
 from prfaas.errors import InputError
+from prfaas.kvspec import build_spec
+from tests.catalog.hf_models import PUBLISHED
 
 CATALOG = Catalog.builtin()
 
@@ -182,3 +185,10 @@ def test_unknown_names_get_the_nearest_known_one() -> None:
         CATALOG.model("kimi-linear")
     with pytest.raises(InputError, match="known: h100"):
         CATALOG.accelerator("abacus")
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_the_catalog_says_what_the_models_own_config_says(name: str) -> None:
+    """Two descriptions of one model, written apart: same layers, same bytes."""
+    from_config = build_spec(geometry_of(PUBLISHED[name].config).geometries)
+    assert set(CATALOG.model(name).spec().groups) == set(from_config.groups)

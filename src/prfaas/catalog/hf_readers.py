@@ -98,8 +98,8 @@ def mimo(f: Fields) -> Sequence[Geometry]:
         f.count("swa_num_key_value_heads", 2 * heads),
         f.count("swa_head_dim", k_dim),
         f.count("swa_v_head_dim", v_dim),
-        # transformers and SGLang take `sliding_window_size` for the tokens before the current one;
-        # `sliding_window`, the only one in files that transformers saved, includes it.
+        # `sliding_window_size` counts the tokens before the current one (transformers, after
+        # SGLang), `sliding_window` the current one too; the published file has 128 for both.
         f.count("sliding_window_size") + 1 if f.has("sliding_window_size") else None,
     )
     return (GQA(full, heads, k_dim, v_dim), *windows)
@@ -113,11 +113,9 @@ def step(f: Fields) -> Sequence[Geometry]:
     heads = _either(f, "num_key_value_heads", f, "num_attention_groups")
     dim = _head_dim(f)
     other = f.section("attention_other_setting")  # what differs in the sliding layers
-    other_heads, other_dim = (
-        other.count("num_attention_groups", heads),
-        other.count("head_dim", dim),
-    )
-    return (GQA(full, heads, dim, dim), *_window(f, sliding, other_heads, other_dim, other_dim))
+    window_heads = other.count("num_attention_groups", heads)
+    window_dim = other.count("head_dim", dim)
+    return (GQA(full, heads, dim, dim), *_window(f, sliding, window_heads, window_dim, window_dim))
 
 
 # --------------------------------------------------------------------------------------------------

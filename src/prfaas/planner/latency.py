@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from prfaas.planner.curves import Array, Atoms
 from prfaas.planner.problem import Path, Problem
 from prfaas.planner.queueing import Service, Wait, waiting
+from prfaas.planner.workload import weighted_sum
 
 _BINS = 16_384
 
@@ -28,7 +28,7 @@ _BINS = 16_384
 class Branch(NamedTuple):
     """Requests that take one way: which atoms, which share of them, and how long each takes."""
 
-    atoms: npt.NDArray[np.bool_]
+    atoms: slice
     share: float  # of the atoms' weight; several PrfaaS clusters divide the long requests
     seconds: Array  # TTFT without waiting, per selected atom
     wait: Wait | None  # None: no steady state
@@ -67,22 +67,22 @@ class Prediction:
 def paper_ttft(problem: Problem, atoms: Atoms, threshold: int, shares: Sequence[float]) -> TTFT:
     """Service plus S/B, over the distribution of lengths."""
     work = problem.workload
-    short = work.new <= threshold
+    short, long = work.divided(threshold)
     branches = [(work.weight[short], atoms.prefill_s(problem.local.pool.profile)[short])]
-    kv_bits = atoms.kv_bytes[~short] * 8
+    kv_bits = atoms.kv_bytes[long] * 8
     for remote, share in zip(problem.remotes, shares, strict=True):
-        prefill_s = atoms.prefill_s(remote.pool.profile)[~short]
-        branches.append((work.weight[~short] * share, prefill_s + kv_bits / remote.path.bps))
+        prefill_s = atoms.prefill_s(remote.pool.profile)[long]
+        branches.append((work.weight[long] * share, prefill_s + kv_bits / remote.path.bps))
     weight = np.concatenate([w for w, _ in branches])
     seconds = np.concatenate([s for _, s in branches])
-    order = np.argsort(seconds)
+    order = np.argsort(seconds, kind="stable")  # each branch is sorted already: a mere merge
     cumulative = np.cumsum(weight[order])
     cumulative /= cumulative[-1]
 
     def quantile(q: float) -> float:
-        return float(seconds[order][np.searchsorted(cumulative, q)])
+        return float(seconds[order[np.searchsorted(cumulative, q)]])
 
-    mean = float(seconds @ weight / weight.sum())
+    mean = weighted_sum(seconds, weight) / float(weight.sum())
     return TTFT(mean, quantile(0.5), quantile(0.9), quantile(0.99))
 
 
@@ -97,11 +97,11 @@ def predict(
     """The exact reading of one deployment at one load."""
     work, local = problem.workload, problem.local
     decode = local.decode
-    short = work.new <= threshold
+    short, long = work.divided(threshold)
     branches: list[Branch] = []
     stages: list[StageLoad] = []
 
-    if short.any():
+    if work.new[short].size:
         prefill_s = atoms.prefill_s(local.pool.profile)[short]
         handoff_s = _exposed_s(atoms, short, prefill_s, local.fabric, utilisation=0.0)
         rate = load_rps * float(work.weight[short].sum())
@@ -110,10 +110,9 @@ def predict(
         wait = waiting(rate, n_prefill, service) if n_prefill else None
         branches.append(Branch(short, 1.0, prefill_s + handoff_s + decode.t_decode_s, wait))
 
-    if not short.all():
-        long = ~short
+    if work.new[long].size:
         offloaded = float(work.weight[long].sum())
-        mean_kv_bytes = float(atoms.kv_bytes[long] @ work.weight[long]) / offloaded
+        mean_kv_bytes = weighted_sum(atoms.kv_bytes[long], work.weight[long]) / offloaded
         for remote, share in zip(problem.remotes, shares, strict=True):
             prefill_s = atoms.prefill_s(remote.pool.profile)[long]
             rate = load_rps * share * offloaded
@@ -152,7 +151,7 @@ def _load(rate_rps: float, service_s: float, servers: int) -> float:
 
 def _exposed_s(
     atoms: Atoms,
-    chosen: npt.NDArray[np.bool_],
+    chosen: slice,
     prefill_s: Array,
     path: Path | None,
     utilisation: float,
@@ -181,7 +180,7 @@ class _Distribution:
             atoms = weight[branch.atoms] * branch.share
             total = float(atoms.sum())
             self.prefill_wait_mean_s += total * branch.wait.mean_s
-            self._mean_s += float(branch.seconds @ atoms) + total * branch.wait.mean_s
+            self._mean_s += weighted_sum(branch.seconds, atoms) + total * branch.wait.mean_s
             service, _ = np.histogram(branch.seconds, bins=self._edges, weights=atoms)
             mass += _sum_of(service, self._wait_mass(branch.wait))
         if slot_wait.p_wait > 1e-9:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from prfaas.errors import InputError
 from prfaas.planner import baselines
 from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut
@@ -13,6 +11,7 @@ from prfaas.planner.equations import eq7_threshold_imbalance, eq8_split_imbalanc
 from prfaas.planner.latency import TTFT, Prediction, paper_ttft, predict
 from prfaas.planner.optimise import Choice, optimise, rates
 from prfaas.planner.problem import Problem
+from prfaas.planner.workload import weighted_sum
 
 # Without --load, the exact reading looks at each deployment at this share of its own capacity.
 DEFAULT_UTILISATION = 0.8
@@ -92,6 +91,8 @@ class Planner:
         self._paper = WorkCurves(self._cuts, self._atoms, "paper")
         self._exact = WorkCurves(self._cuts, self._atoms, "exact") if reading == "exact" else None
         self._reading: Reading = reading
+        # Points of a sweep often share baselines: a link's speed is nothing to homogeneous PD.
+        self._solved: dict[tuple[Problem, float | None], Solution] = {}
 
     def plan(self, problem: Problem, load_rps: float | None = None) -> Plan:
         assert problem.workload is self._cuts.workload, "a planner serves one workload"
@@ -112,6 +113,12 @@ class Planner:
         return self._exact or self._paper
 
     def solve(self, problem: Problem, load_rps: float | None = None) -> Solution:
+        key = (problem, load_rps)
+        if key not in self._solved:
+            self._solved[key] = self._solve(problem, load_rps)
+        return self._solved[key]
+
+    def _solve(self, problem: Problem, load_rps: float | None) -> Solution:
         choice = optimise(problem, self.curves)
         solution = self._describe(problem, choice)
         if solution.lambda_max_rps <= 0:
@@ -205,16 +212,15 @@ def _bottleneck(problem: Problem, curves: WorkCurves, choice: Choice) -> str:
 
 def _extrapolations(problem: Problem, threshold: int) -> tuple[Extrapolation, ...]:
     work = problem.workload
-    short = work.new <= threshold
-    sides = [(problem.local.pool, short)]
-    sides += [(remote.pool, ~short) for remote in problem.remotes]
+    short, long = work.divided(threshold)
+    sides = [(problem.local.pool, short), *((remote.pool, long) for remote in problem.remotes)]
     found = []
     for pool, atoms in sides:
-        total = float(work.weight[atoms].sum())
-        if total <= 0:
+        weight = work.weight[atoms]
+        if not weight.size:
             continue
-        beyond = pool.profile.extrapolated(work.new[atoms], work.cached[atoms])
-        fraction = float(work.weight[atoms][np.asarray(beyond)].sum()) / total
+        beyond = pool.profile.extrapolated(work.new[atoms], work.cached[atoms]).astype(float)
+        fraction = weighted_sum(beyond, weight) / float(weight.sum())
         if fraction > 0:
             profile = pool.profile
             found.append(

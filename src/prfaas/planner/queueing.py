@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaincc
 
+from prfaas.planner.workload import weighted_sum
+
 Array = npt.NDArray[np.float64]
 
 
@@ -34,7 +36,7 @@ class Service:
     def of(cls, seconds: Array, weight: Array) -> Service:
         share = weight / weight.sum()
         squared = seconds * seconds
-        return cls(float(seconds @ share), float(squared @ share), float(squared * seconds @ share))
+        return cls(*(weighted_sum(power, share) for power in (seconds, squared, squared * seconds)))
 
     @classmethod
     def from_cv2(cls, mean_s: float, cv2: float) -> Service:

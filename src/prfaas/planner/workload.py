@@ -36,11 +36,22 @@ class Workload:
 
     @property
     def mean_new_tokens(self) -> float:
-        return float(self.new @ self.weight)
+        return weighted_sum(self.new, self.weight)
 
     @property
     def max_new_tokens(self) -> int:
         return int(self.new[-1])
+
+    def divided(self, threshold: int) -> tuple[slice, slice]:
+        """The atoms that stay local, and those that are offloaded."""
+        first_long = int(np.searchsorted(self.new, threshold, "right"))
+        return slice(0, first_long), slice(first_long, len(self.new))
+
+
+def weighted_sum(values: Array, weight: Array) -> float:
+    """Not a dot product: BLAS would start threads, whose meeting costs more than the sum does on
+    a busy machine; numpy's pairwise sum also loses fewer digits."""
+    return float((values * weight).sum())
 
 
 def lognormal(

@@ -1,0 +1,51 @@
+# make demo   set up and run the main job        make test    set up and run the tests
+# make check  lint, types and tests              make format  rewrite in the house style
+# make bench  every benchmark, as JSON           make clean   forget the environment
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test check lint types format bench clean
+
+setup: $(READY)
+
+# torch first: installed as a dependency of something else it may come in another build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "prfaas needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	@echo "setting up $(VENV) (once; a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,plot,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/prfaas kv
+	$(BIN)/prfaas plan configs/case_study.toml --compare configs/case_study.published.toml \
+	  --sweep links.0.gbps=2,5,8,10,15,20,50,100 --plot out/demo
+	$(BIN)/prfaas plan configs/case_study.toml --reading exact
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: lint types test
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) out
