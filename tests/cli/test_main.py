@@ -42,6 +42,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert ended.stderr == ""
 
 
+def test_output_that_cannot_be_written_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [COMMAND, "kv", "ring-2.5-1t"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "error: cannot write the output: No space left on device\n"
+
+
 def test_help_teaches(prfaas: Run) -> None:
     assert "is it worth it" in prfaas("--help").out
     assert "--sweep links.0.gbps=5,8,10,100" in prfaas("plan", "--help").out

@@ -6,7 +6,7 @@ import pytest
 from prfaas.planner.curves import Atoms
 from prfaas.planner.latency import paper_ttft, predict
 from prfaas.planner.problem import LatencyGoal, Path, Problem
-from prfaas.planner.workload import Workload
+from prfaas.planner.workload import Workload, lognormal
 from tests.planner.builders import FAST, SLOW, case_study, problem
 from tests.planner.queue_simulation import simulate_waits
 
@@ -112,3 +112,14 @@ def test_a_goal_is_met_or_not() -> None:
         subject = dataclasses.replace(two_lengths(), goal=LatencyGoal(ttft_s, 0.9))
         atoms = Atoms(subject.workload, subject.spec)
         assert predict(subject, atoms, 200, 2, [1.0], 0.5).meets_goal is met
+
+
+def test_a_few_giants_do_not_coarsen_the_quantiles() -> None:
+    quantiles = []
+    for longest in (200_000, 16_000_000):
+        work = lognormal(6.0, 1.0, 20, longest, output_tokens=100)
+        subject = problem(work)
+        prediction = predict(subject, Atoms(work, subject.spec), 400, 2, [1.0], 1e-6)
+        assert prediction.ttft is not None
+        quantiles.append([prediction.ttft.p50_s, prediction.ttft.p90_s, prediction.ttft.p99_s])
+    assert quantiles[1] == pytest.approx(quantiles[0], rel=0.02)

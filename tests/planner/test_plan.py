@@ -91,7 +91,8 @@ def test_extrapolation_is_reported() -> None:
     (pd, _) = PAPER["prfaas_pd"]["extrapolated"]
     assert pd["cluster"] == "pd"
     assert pd["fraction"] > 0.5
-    assert pd["measured_tokens"] == [10_224, 62_410]
+    assert pd["measured_new_tokens"] == [10_224, 62_410]
+    assert pd["measured_cached_tokens"] == 0
     assert pd["profile"].startswith("inferred")
 
 

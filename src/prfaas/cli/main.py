@@ -41,3 +41,7 @@ def main() -> None:
         # The reader (head, less) went away. Python would complain once more while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        # Reading is checked where files are named; what is left is output that cannot be written.
+        click.echo(f"error: cannot write the output: {error.strerror or error}", err=True)
+        sys.exit(1)

@@ -109,11 +109,12 @@ def notes(plan: Plan) -> str:
         lines.append(f"Decode keeps {decode_slack:.0%} slack: whole instances do not meet eq. 8.")
     for e in plan.prfaas_pd.extrapolations:
         if e.fraction >= 0.01:
-            low, high = e.measured_range
+            low, high = e.measured_new
+            cached = f"up to {e.measured_cached:,}" if e.measured_cached else "none"
             lines.append(
                 f"{e.cluster}: {e.fraction:.0%} of its prefills lie beyond the profile's points "
-                f"({low:,} to {high:,} tokens); their times are extrapolated. "
-                f"Profile {e.provenance}."
+                f"({low:,} to {high:,} new tokens, {cached} cached); their times are "
+                f"extrapolated. Profile {e.provenance}."
             )
     return "\n".join(f"[dim]- {escape(line)}[/dim]" for line in lines)
 

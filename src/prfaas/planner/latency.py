@@ -168,7 +168,11 @@ class _Distribution:
 
     def __init__(self, problem: Problem, branches: Sequence[Branch], slot_wait: Wait) -> None:
         weight = problem.workload.weight
-        longest = max(float(branch.seconds.max()) for branch in branches)
+        # The grid spans all but the longest 0.05% of requests: a few giants must not coarsen it.
+        usual = int(np.searchsorted(np.cumsum(weight), 1 - 5e-4)) + 1
+        longest = max(
+            float(branch.seconds[: max(1, usual - branch.atoms.start)].max()) for branch in branches
+        )
         waits = [branch.wait for branch in branches if branch.wait is not None]
         tail = max(_far_tail_s(wait) for wait in (*waits, slot_wait))
         self._edges = np.linspace(0.0, longest + 2 * tail, _BINS + 1)
@@ -181,7 +185,8 @@ class _Distribution:
             total = float(atoms.sum())
             self.prefill_wait_mean_s += total * branch.wait.mean_s
             self._mean_s += weighted_sum(branch.seconds, atoms) + total * branch.wait.mean_s
-            service, _ = np.histogram(branch.seconds, bins=self._edges, weights=atoms)
+            on_grid = np.minimum(branch.seconds, self._edges[-1])
+            service, _ = np.histogram(on_grid, bins=self._edges, weights=atoms)
             mass += _sum_of(service, self._wait_mass(branch.wait))
         if slot_wait.p_wait > 1e-9:
             mass = _sum_of(mass, self._wait_mass(slot_wait))

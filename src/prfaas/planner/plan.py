@@ -32,7 +32,8 @@ class Extrapolation:
 
     cluster: str
     fraction: float
-    measured_range: tuple[int, int]
+    measured_new: tuple[int, int]  # shortest and longest
+    measured_cached: int  # longest
     provenance: str
 
 
@@ -224,6 +225,12 @@ def _extrapolations(problem: Problem, threshold: int) -> tuple[Extrapolation, ..
         if fraction > 0:
             profile = pool.profile
             found.append(
-                Extrapolation(pool.cluster, fraction, profile.measured_range, profile.provenance)
+                Extrapolation(
+                    pool.cluster,
+                    fraction,
+                    profile.measured_range,
+                    profile.measured_cached,
+                    profile.provenance,
+                )
             )
     return tuple(found)

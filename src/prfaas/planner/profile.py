@@ -110,6 +110,11 @@ class PrefillProfile:
         """Shortest and longest new length measured with nothing cached."""
         return int(self._curves[0].first), int(self._curves[0].last)
 
+    @property
+    def measured_cached(self) -> int:
+        """Longest cached prefix measured."""
+        return int(self._cached[-1])
+
     def seconds(self, new: Array | float, cached: Array | float = 0.0) -> Array:
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
         base = self._curves[0](new)

@@ -38,7 +38,8 @@ def _solution(solution: Solution | None) -> dict[str, Any] | None:
             {
                 "cluster": e.cluster,
                 "fraction": e.fraction,
-                "measured_tokens": list(e.measured_range),
+                "measured_new_tokens": list(e.measured_new),
+                "measured_cached_tokens": e.measured_cached,
                 "profile": e.provenance,
             }
             for e in solution.extrapolations
