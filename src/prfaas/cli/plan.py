@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import click
 
-from prfaas.cli.output import console, print_json, with_progress
+from prfaas.cli.output import console, print_json
 from prfaas.cli.plan_compare import compare, read_published
 from prfaas.cli.plan_tables import comparison_table, notes, plan_table, sweep_table, verdict
+from prfaas.cli.sweep import run_sweep
 from prfaas.cli.wiring import Study
-from prfaas.config import Deployment, parse_deployment
+from prfaas.config import parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
-from prfaas.planner.plan import Plan
 from prfaas.planner.report import plan_as_dict
-
-
-class SweepPoint(NamedTuple):
-    value: Any
-    plan: Plan
 
 
 @click.command(short_help="Is it worth it? Best threshold and split, beside three baselines.")
@@ -72,7 +64,7 @@ def plan(
     parsed = parse_deployment(raw, deployment)
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
-    points = _sweep(study, raw, deployment, sweep, load) if sweep else []
+    points = run_sweep(study, raw, deployment, sweep, load) if sweep else []
     against = compare(result, read_published(published)) if published else []
 
     written: list[Path] = []
@@ -98,64 +90,6 @@ def plan(
     if published:
         out.print(comparison_table(against, published))
     if sweep:
-        out.print(sweep_table(sweep.partition("=")[0], [(p.value, p.plan) for p in points]))
+        out.print(sweep_table(sweep.partition("=")[0], points))
     for path in written:
         out.print(f"wrote {path}")
-
-
-def _sweep(
-    study: Study, raw: dict[str, Any], file: Path, sweep: str, load: float | None
-) -> list[SweepPoint]:
-    key, values = parse_sweep(sweep)
-    deployments = [(value, _varied(raw, file, key, value)) for value in values]
-    return [
-        SweepPoint(value, study.plan(deployment, load))
-        for value, deployment in with_progress(deployments, f"sweep of {key}")
-    ]
-
-
-def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """`links.0.gbps=5,8` into the key and its values, each read as TOML reads it."""
-    key, equals, rest = text.partition("=")
-    if not (key and equals and rest):
-        raise InputError(f"{text!r}", where="--sweep", fix="write KEY=V1,V2,...")
-    values = []
-    for part in rest.split(","):
-        try:
-            values.append(tomllib.loads(f"value = {part}")["value"])
-        except tomllib.TOMLDecodeError:
-            values.append(part)  # a bare word: a name, such as a model's
-    return key, values
-
-
-def _varied(raw: dict[str, Any], file: Path, key: str, value: Any) -> Deployment:
-    raw = copy.deepcopy(raw)
-    at: Any = raw
-    *parents, last = key.split(".")
-    for part in parents:
-        at = _step(at, part, key)
-    if isinstance(at, list):
-        _step(at, last, key)
-        at[int(last)] = value
-    elif isinstance(at, dict):
-        at[last] = value
-    else:
-        raise _no_such_key(key, last)
-    return parse_deployment(raw, file)
-
-
-def _step(at: Any, part: str, key: str) -> Any:
-    if isinstance(at, dict):
-        # A section may be absent and still be swept: its defaults are then in force.
-        return at.setdefault(part, {})
-    if isinstance(at, list) and part.isdigit() and int(part) < len(at):
-        return at[int(part)]
-    raise _no_such_key(key, part)
-
-
-def _no_such_key(key: str, part: str) -> InputError:
-    return InputError(
-        f"{key!r} leads nowhere at {part!r}",
-        where="--sweep",
-        fix="write a path of the file, list entries counted from 0: links.0.gbps",
-    )

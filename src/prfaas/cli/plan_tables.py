@@ -11,6 +11,7 @@ from rich.table import Table
 
 from prfaas.catalog import Catalog
 from prfaas.cli.plan_compare import Row
+from prfaas.cli.sweep import SweepPoint
 from prfaas.config import Deployment
 from prfaas.planner.plan import Plan, Solution
 
@@ -139,7 +140,7 @@ def _exact_notes(plan: Plan) -> list[str]:
     return lines
 
 
-def sweep_table(key: str, points: Sequence[tuple[Any, Plan]]) -> Table:
+def sweep_table(key: str, points: Sequence[SweepPoint]) -> Table:
     table = Table(title=f"re-optimised over {key}", title_justify="left")
     for title in (key.rpartition(".")[2], "t", "N_p", "N_d", "req/s", "limited by", "sent", "Gbps"):
         table.add_column(title, justify="right", no_wrap=True)

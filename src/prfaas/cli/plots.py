@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from prfaas.catalog import Catalog
+from prfaas.cli.sweep import SweepPoint
 from prfaas.cli.wiring import Study
 from prfaas.config import Deployment
 from prfaas.errors import InputError
@@ -28,9 +29,6 @@ except ImportError:
     raise InputError(
         "plots need matplotlib", where="--plot", fix="pip install 'prfaas[plot]'"
     ) from None
-
-if TYPE_CHECKING:
-    from prfaas.cli.plan import SweepPoint
 
 # Okabe and Ito's palette: distinct to colour-blind readers, too.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
