@@ -1,7 +1,11 @@
 """Every error this project raises on purpose.
 
     PrfaasError
-    └── InputError      a file, key, line or flag is wrong: says which one, and what to do
+    ├── InputError          a file, key, line or flag is wrong: says which one, and what to do
+    └── PeerError           another process broke a rule, or went away
+        ├── ConnectionLost  a connection that cannot be made, broke, or fell silent
+        ├── WireError       bytes that are not our protocol, or break its limits
+        └── TransferFailed  a transfer ended without a commit: says why
 
 An expected "not now" is a value (`prfaas.types.NotNow`), not an exception; a broken invariant of
 our own is an `assert`. The CLI turns `InputError` into one line on stderr and exit code 2.
@@ -41,3 +45,19 @@ class InputError(PrfaasError):
     def in_file(self, file: str | Path) -> InputError:
         """The same error, said of `file`; an error that already names its file keeps it."""
         return InputError(self.problem, file=self.file or file, where=self.where, fix=self.fix)
+
+
+class PeerError(PrfaasError):
+    """Another process broke a rule, or went away. Nothing of ours is wrong."""
+
+
+class ConnectionLost(PeerError):
+    """A connection that cannot be made, broke, or fell silent for too long."""
+
+
+class WireError(PeerError):
+    """Bytes that are not our protocol, or break its limits; the connection is of no more use."""
+
+
+class TransferFailed(PeerError):
+    """A transfer ended without a commit. The receiver has given its memory back, or will."""

@@ -85,7 +85,7 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     goodput_bps: float  # acknowledged payload bits per second over the report's interval
     backlog_bytes: int  # handed to the link, not yet acknowledged
     in_flight_bytes: int
-    drain_s: float  # backlog over recent goodput
+    drain_s: float | None = None  # backlog over recent goodput
     rtt_s: float | None = None
     delivery_bps: float | None = None
     retransmitted_segments: int | None = None  # since the previous report

@@ -1,0 +1,36 @@
+"""Identity of transfers: who may send, and under which name."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping
+
+from prfaas.errors import InputError
+from prfaas.types import Grant, TransferId
+
+
+def new_grant(
+    data_address: str,
+    *,
+    max_bytes: int,
+    deadline_s: float,
+    skip_tokens: Mapping[str, int] | None = None,
+) -> Grant:
+    """A grant with a fresh id, and a token that only its holder knows."""
+    return Grant(
+        transfer_id=TransferId(str(uuid.uuid4())),
+        token=secrets.token_urlsafe(32),
+        data_address=data_address,
+        skip_tokens=dict(skip_tokens or {}),
+        max_bytes=max_bytes,
+        deadline_s=deadline_s,
+    )
+
+
+def transfer_key(transfer_id: TransferId) -> bytes:
+    """The 16 bytes that stand for it on the wire."""
+    try:
+        return uuid.UUID(transfer_id).bytes
+    except ValueError:
+        raise InputError(f"{transfer_id!r} is not a transfer id", fix="use a UUID") from None

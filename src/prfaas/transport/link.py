@@ -1,0 +1,437 @@
+"""The sending end: long-lived connections to one receiver, shared by all transfers to it.
+
+Each connection has a thread that takes the next frame there is: striping follows from whoever is
+free, so a slow connection slows only what it carries. Frames of a connection that breaks are
+pending again at once, for any other; the broken one comes back after a growing pause. Connections
+are made when there is work and closed when there has been none for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.errors import ConnectionLost, InputError, WireError
+from prfaas.transport.channel import TICK_S, Channel, connect
+from prfaas.transport.departures import (
+    Departures,
+    Nothing,
+    SendAbort,
+    SendFrame,
+    SendOpen,
+    SendProbe,
+    Work,
+)
+from prfaas.transport.grants import transfer_key
+from prfaas.transport.messages import (
+    HELLO,
+    Ended,
+    Hello,
+    Manifest,
+    ManifestSegment,
+    Reason,
+    decode,
+    encode,
+)
+from prfaas.transport.meter import Meter
+from prfaas.transport.outgoing import Outgoing
+from prfaas.transport.wire import (
+    MAX_MANIFEST_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Decoder,
+    Frame,
+    Kind,
+    auth_of,
+    encode_data,
+    encode_message,
+)
+from prfaas.types import Grant, LinkStats
+
+log = logging.getLogger(__name__)
+
+HANDOFF, MIGRATION = 0, 1  # priorities: a request waits for the first, nobody for the second
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    connections: int = 4
+    frame_bytes: int = 1 << 20
+    quantum_bytes: int = 1 << 20  # what is acknowledged, and sent again, as a whole
+    checksums: bool = True
+    rate_bps: float | None = None  # pacing; None: as fast as it goes
+    in_flight_bytes: int = 256 << 20  # sent and not yet acknowledged
+    connect_s: float = 5.0
+    open_s: float = 10.0  # a transfer that the receiver has not opened by then has failed
+    silence_s: float = 10.0  # a connection on which a frame is not answered by then is broken
+    stall_s: float = 30.0  # a transfer of which nothing is acknowledged for so long has failed
+    probe_s: float = 2.0  # how often a transfer with nothing to send says that it lives
+    idle_s: float = 60.0  # a connection without work is closed after this
+    congestion_control: str | None = None  # "bbr" where the kernel has it; None: its default
+    buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
+
+
+class ConnectionBudget:
+    """Connections that all links of a host may have beyond the first of each."""
+
+    def __init__(self, extra: int) -> None:
+        self._free = extra
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._free <= 0:
+                return False
+            self._free -= 1
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._free += 1
+
+
+class Transfer:
+    """One granted transfer, for the owner of its bytes."""
+
+    def __init__(self, link: Link, outgoing: Outgoing) -> None:
+        self._link = link
+        self._outgoing = outgoing
+
+    @property
+    def done(self) -> Future[None]:
+        """Set when the receiver has committed, TransferFailed otherwise; nothing reads the bytes
+        any more then. From asyncio: `await asyncio.wrap_future(transfer.done)`."""
+        return self._outgoing.done
+
+    @property
+    def acknowledged_bytes(self) -> int:
+        return self._outgoing.acknowledged_bytes
+
+    def ready(self, name: str, *views: memoryview) -> None:
+        """A segment's bytes are final, and stay as they are until `done`. In any order."""
+        self._link.departures.ready(self._outgoing, name, views)
+        self._link.wake()
+
+    def abort(self, reason: str) -> None:
+        """Gives up, and tells the receiver. A no-op once done."""
+        self._link.departures.abort(self._outgoing, reason)
+        self._link.wake()
+
+
+class Link:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        options: LinkOptions | None = None,
+        tls: ssl.SSLContext | None = None,
+        budget: ConnectionBudget | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.address = address
+        self.options = options or LinkOptions()
+        self.clock = clock or MonotonicClock()
+        self.closing = threading.Event()
+        self.departures = Departures(
+            frame_bytes=min(
+                self.options.frame_bytes, MAX_PAYLOAD_BYTES - self.options.quantum_bytes
+            ),
+            in_flight_limit=self.options.in_flight_bytes,
+            rate_bps=self.options.rate_bps,
+            open_s=self.options.open_s,
+            stall_s=self.options.stall_s,
+            probe_s=self.options.probe_s,
+        )
+        self._tls = tls
+        self._budget = budget or ConnectionBudget(self.options.connections - 1)
+        self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
+        self._lock = threading.Lock()  # of the set below
+        self._connections: set[_Connection] = set()
+        self._keeper = threading.Thread(target=self._keep, name="prfaas-link", daemon=True)
+        self._keeper.start()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(
+        self, grant: Grant, segments: Mapping[str, int], *, priority: int = HANDOFF
+    ) -> Transfer:
+        """Begins a granted transfer of named segments; their bytes follow with `ready`."""
+        manifest = Manifest(
+            self.options.quantum_bytes,
+            tuple(ManifestSegment(name, nbytes) for name, nbytes in segments.items()),
+        )
+        if len(encode(manifest)) > MAX_MANIFEST_BYTES:
+            raise InputError(f"{len(segments)} segments are more than one transfer can list")
+        if manifest.total_bytes > grant.max_bytes:
+            raise InputError(
+                f"{manifest.total_bytes} bytes, granted are {grant.max_bytes}",
+                fix="open the transfer for as many tokens as it will carry",
+            )
+        if self.closing.is_set():
+            raise InputError("this link is closed")
+        outgoing = Outgoing(
+            transfer_key(grant.transfer_id),
+            auth_of(grant.token),
+            manifest,
+            priority,
+            self.clock.now(),
+        )
+        self.departures.add(outgoing)
+        self._staff()
+        self.wake()
+        return Transfer(self, outgoing)
+
+    def pace(self, rate_bps: float | None) -> None:
+        """Changes the rate for what has not been sent yet."""
+        self.departures.pace(rate_bps)
+
+    def stats(self) -> LinkStats:
+        """What has happened since the last call."""
+        backlog = self.departures.backlog()
+        with self._lock:
+            channels = [c.channel for c in self._connections if c.channel is not None]
+        return self._meter.report(
+            self.clock.now(),
+            channels,
+            acknowledged_bytes=backlog.acknowledged_bytes,
+            backlog_bytes=backlog.pending_bytes + backlog.in_flight_bytes,
+            in_flight_bytes=backlog.in_flight_bytes,
+        )
+
+    def wake(self) -> None:
+        """Some connection that has nothing to do looks again."""
+        with self._lock:
+            for connection in self._connections:
+                if connection.idle:
+                    connection.poke()
+                    return
+
+    def close(self) -> None:
+        """Fails what is under way and waits for every thread. Idempotent."""
+        self.closing.set()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.hang_up()
+        for connection in connections:
+            connection.thread.join(timeout=self.options.connect_s + self.options.silence_s)
+        self._keeper.join(timeout=2 * TICK_S + 1)
+        self.departures.fail_all("link closed")
+
+    def connect(self) -> Channel:
+        sock = connect(
+            self.address,
+            timeout_s=self.options.connect_s,
+            tls=self._tls,
+            congestion_control=self.options.congestion_control,
+            buffer_bytes=self.options.buffer_bytes,
+        )
+        return Channel(sock, self.clock, self.options.silence_s)
+
+    def leave(self, connection: _Connection) -> None:
+        """A connection's thread ends."""
+        with self._lock:
+            self._connections.discard(connection)
+        if connection.extra:
+            self._budget.give_back()
+
+    def _staff(self) -> None:
+        """As many connections as wanted, within the budget; the first is always allowed."""
+        with self._lock:
+            while len(self._connections) < self.options.connections:
+                extra = bool(self._connections)
+                if extra and not self._budget.take():
+                    return
+                connection = _Connection(self, extra)
+                self._connections.add(connection)
+                connection.thread.start()
+
+    def _keep(self) -> None:
+        while not self.closing.wait(TICK_S):
+            self.departures.fail_stalled(self.clock.now())
+            if self.departures.busy:
+                self._staff()
+
+
+class _Connection:
+    """One connection and its thread: sends what there is, reads the answers."""
+
+    def __init__(self, link: Link, extra: bool) -> None:
+        self._link = link
+        self._departures = link.departures
+        self.extra = extra
+        self.idle = False
+        self.channel: Channel | None = None
+        self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
+        self._heard_s = 0.0
+        self._poked, self._poke = socket.socketpair()
+        self._poked.setblocking(False)
+        self._poke.setblocking(False)
+        self.thread = threading.Thread(target=self._run, name="prfaas-connection", daemon=True)
+
+    def poke(self) -> None:
+        try:
+            self._poke.send(b"\0")
+        except OSError:
+            pass  # poked already, or closed
+
+    def hang_up(self) -> None:
+        self.poke()
+        channel = self.channel
+        if channel is not None:
+            channel.close()
+
+    def _run(self) -> None:
+        failures = 0
+        try:
+            while not self._link.closing.is_set():
+                try:
+                    self.channel = channel = self._link.connect()
+                    self._greet(channel)
+                    failures = 0
+                    self._serve(channel)
+                    return
+                except (ConnectionLost, WireError) as error:
+                    failures += 1
+                    self._departures.trouble(str(error))
+                    log.debug("connection to %s: %s", self._link.address, error)
+                finally:
+                    self._drop_channel()
+                if not self._departures.busy:
+                    return
+                # Half at random: connections that broke together do not come back together.
+                pause_s = min(0.05 * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
+                self._link.closing.wait(pause_s * (0.5 + random.random() / 2))
+        finally:
+            self._link.leave(self)
+            self._poked.close()
+            self._poke.close()
+
+    def _greet(self, channel: Channel) -> None:
+        channel.send([memoryview(encode_message(Kind.HELLO, encode(HELLO)))])
+        decoder = Decoder()
+        deadline_s = self._link.clock.now() + self._link.options.connect_s
+        while True:
+            left_s = deadline_s - self._link.clock.now()
+            if left_s <= 0:
+                raise ConnectionLost("connected, but the other side does not answer HELLO")
+            if channel.wait(left_s):
+                for frame in decoder.feed(channel.receive_available()):
+                    if frame.header.kind is not Kind.WELCOME:
+                        raise WireError(f"a {frame.header.kind.name} in answer to HELLO")
+                    decode(frame.body, Hello)
+                    return
+
+    def _serve(self, channel: Channel) -> None:
+        """Until there has been no work for a while, or ConnectionLost, or WireError."""
+        clock, options = self._link.clock, self._link.options
+        channel.watch(self._poked)
+        decoder = Decoder()
+        self._heard_s = worked_s = clock.now()
+        while not self._link.closing.is_set():
+            now = clock.now()
+            work = self._departures.take(now)
+            if isinstance(work, Nothing):
+                self.idle = True
+                readable = channel.wait(min(work.wait_s, TICK_S) if not self._sent else TICK_S)
+                self.idle = False
+                if now - worked_s >= options.idle_s and not self._sent:
+                    if not self._departures.busy:
+                        return
+                    worked_s = now
+            else:
+                worked_s = now
+                self._send(channel, work)
+                self._link.wake()  # there may be more than one connection can carry
+                readable = channel.wait(0)
+            if self._poked.fileno() in readable:
+                self._swallow_pokes()
+            if channel.fileno() in readable:
+                for frame in decoder.feed(channel.receive_available()):
+                    self._answered(frame)
+                self._heard_s = clock.now()
+            elif not self._sent:
+                self._heard_s = now
+            elif now - self._heard_s >= options.silence_s:
+                raise ConnectionLost(f"no answer for {options.silence_s:g} s")
+
+    def _send(self, channel: Channel, work: Work) -> None:
+        transfer = work.transfer
+
+        def message(kind: Kind, body: bytes = b"") -> list[memoryview]:
+            whole = encode_message(kind, body, transfer_id=transfer.transfer_id, auth=transfer.auth)
+            return [memoryview(whole)]
+
+        try:
+            match work:
+                case SendFrame(_, frame):
+                    self._sent[transfer.transfer_id, frame.sequence, Kind.ACK] = work
+                    head = encode_data(
+                        frame.pieces,
+                        frame.views,
+                        sequence=frame.sequence,
+                        transfer_id=transfer.transfer_id,
+                        auth=transfer.auth,
+                        checked=self._link.options.checksums,
+                    )
+                    channel.send([memoryview(head), *frame.views])
+                case SendOpen():
+                    self._sent[transfer.transfer_id, 0, Kind.OPENED] = work
+                    channel.send(message(Kind.OPEN, encode(transfer.manifest)))
+                case SendProbe():
+                    self._sent[transfer.transfer_id, 0, Kind.ALIVE] = work
+                    channel.send(message(Kind.PROBE))
+                case SendAbort(_, reason):
+                    channel.send(message(Kind.ABORT, encode(Reason(reason[:1000]))))
+        finally:
+            self._departures.left(transfer)
+
+    def _answered(self, frame: Frame) -> None:
+        header, now = frame.header, self._link.clock.now()
+        transfer_id = header.transfer_id
+        if header.kind is Kind.ENDED:
+            for key in [key for key in self._sent if key[0] == transfer_id]:
+                del self._sent[key]
+            self._departures.ended(transfer_id, decode(frame.body, Ended))
+            return
+        expected = Kind.ACK if header.kind is Kind.NACK else header.kind
+        work = self._sent.pop((transfer_id, header.sequence, expected), None)
+        if work is None:
+            return  # of a transfer that has ended meanwhile
+        if header.kind is Kind.ACK:
+            self._departures.acknowledged(transfer_id, header.sequence, now)
+        elif header.kind is Kind.NACK:
+            self._departures.lost(work)
+        elif header.kind is Kind.OPENED:
+            self._departures.opened(transfer_id, now)
+        elif header.kind is Kind.ALIVE:
+            self._departures.alive(transfer_id, now)
+        else:
+            raise WireError(f"a {header.kind.name} from a receiver")
+
+    def _drop_channel(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+        lost, self._sent = self._sent, {}
+        for work in lost.values():
+            self._departures.lost(work)
+        if lost:
+            self._link.wake()
+
+    def _swallow_pokes(self) -> None:
+        try:
+            self._poked.recv(4096)
+        except BlockingIOError:
+            pass

@@ -1,0 +1,376 @@
+"""The receiving end: one fixed port, a thread per connection, bytes straight into owners' buffers.
+
+A grant must be announced with `expect` before anything of its transfer is taken; a peer that shows
+no valid grant is cut off without an answer. A slow or hostile peer costs a thread and a scratch
+buffer within `max_connections`: it holds no lock, and what it claimed is free again when it falls
+silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.errors import ConnectionLost, WireError
+from prfaas.transport.arrivals import Arrivals, ArrivalStats
+from prfaas.transport.channel import TICK_S, Channel, tune
+from prfaas.transport.incoming import Claims, Incoming, Receiver
+from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
+from prfaas.transport.wire import (
+    HEADER_BYTES,
+    PIECE_BYTES,
+    Header,
+    Kind,
+    Piece,
+    encode_message,
+    intact,
+    parse_header,
+    parse_table,
+)
+from prfaas.types import Grant, TransferId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerOptions:
+    max_connections: int = 256
+    silence_s: float = 10.0  # a peer in the middle of a frame must move within this
+    unproven_s: float = 10.0  # a connection that has shown no grant is closed after this
+    idle_s: float = 600.0  # one that has, after this without a frame
+    measure_bytes_per_minute: int = 2 << 30  # what `prfaas doctor` may throw at us
+    buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
+
+
+class Listener:
+    """Serves from construction until `close`; `with Listener(...) as listener:` does both."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        options: ListenerOptions | None = None,
+        tls: ssl.SSLContext | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._options = options or ListenerOptions()
+        self._tls = tls
+        self._clock = clock or MonotonicClock()
+        self._arrivals = Arrivals(self._clock)
+        self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # of the two sets below
+        self._sockets: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._server = socket.create_server((host, port), backlog=128)
+        self._server.settimeout(TICK_S)
+        self.address: tuple[str, int] = self._server.getsockname()[:2]
+        self._start(self._accept)
+        self._start(self._keep)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def expect(self, grant: Grant, receiver: Receiver) -> None:
+        """From now until the grant's deadline its transfer may begin."""
+        self._arrivals.expect(grant, receiver)
+
+    def cancel(self, transfer_id: TransferId, reason: str) -> None:
+        """Ends a transfer from this side; a no-op for one that has ended. The owner's `ended` is
+        called when nobody writes to its buffers any more, perhaps before this returns."""
+        self._arrivals.cancel(transfer_id, reason)
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._sockets)
+
+    def stats(self) -> ArrivalStats:
+        return self._arrivals.stats()
+
+    def close(self) -> None:
+        """Ends every transfer and waits for every thread. Idempotent."""
+        self._closing.set()
+        self._server.close()
+        with self._lock:
+            sockets, threads = list(self._sockets), list(self._threads)
+        for sock in sockets:
+            _hang_up(sock)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=self._options.silence_s + 1)
+        self._arrivals.end_all("receiver is shutting down")
+
+    def _start(self, target: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                target()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="prfaas-listener", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, peer = self._server.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                # Out of descriptors, say. Connections end and free some: keep serving.
+                log.warning("cannot accept: %s", error)
+                self._closing.wait(TICK_S)
+                continue
+            with self._lock:
+                admitted = len(self._sockets) < self._options.max_connections
+                if admitted:
+                    self._sockets.add(sock)
+            if not admitted:
+                log.warning("refused %s: %d connections are open", peer, len(self._sockets))
+                sock.close()
+                continue
+            self._start(partial(self._serve, sock, f"{peer[0]}:{peer[1]}"))
+
+    def _keep(self) -> None:
+        while not self._closing.wait(TICK_S):
+            self._arrivals.tidy()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            tune(sock, None, self._options.buffer_bytes)
+            if self._tls is not None:
+                sock = self._handshake(sock, self._tls)
+            channel = Channel(sock, self._clock, self._options.silence_s)
+            _Session(channel, self._arrivals, self._measure, self._options, self._clock).run(
+                self._closing
+            )
+        except (WireError, ssl.SSLError) as error:
+            log.warning("connection of %s cut: %s", peer, error)
+        except (ConnectionLost, OSError) as error:
+            log.debug("connection of %s: %s", peer, error)
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
+            _hang_up(sock)
+
+    def _handshake(self, sock: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        sock.settimeout(self._options.unproven_s)
+        wrapped = tls.wrap_socket(sock, server_side=True)
+        with self._lock:
+            self._sockets.discard(sock)
+            self._sockets.add(wrapped)
+        return wrapped
+
+
+class _MeasureBudget:
+    """Bytes per minute that may be thrown away for measurements."""
+
+    def __init__(self, bytes_per_minute: int, clock: Clock) -> None:
+        self._limit = bytes_per_minute
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since_s = clock.now()
+        self._used = 0
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            now = self._clock.now()
+            if now - self._since_s >= 60:
+                self._since_s, self._used = now, 0
+            self._used += nbytes
+            return self._used <= self._limit
+
+
+class _Session:
+    """One connection: reads frames, answers each."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        arrivals: Arrivals,
+        measure: _MeasureBudget,
+        options: ListenerOptions,
+        clock: Clock,
+    ) -> None:
+        self._channel = channel
+        self._arrivals = arrivals
+        self._measure = measure
+        self._options = options
+        self._clock = clock
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._scratch = memoryview(bytearray())
+        self._greeted = False
+        self._proven = False
+
+    def run(self, closing: threading.Event) -> None:
+        """Until the peer leaves (ConnectionLost), breaks a rule (WireError) or falls silent."""
+        quiet_since = self._clock.now()
+        while not closing.is_set():
+            now = self._clock.now()
+            if not self._channel.receive_if_any(self._head):
+                limit = self._options.idle_s if self._proven else self._options.unproven_s
+                if now - quiet_since >= limit:
+                    raise ConnectionLost(f"no frame for {limit:g} s")
+                continue
+            if self._proven:
+                quiet_since = now
+            self._frame(parse_header(self._head))
+
+    def _frame(self, header: Header) -> None:
+        if not self._greeted and header.kind is not Kind.HELLO:
+            raise WireError(f"a {header.kind.name} before HELLO")
+        if header.kind is Kind.DATA:
+            self._data(header)
+            return
+        if header.kind is Kind.MEASURE:
+            self._measured(header)
+            return
+        body = self._body(header)
+        if header.kind is Kind.HELLO:
+            decode(body, Hello)
+            self._greeted = True
+            self._answer(Kind.WELCOME, header, encode(HELLO))
+            return
+        found = self._arrivals.find(header)
+        if found is None:
+            raise WireError("a transfer that was not granted")
+        self._proven = True
+        if isinstance(found, Ended):
+            self._answer(Kind.ENDED, header, encode(found))
+        elif header.kind is Kind.OPEN:
+            self._open(header, found, decode(body, Manifest))
+        elif header.kind is Kind.PROBE:
+            self._answer(Kind.ALIVE, header)
+        elif header.kind is Kind.ABORT:
+            result = Ended(False, f"aborted by the sender: {decode(body, Reason).reason}")
+            self._arrivals.end(found, result)
+            self._answer(Kind.ENDED, header, encode(result))
+        else:
+            raise WireError(f"a {header.kind.name} from a sender")
+
+    def _open(self, header: Header, transfer: Incoming, manifest: Manifest) -> None:
+        refusal = self._arrivals.open(transfer, manifest)
+        if refusal is not None:
+            # What cannot begin holds nothing: the reservation goes back at once.
+            result = Ended(False, f"refused: {refusal}")
+            self._arrivals.end(transfer, result)
+            self._answer(Kind.ENDED, header, encode(result))
+        else:
+            self._answer(Kind.OPENED, header)
+
+    def _data(self, header: Header) -> None:
+        table = memoryview(bytearray(header.pieces * PIECE_BYTES))
+        self._channel.receive([table])
+        pieces = parse_table(table, header)
+        found = self._arrivals.find(header)
+        if found is None:
+            raise WireError("data of a transfer that was not granted")
+        self._proven = True
+        claims = None if isinstance(found, Ended) else self._arrivals.claim(found, pieces)
+        if isinstance(found, Ended) or claims is None:
+            self._drain(sum(piece.wire_bytes for piece in pieces))
+            if isinstance(found, Incoming) and found.result is None:
+                raise WireError("data before OPEN")
+            ended = found.result if isinstance(found, Incoming) else found
+            assert ended is not None
+            self._answer(Kind.ENDED, header, encode(ended))
+            return
+        self._receive(header, found, table, pieces, claims)
+
+    def _receive(
+        self,
+        header: Header,
+        transfer: Incoming,
+        table: memoryview,
+        pieces: list[Piece],
+        claims: Claims,
+    ) -> None:
+        verified = False
+        result = None
+        try:
+            views = self._targets(pieces, claims)
+            self._channel.receive(list(views))
+            verified = intact(self._head, header, table, views)
+        finally:
+            result = self._arrivals.settle(transfer, claims, verified=verified)
+        if result is not None:
+            self._answer(Kind.ENDED, header, encode(result))
+        elif not verified:
+            self._answer(Kind.NACK, header, encode(Reason("checksum does not match")))
+        elif claims.busy:
+            self._answer(Kind.NACK, header, encode(Reason("another connection is writing it")))
+        else:
+            self._answer(Kind.ACK, header)
+
+    def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
+        """Where the payload goes: the owner's buffers, or scratch for what came before."""
+        drained = sum(
+            piece.wire_bytes
+            for piece, target in zip(pieces, claims.targets, strict=True)
+            if target is None
+        )
+        scratch = self._scratch_of(drained) if drained else None
+        views: list[memoryview] = []
+        at = 0
+        for piece, target in zip(pieces, claims.targets, strict=True):
+            if target is not None:
+                views += target
+            else:
+                assert scratch is not None
+                views.append(scratch[at : at + piece.wire_bytes])
+                at += piece.wire_bytes
+        if drained:
+            self._arrivals.drained(drained)
+        return views
+
+    def _measured(self, header: Header) -> None:
+        if not self._measure.take(header.body_bytes):
+            raise WireError("more measurements than this listener allows per minute")
+        self._drain(header.body_bytes)
+        self._answer(Kind.ACK, header)
+
+    def _body(self, header: Header) -> bytes:
+        body = bytearray(header.body_bytes)
+        if body:
+            self._channel.receive([memoryview(body)])
+        if not intact(self._head, header, body):
+            raise WireError(f"a {header.kind.name} frame that is not intact")
+        return bytes(body)
+
+    def _drain(self, nbytes: int) -> None:
+        if nbytes:
+            self._channel.receive([self._scratch_of(nbytes)])
+
+    def _scratch_of(self, nbytes: int) -> memoryview:
+        """Within MAX_PAYLOAD_BYTES, as every header has been checked to be."""
+        if self._scratch.nbytes < nbytes:
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[:nbytes]
+
+    def _answer(self, kind: Kind, header: Header, body: bytes = b"") -> None:
+        frame = encode_message(kind, body, sequence=header.sequence, transfer_id=header.transfer_id)
+        self._channel.send([memoryview(frame)])
+
+
+def _hang_up(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected any more
+    sock.close()

@@ -1,0 +1,68 @@
+"""Bodies of the small frames."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from prfaas import __version__
+from prfaas.errors import WireError
+from prfaas.transport.wire import MAX_PAYLOAD_BYTES
+
+MAX_SEGMENTS = 262_144
+MIN_QUANTUM_BYTES = 4 << 10
+MAX_QUANTUM_BYTES = 4 << 20
+
+T = TypeVar("T")
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """Also what a WELCOME says of the receiver."""
+
+    software: str
+    max_payload_bytes: int
+
+
+HELLO = Hello(f"prfaas {__version__}", MAX_PAYLOAD_BYTES)
+
+
+class ManifestSegment(msgspec.Struct, frozen=True, array_like=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Every segment of a transfer. Pieces begin at multiples of the quantum and fill it, except
+    at a segment's end, so that what has arrived is one state per quantum."""
+
+    quantum_bytes: Annotated[int, msgspec.Meta(ge=MIN_QUANTUM_BYTES, le=MAX_QUANTUM_BYTES)]
+    segments: Annotated[
+        tuple[ManifestSegment, ...], msgspec.Meta(min_length=1, max_length=MAX_SEGMENTS)
+    ]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    committed: bool
+    reason: str = ""
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Of a NACK or an ABORT."""
+
+    reason: str
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a {kind.__name__}: {error}") from None

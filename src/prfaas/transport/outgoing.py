@@ -1,0 +1,111 @@
+"""One transfer at its sender: what is ready, what is under way, what has arrived.
+
+No sockets, no locks: the link calls it under its own lock. A piece is *pending* (ready, not sent),
+*in flight* (sent, not acknowledged) or done. What a lost connection carried becomes pending again;
+what was acknowledged is never sent twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import accumulate
+from typing import NamedTuple
+
+from prfaas.transport.incoming import slices
+from prfaas.transport.messages import Manifest
+from prfaas.transport.wire import MAX_PIECES, Piece
+
+# Buffers per frame: below Linux' IOV_MAX of 1,024 with header and table in front.
+MAX_VIEWS = 1_000
+
+
+class OutgoingFrame(NamedTuple):
+    sequence: int
+    pieces: list[Piece]
+    views: list[memoryview]
+    nbytes: int
+
+
+class Outgoing:
+    def __init__(
+        self, transfer_id: bytes, auth: bytes, manifest: Manifest, priority: int, now: float
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.auth = auth
+        self.manifest = manifest
+        self.priority = priority
+        self.total_bytes = manifest.total_bytes
+        self.opening = False  # an OPEN is under way
+        self.opened = False
+        self.began_s = self.progress_s = self.probed_s = now
+        self.senders = 0  # connections that are reading its buffers
+        self.ended: str | None = None  # why it failed; "" once committed
+        self.done: Future[None] = Future()
+        self.acknowledged_bytes = 0
+        self.pending_bytes = 0
+        self.in_flight_bytes = 0
+        self._index = {segment.name: i for i, segment in enumerate(manifest.segments)}
+        self._views: dict[int, tuple[Sequence[memoryview], list[int]]] = {}
+        self._pending: deque[Piece] = deque()
+        self._in_flight: dict[int, OutgoingFrame] = {}
+        self._next_sequence = 0
+
+    @property
+    def can_send(self) -> bool:
+        return self.opened and self.ended is None and bool(self._pending)
+
+    def ready(self, name: str, views: Sequence[memoryview]) -> None:
+        """The segment's bytes are final, and stay so until the transfer is done."""
+        index = self._index[name]
+        segment = self.manifest.segments[index]
+        assert index not in self._views, f"{name} was ready before"
+        views = [view.cast("B") for view in views]
+        starts = list(accumulate((view.nbytes for view in views), initial=0))
+        assert starts[-1] == segment.nbytes, f"{name}: {segment.nbytes} bytes, got {starts[-1]}"
+        self._views[index] = (views, starts)
+        quantum = self.manifest.quantum_bytes
+        for offset in range(0, segment.nbytes, quantum):
+            nbytes = min(quantum, segment.nbytes - offset)
+            self._pending.append(Piece(index, offset, nbytes, nbytes))
+        self.pending_bytes += segment.nbytes
+
+    def next_frame(self, frame_bytes: int) -> OutgoingFrame:
+        """Pieces of about `frame_bytes`, which are in flight from now on."""
+        pieces: list[Piece] = []
+        views: list[memoryview] = []
+        nbytes = 0
+        while self._pending and nbytes < frame_bytes and len(pieces) < MAX_PIECES:
+            piece = self._pending[0]
+            segment_views, starts = self._views[piece.segment]
+            found = slices(segment_views, starts, piece.offset, piece.raw_bytes)
+            if pieces and len(views) + len(found) > MAX_VIEWS:
+                break
+            self._pending.popleft()
+            pieces.append(piece)
+            views += found
+            nbytes += piece.raw_bytes
+        frame = OutgoingFrame(self._next_sequence, pieces, views, nbytes)
+        self._next_sequence += 1
+        self._in_flight[frame.sequence] = frame
+        self.pending_bytes -= nbytes
+        self.in_flight_bytes += nbytes
+        return frame
+
+    def acknowledged(self, sequence: int) -> int:
+        """Bytes that have arrived with this frame; 0 for one that is not under way."""
+        frame = self._in_flight.pop(sequence, None)
+        if frame is None:
+            return 0
+        self.in_flight_bytes -= frame.nbytes
+        self.acknowledged_bytes += frame.nbytes
+        return frame.nbytes
+
+    def lost(self, sequence: int) -> None:
+        """The frame did not arrive, or not intact: its pieces are the next to go."""
+        frame = self._in_flight.pop(sequence, None)
+        if frame is not None:
+            self.in_flight_bytes -= frame.nbytes
+            self.pending_bytes += frame.nbytes
+            self._pending.extendleft(reversed(frame.pieces))
