@@ -11,8 +11,6 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost
@@ -20,7 +18,6 @@ from prfaas.errors import ConnectionLost
 TICK_S = 0.25
 _TIMEVAL = struct.Struct("@ll")
 _IOV_MAX = 1_024  # buffers that one system call takes
-_TLS_RECORD_BYTES = 16 << 10
 
 
 class Channel:
@@ -43,8 +40,10 @@ class Channel:
 
     def option(self, level: int, name: int, nbytes: int) -> bytes:
         """A socket option of the connection, such as TCP_INFO."""
-        with _translated():
+        try:
             return self._sock.getsockopt(level, name, nbytes)
+        except (OSError, ValueError) as error:
+            raise _lost(error) from None
 
     def watch(self, other: socket.socket) -> None:
         """`wait` also returns when `other` is readable."""
@@ -54,50 +53,51 @@ class Channel:
         """File descriptors that are readable, or broken, within the time."""
         if self._tls and self._pending():
             return {self._sock.fileno()}
-        with _translated():
+        try:
             return {fd for fd, _ in self._poll.poll(timeout_s * 1e3)}
+        except (OSError, ValueError) as error:
+            raise _lost(error) from None
 
-    def send(self, views: list[memoryview]) -> None:
-        """All of it, or ConnectionLost."""
+    def send(self, views: list[memoryview], nbytes: int) -> None:
+        """All of it (`nbytes` together), or ConnectionLost."""
+        sent = self._send_some(views)
+        if sent == nbytes:
+            return
         quiet_until = self._clock.now() + self._silence_s
-        while views:
-            with _translated():
-                sent = self._send_some(views)
-            now = self._clock.now()
+        views = list(views)
+        while True:
+            _drop(views, sent)
+            if not views:
+                return
             if sent:
-                quiet_until = now + self._silence_s
-                _drop(views, sent)
-            elif now >= quiet_until:
+                quiet_until = self._clock.now() + self._silence_s
+            elif self._clock.now() >= quiet_until:
                 raise ConnectionLost(f"peer took nothing for {self._silence_s:g} s")
+            sent = self._send_some(views)
 
-    def receive(self, views: list[memoryview]) -> None:
-        """Fills all of it, or ConnectionLost."""
-        quiet_until = self._clock.now() + self._silence_s
-        while views:
-            with _translated():
-                got = self._receive_some(views)
-            now = self._clock.now()
-            if got:
-                quiet_until = now + self._silence_s
-                _drop(views, got)
-            elif now >= quiet_until:
-                raise ConnectionLost(f"peer sent nothing for {self._silence_s:g} s")
+    def receive(self, views: list[memoryview], nbytes: int) -> None:
+        """Fills all of it (`nbytes` together), or ConnectionLost."""
+        got = self._receive_some(views)
+        if got != nbytes:
+            self._receive_rest(list(views), got)
 
-    def receive_if_any(self, view: memoryview) -> bool:
-        """Fills `view`; False when nothing at all came within a tick."""
-        with _translated():
-            got = self._receive_some([view])
-        if got:
-            self.receive([view[got:]] if got < view.nbytes else [])
+    def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
+        """Fills `view`; False when nothing at all is there (or comes within a tick)."""
+        if not wait and self._sock.fileno() not in self.wait(0):
+            return False
+        got = self._receive_some([view])
+        if 0 < got < view.nbytes:
+            self._receive_rest([view], got)
         return got > 0
 
     def receive_available(self, limit: int = 64 << 10) -> bytes:
-        """What has come so far, at least one byte; only after `wait` said so."""
-        with _translated():
-            try:
-                data = self._sock.recv(limit)
-            except (BlockingIOError, ssl.SSLWantReadError):
-                return b""
+        """What has come so far; only after `wait` said that something has."""
+        try:
+            data = self._sock.recv(limit)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return b""
+        except (OSError, ValueError) as error:
+            raise _lost(error) from None
         if not data:
             raise ConnectionLost("closed by peer")
         return data
@@ -110,22 +110,41 @@ class Channel:
             pass  # not connected any more
         self._sock.close()
 
+    def _receive_rest(self, views: list[memoryview], got: int) -> None:
+        quiet_until = self._clock.now() + self._silence_s
+        while True:
+            _drop(views, got)
+            if not views:
+                return
+            if got:
+                quiet_until = self._clock.now() + self._silence_s
+            elif self._clock.now() >= quiet_until:
+                raise ConnectionLost(f"peer sent nothing for {self._silence_s:g} s")
+            got = self._receive_some(views)
+
     def _send_some(self, views: list[memoryview]) -> int:
         try:
             if self._tls:
                 return self._sock.send(views[0])
-            return self._sock.sendmsg(views[:_IOV_MAX])
+            return self._sock.sendmsg(views if len(views) <= _IOV_MAX else views[:_IOV_MAX])
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
+        except (OSError, ValueError) as error:
+            raise _lost(error) from None
 
     def _receive_some(self, views: list[memoryview]) -> int:
         try:
             if self._tls:
                 got = self._sock.recv_into(views[0])
+            elif len(views) == 1:
+                got = self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
             else:
-                got = self._sock.recvmsg_into(views[:_IOV_MAX], 0, socket.MSG_WAITALL)[0]
+                some = views if len(views) <= _IOV_MAX else views[:_IOV_MAX]
+                got = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
         except (BlockingIOError, ssl.SSLWantReadError):
             return 0
+        except (OSError, ValueError) as error:
+            raise _lost(error) from None
         if got == 0:
             raise ConnectionLost("closed by peer")
         return got
@@ -176,14 +195,11 @@ def tune(sock: socket.socket, congestion_control: str | None, buffer_bytes: int 
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConnectionLost(f"connection broke: {error.strerror or error}") from None
-    except ValueError:
-        raise ConnectionLost("closed on this side") from None
+def _lost(error: OSError | ValueError) -> ConnectionLost:
+    """ValueError is what Python says of a socket that another thread has closed."""
+    if isinstance(error, OSError):
+        return ConnectionLost(f"connection broke: {error.strerror or error}")
+    return ConnectionLost("closed on this side")
 
 
 def _drop(views: list[memoryview], nbytes: int) -> None:

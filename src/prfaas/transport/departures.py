@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import TransferFailed
@@ -86,10 +86,10 @@ class Departures:
             self._transfers[transfer.transfer_id] = transfer
             self._turns.setdefault(transfer.priority, deque()).append(transfer)
 
-    def ready(self, transfer: Outgoing, name: str, views: Sequence[memoryview]) -> None:
+    def ready(self, transfer: Outgoing, segments: Mapping[str, Sequence[memoryview]]) -> None:
         with self._lock:
             if transfer.ended is None:
-                transfer.ready(name, views)
+                transfer.ready(segments)
 
     def take(self, now: float) -> Work | Nothing:
         """What to send next. A frame is in flight from now on: it must be acknowledged or lost.

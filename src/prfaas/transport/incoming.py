@@ -43,7 +43,7 @@ class State(enum.Enum):
 
 
 class Claim(NamedTuple):
-    """A piece that this frame may write; `views` is where."""
+    """A piece that this frame may write."""
 
     piece: Piece
     quantum: int  # index into the transfer's states
@@ -112,25 +112,30 @@ class Incoming:
         """Takes what is missing for the caller to write. The caller must `settle`."""
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
+        states, first_quantum = self._states, self._first_quantum
         mine: list[Claim] = []
         targets: list[list[memoryview] | None] = []
         busy = False
         try:
             for piece in pieces:
-                if piece.segment >= len(segments):
-                    raise WireError(f"segment {piece.segment} of {len(segments)}")
-                nbytes = segments[piece.segment].nbytes
-                if piece.offset % quantum_bytes or piece.offset >= nbytes:
-                    raise WireError(f"offset {piece.offset} of a segment of {nbytes} bytes")
-                if piece.raw_bytes != min(quantum_bytes, nbytes - piece.offset):
-                    raise WireError(f"a piece of {piece.raw_bytes} bytes at {piece.offset}")
-                quantum = self._first_quantum[piece.segment] + piece.offset // quantum_bytes
-                if self._states[quantum] == MISSING:
-                    self._states[quantum] = CLAIMED
+                segment, offset, raw_bytes, _, _ = piece
+                if segment >= len(segments):
+                    raise WireError(f"segment {segment} of {len(segments)}")
+                nbytes = segments[segment].nbytes
+                if offset % quantum_bytes or offset >= nbytes:
+                    raise WireError(f"offset {offset} of a segment of {nbytes} bytes")
+                if raw_bytes != min(quantum_bytes, nbytes - offset):
+                    raise WireError(f"a piece of {raw_bytes} bytes at {offset}")
+                quantum = first_quantum[segment] + offset // quantum_bytes
+                state = states[quantum]
+                if state == MISSING:
+                    states[quantum] = CLAIMED
                     mine.append(Claim(piece, quantum))
-                    targets.append(self._views(piece))
+                    targets.append(
+                        slices(self._buffers[segment], self._starts[segment], offset, raw_bytes)
+                    )
                 else:
-                    busy = busy or self._states[quantum] == CLAIMED
+                    busy = busy or state == CLAIMED
                     targets.append(None)
         except WireError:
             self._release(mine)
@@ -168,16 +173,15 @@ class Incoming:
         for claim in claims:
             self._states[claim.quantum] = MISSING
 
-    def _views(self, piece: Piece) -> list[memoryview]:
-        views, starts = self._buffers[piece.segment], self._starts[piece.segment]
-        return slices(views, starts, piece.offset, piece.raw_bytes)
-
 
 def slices(
     views: Sequence[memoryview], starts: Sequence[int], offset: int, nbytes: int
 ) -> list[memoryview]:
     """[offset, offset + nbytes) of views laid end to end; `starts` is where each begins."""
-    index = bisect_right(starts, offset) - 1 if len(views) > 1 else 0
+    if len(views) == 1:
+        view = views[0]
+        return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
+    index = bisect_right(starts, offset) - 1
     found = []
     while nbytes:
         within = offset - starts[index]

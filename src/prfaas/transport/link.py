@@ -13,7 +13,7 @@ import random
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -51,6 +51,7 @@ from prfaas.transport.wire import (
     auth_of,
     encode_data,
     encode_message,
+    parse_sequences,
 )
 from prfaas.types import Grant, LinkStats
 
@@ -63,7 +64,7 @@ _LONGEST_PAUSE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     connections: int = 4
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 2 << 20
     quantum_bytes: int = 1 << 20  # what is acknowledged, and sent again, as a whole
     checksums: bool = True
     rate_bps: float | None = None  # pacing; None: as fast as it goes
@@ -116,7 +117,11 @@ class Transfer:
 
     def ready(self, name: str, *views: memoryview) -> None:
         """A segment's bytes are final, and stay as they are until `done`. In any order."""
-        self._link.departures.ready(self._outgoing, name, views)
+        self.ready_all({name: views})
+
+    def ready_all(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
+        """Several at once, as when a chunk of many layers is done."""
+        self._link.departures.ready(self._outgoing, segments)
         self._link.wake()
 
     def abort(self, reason: str) -> None:
@@ -319,7 +324,8 @@ class _Connection:
             self._poke.close()
 
     def _greet(self, channel: Channel) -> None:
-        channel.send([memoryview(encode_message(Kind.HELLO, encode(HELLO)))])
+        hello = encode_message(Kind.HELLO, encode(HELLO))
+        channel.send([memoryview(hello)], len(hello))
         decoder = Decoder()
         deadline_s = self._link.clock.now() + self._link.options.connect_s
         while True:
@@ -369,9 +375,9 @@ class _Connection:
     def _send(self, channel: Channel, work: Work) -> None:
         transfer = work.transfer
 
-        def message(kind: Kind, body: bytes = b"") -> list[memoryview]:
+        def send(kind: Kind, body: bytes = b"") -> None:
             whole = encode_message(kind, body, transfer_id=transfer.transfer_id, auth=transfer.auth)
-            return [memoryview(whole)]
+            channel.send([memoryview(whole)], len(whole))
 
         try:
             match work:
@@ -385,15 +391,15 @@ class _Connection:
                         auth=transfer.auth,
                         checked=self._link.options.checksums,
                     )
-                    channel.send([memoryview(head), *frame.views])
+                    channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
                 case SendOpen():
                     self._sent[transfer.transfer_id, 0, Kind.OPENED] = work
-                    channel.send(message(Kind.OPEN, encode(transfer.manifest)))
+                    send(Kind.OPEN, encode(transfer.manifest))
                 case SendProbe():
                     self._sent[transfer.transfer_id, 0, Kind.ALIVE] = work
-                    channel.send(message(Kind.PROBE))
+                    send(Kind.PROBE)
                 case SendAbort(_, reason):
-                    channel.send(message(Kind.ABORT, encode(Reason(reason[:1000]))))
+                    send(Kind.ABORT, encode(Reason(reason[:1000])))
         finally:
             self._departures.left(transfer)
 
@@ -405,13 +411,16 @@ class _Connection:
                 del self._sent[key]
             self._departures.ended(transfer_id, decode(frame.body, Ended))
             return
+        if header.kind is Kind.ACK:
+            for sequence in parse_sequences(frame.body):
+                if self._sent.pop((transfer_id, sequence, Kind.ACK), None) is not None:
+                    self._departures.acknowledged(transfer_id, sequence, now)
+            return
         expected = Kind.ACK if header.kind is Kind.NACK else header.kind
         work = self._sent.pop((transfer_id, header.sequence, expected), None)
         if work is None:
             return  # of a transfer that has ended meanwhile
-        if header.kind is Kind.ACK:
-            self._departures.acknowledged(transfer_id, header.sequence, now)
-        elif header.kind is Kind.NACK:
+        if header.kind is Kind.NACK:
             self._departures.lost(work)
         elif header.kind is Kind.OPENED:
             self._departures.opened(transfer_id, now)

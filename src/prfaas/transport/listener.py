@@ -24,11 +24,14 @@ from prfaas.transport.incoming import Claims, Incoming, Receiver
 from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
 from prfaas.transport.wire import (
     HEADER_BYTES,
+    MAX_ACKS,
+    NO_TRANSFER,
     PIECE_BYTES,
     Header,
     Kind,
     Piece,
     encode_message,
+    encode_sequences,
     intact,
     parse_header,
     parse_table,
@@ -217,19 +220,22 @@ class _Session:
         self._scratch = memoryview(bytearray())
         self._greeted = False
         self._proven = False
+        self._acks: list[int] = []  # sequences not yet acknowledged, all of one transfer
+        self._acks_of = NO_TRANSFER
 
     def run(self, closing: threading.Event) -> None:
         """Until the peer leaves (ConnectionLost), breaks a rule (WireError) or falls silent."""
         quiet_since = self._clock.now()
         while not closing.is_set():
-            now = self._clock.now()
-            if not self._channel.receive_if_any(self._head):
+            # While frames keep coming, acknowledgements travel together; when they stop, at once.
+            if not self._channel.receive_if_any(self._head, wait=not self._acks):
+                self._flush()
                 limit = self._options.idle_s if self._proven else self._options.unproven_s
-                if now - quiet_since >= limit:
+                if self._clock.now() - quiet_since >= limit:
                     raise ConnectionLost(f"no frame for {limit:g} s")
                 continue
             if self._proven:
-                quiet_since = now
+                quiet_since = self._clock.now()
             self._frame(parse_header(self._head))
 
     def _frame(self, header: Header) -> None:
@@ -276,7 +282,7 @@ class _Session:
 
     def _data(self, header: Header) -> None:
         table = memoryview(bytearray(header.pieces * PIECE_BYTES))
-        self._channel.receive([table])
+        self._channel.receive([table], table.nbytes)
         pieces = parse_table(table, header)
         found = self._arrivals.find(header)
         if found is None:
@@ -305,7 +311,7 @@ class _Session:
         result = None
         try:
             views = self._targets(pieces, claims)
-            self._channel.receive(list(views))
+            self._channel.receive(views, header.body_bytes - table.nbytes)
             verified = intact(self._head, header, table, views)
         finally:
             result = self._arrivals.settle(transfer, claims, verified=verified)
@@ -316,7 +322,7 @@ class _Session:
         elif claims.busy:
             self._answer(Kind.NACK, header, encode(Reason("another connection is writing it")))
         else:
-            self._answer(Kind.ACK, header)
+            self._acknowledge(header)
 
     def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
         """Where the payload goes: the owner's buffers, or scratch for what came before."""
@@ -343,19 +349,19 @@ class _Session:
         if not self._measure.take(header.body_bytes):
             raise WireError("more measurements than this listener allows per minute")
         self._drain(header.body_bytes)
-        self._answer(Kind.ACK, header)
+        self._acknowledge(header)
 
     def _body(self, header: Header) -> bytes:
         body = bytearray(header.body_bytes)
         if body:
-            self._channel.receive([memoryview(body)])
+            self._channel.receive([memoryview(body)], len(body))
         if not intact(self._head, header, body):
             raise WireError(f"a {header.kind.name} frame that is not intact")
         return bytes(body)
 
     def _drain(self, nbytes: int) -> None:
         if nbytes:
-            self._channel.receive([self._scratch_of(nbytes)])
+            self._channel.receive([self._scratch_of(nbytes)], nbytes)
 
     def _scratch_of(self, nbytes: int) -> memoryview:
         """Within MAX_PAYLOAD_BYTES, as every header has been checked to be."""
@@ -363,9 +369,25 @@ class _Session:
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
 
+    def _acknowledge(self, header: Header) -> None:
+        if self._acks and (self._acks_of != header.transfer_id or len(self._acks) >= MAX_ACKS):
+            self._flush()
+        self._acks.append(header.sequence)
+        self._acks_of = header.transfer_id
+
+    def _flush(self) -> None:
+        if self._acks:
+            body = encode_sequences(self._acks)
+            self._acks.clear()
+            self._send(encode_message(Kind.ACK, body, transfer_id=self._acks_of))
+
     def _answer(self, kind: Kind, header: Header, body: bytes = b"") -> None:
+        self._flush()
         frame = encode_message(kind, body, sequence=header.sequence, transfer_id=header.transfer_id)
-        self._channel.send([memoryview(frame)])
+        self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
+        self._channel.send([memoryview(frame)], len(frame))
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -8,7 +8,7 @@ what was acknowledged is never sent twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import NamedTuple
@@ -56,20 +56,21 @@ class Outgoing:
     def can_send(self) -> bool:
         return self.opened and self.ended is None and bool(self._pending)
 
-    def ready(self, name: str, views: Sequence[memoryview]) -> None:
-        """The segment's bytes are final, and stay so until the transfer is done."""
-        index = self._index[name]
-        segment = self.manifest.segments[index]
-        assert index not in self._views, f"{name} was ready before"
-        views = [view.cast("B") for view in views]
-        starts = list(accumulate((view.nbytes for view in views), initial=0))
-        assert starts[-1] == segment.nbytes, f"{name}: {segment.nbytes} bytes, got {starts[-1]}"
-        self._views[index] = (views, starts)
+    def ready(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
+        """These segments' bytes are final, and stay so until the transfer is done."""
         quantum = self.manifest.quantum_bytes
-        for offset in range(0, segment.nbytes, quantum):
-            nbytes = min(quantum, segment.nbytes - offset)
-            self._pending.append(Piece(index, offset, nbytes, nbytes))
-        self.pending_bytes += segment.nbytes
+        for name, given in segments.items():
+            index = self._index[name]
+            nbytes = self.manifest.segments[index].nbytes
+            assert index not in self._views, f"{name} was ready before"
+            views = [view.cast("B") for view in given]
+            starts = list(accumulate((view.nbytes for view in views), initial=0))
+            assert starts[-1] == nbytes, f"{name}: {nbytes} bytes announced, {starts[-1]} given"
+            self._views[index] = (views, starts)
+            for offset in range(0, nbytes, quantum):
+                size = min(quantum, nbytes - offset)
+                self._pending.append(Piece(index, offset, size, size))
+            self.pending_bytes += nbytes
 
     def next_frame(self, frame_bytes: int) -> OutgoingFrame:
         """Pieces of about `frame_bytes`, which are in flight from now on."""

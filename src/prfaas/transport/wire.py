@@ -36,6 +36,7 @@ MAX_PIECES = 512  # half of Linux' IOV_MAX: one piece may lie in two buffers
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_MESSAGE_BYTES = 4 << 10
+MAX_ACKS = 32  # frames that one ACK names
 
 _HEADER = struct.Struct("<4sBBHIIQ16s16sQ")
 _COVERED_BYTES = HEADER_BYTES - 8  # the header up to its checksum
@@ -52,7 +53,7 @@ class Kind(enum.IntEnum):
     OPEN = 3  # the manifest of a granted transfer
     OPENED = 4
     DATA = 5
-    ACK = 6  # every piece of the frame is in place and verified
+    ACK = 6  # every piece of these frames is in place and verified
     NACK = 7  # it is not: send it again
     PROBE = 8  # "I am still here": renews the lease while nothing is ready to send
     ALIVE = 9
@@ -209,6 +210,18 @@ def _digest(head: Buffer, body: Buffer, payload: Iterable[Buffer]) -> int:
     for part in payload:
         digest.update(part)
     return digest.intdigest()
+
+
+def encode_sequences(sequences: Sequence[int]) -> bytes:
+    """The body of an ACK."""
+    return struct.pack(f"<{len(sequences)}Q", *sequences)
+
+
+def parse_sequences(body: bytes) -> tuple[int, ...]:
+    count, rest = divmod(len(body), 8)
+    if rest or not 1 <= count <= MAX_ACKS:
+        raise WireError(f"an ACK of {len(body)} bytes")
+    return struct.unpack(f"<{count}Q", body)
 
 
 class Decoder:

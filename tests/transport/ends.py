@@ -1,0 +1,88 @@
+"""Both ends of a transfer for tests: an owner of memory, and a sender's process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prfaas.transport.grants import new_grant
+from prfaas.transport.link import Link, Transfer
+from prfaas.transport.listener import Listener
+from prfaas.transport.messages import Manifest
+from prfaas.types import Grant
+
+PATIENCE_S = 30.0  # how long a test waits for what must happen; never how long it takes
+
+
+class Owner:
+    """Memory for one transfer, in views of `cut` bytes, and what became of it."""
+
+    def __init__(self, *, cut: int = 1 << 30, refuse: str | None = None) -> None:
+        self.memory: dict[str, bytearray] = {}
+        self.over = threading.Event()
+        self.reason: str | None = None  # None once committed
+        self.calls = 0
+        self._cut = cut
+        self._refuse = refuse
+
+    def buffers(self, manifest: Manifest) -> list[list[memoryview]] | str:
+        if self._refuse is not None:
+            return self._refuse
+        self.memory = {segment.name: bytearray(segment.nbytes) for segment in manifest.segments}
+        return [
+            [memoryview(m)[at : at + self._cut] for at in range(0, len(m), self._cut)]
+            for m in self.memory.values()
+        ]
+
+    def committed(self) -> None:
+        self.calls += 1
+        self.over.set()
+
+    def ended(self, reason: str) -> None:
+        self.calls += 1
+        self.reason = reason
+        self.over.set()
+
+    def wait(self) -> str | None:
+        """None: committed. Otherwise why it ended."""
+        assert self.over.wait(PATIENCE_S), "the receiver's owner was never told"
+        assert self.calls == 1
+        return self.reason
+
+
+def segments(*sizes: int, seed: int = 0) -> dict[str, bytes]:
+    rng = random.Random(seed)
+    return {f"full0/{i}/0-64": rng.randbytes(size) for i, size in enumerate(sizes)}
+
+
+def grant_for(contents: dict[str, bytes], *, deadline_s: float = 30.0) -> Grant:
+    total = sum(map(len, contents.values()))
+    return new_grant("test", max_bytes=total, deadline_s=deadline_s)
+
+
+def expect(listener: Listener, contents: dict[str, bytes], owner: Owner) -> Grant:
+    grant = grant_for(contents)
+    listener.expect(grant, owner)
+    return grant
+
+
+def send(link: Link, grant: Grant, contents: dict[str, bytes], *, priority: int = 0) -> Transfer:
+    transfer = link.open(grant, {n: len(c) for n, c in contents.items()}, priority=priority)
+    transfer.ready_all({name: [memoryview(content)] for name, content in contents.items()})
+    return transfer
+
+
+@contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """Threads and descriptors are as many after as before."""
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    alive = [thread.name for thread in threading.enumerate()]
+    assert threading.active_count() <= threads, alive
+    assert len(os.listdir("/proc/self/fd")) <= descriptors

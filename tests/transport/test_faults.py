@@ -1,0 +1,469 @@
+"""What goes wrong on real networks, with real sockets and processes. After each fault: the bytes
+are identical or the transfer failed with a reason, bystanders are unharmed, nothing leaks."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prfaas.errors import TransferFailed
+from prfaas.transport.grants import new_grant, transfer_key
+from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.messages import HELLO, Ended, Manifest, ManifestSegment, decode, encode
+from prfaas.transport.wire import (
+    Decoder,
+    Frame,
+    Kind,
+    Piece,
+    auth_of,
+    encode_data,
+    encode_message,
+)
+from tests.transport.ends import (
+    PATIENCE_S,
+    Owner,
+    expect,
+    grant_for,
+    nothing_leaks,
+    segments,
+    send,
+)
+from tests.transport.proxy import Proxy
+
+ROOT = Path(__file__).parents[2]
+FRAMES = LinkOptions(
+    connections=2,
+    frame_bytes=64 << 10,
+    quantum_bytes=64 << 10,
+    connect_s=2,
+    open_s=5,
+    silence_s=2,
+    stall_s=8,
+    probe_s=0.2,
+)
+QUICK = ListenerOptions(silence_s=2, unproven_s=1)
+CONTENTS = segments(3_000_000, 100, 2_000_000)
+
+
+@contextmanager
+def bystander(listener: Listener) -> Iterator[None]:
+    """Another transfer to the same receiver, half before and half after the fault."""
+    contents, owner = segments(500_000, 500_000, seed=9), Owner()
+    first, second = contents
+    with Link(listener.address, options=FRAMES) as link:
+        transfer = link.open(expect(listener, contents, owner), dict.fromkeys(contents, 500_000))
+        transfer.ready(first, memoryview(contents[first]))
+        yield
+        transfer.ready(second, memoryview(contents[second]))
+        transfer.done.result(PATIENCE_S)
+        assert owner.memory == contents
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with nothing_leaks():
+        with Listener(options=QUICK) as listener:
+            with bystander(listener):
+                yield listener
+            assert listener.stats().granted == 0
+
+
+def delivered(listener: Listener, address: tuple[str, int]) -> Owner:
+    """Sends CONTENTS by way of `address`; the owner it must have arrived at, unchanged."""
+    owner = Owner()
+    with Link(address, options=FRAMES) as link:
+        send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
+    assert owner.wait() is None
+    assert owner.memory == CONTENTS
+    return owner
+
+
+def test_a_connection_killed_in_mid_transfer(listener: Listener) -> None:
+    was_cut = threading.Event()
+
+    def cut_first(number: int, seen: int, data: bytes) -> bytes | None:
+        if number == 0 and seen > 500_000:
+            was_cut.set()
+            return None
+        return data
+
+    with Proxy(listener.address, forward=cut_first) as proxy:
+        delivered(listener, proxy.address)
+    assert was_cut.is_set()
+
+
+def test_all_connections_killed_several_times(listener: Listener) -> None:
+    def cut_each(number: int, seen: int, data: bytes) -> bytes | None:
+        return None if number < 6 and seen > 400_000 else data
+
+    with Proxy(listener.address, forward=cut_each) as proxy:
+        delivered(listener, proxy.address)
+
+
+def test_nothing_comes_back_and_the_transfer_fails_in_time(listener: Listener) -> None:
+    owner = Owner()
+    grant = expect(listener, CONTENTS, owner)
+    with Proxy(listener.address, forward=lambda _, seen, d: None if seen > 300_000 else d) as proxy:
+        address = proxy.address
+        link = Link(address, options=FRAMES)
+        transfer = send(link, grant, CONTENTS)
+    with link:  # every connection is cut now, and the port is gone
+        with pytest.raises(TransferFailed, match="nothing acknowledged|not opened"):
+            transfer.done.result(PATIENCE_S)
+    listener.cancel(grant.transfer_id, "gave up")
+    assert owner.wait() == "gave up"
+
+
+def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> None:
+    """Connection 0 and 1 deliver but their acknowledgements vanish; what is sent again is cut in
+    the middle of a frame. Verified bytes must not change, nor be counted twice."""
+    gate = threading.Event()
+
+    def forward(number: int, seen: int, data: bytes) -> bytes | None:
+        if number < 2 and seen > 1_000_000:
+            gate.set()
+            return None
+        if number in (2, 3) and seen > 150_000:
+            return None
+        return data
+
+    def backward(number: int, seen: int, data: bytes) -> bytes | None:
+        # Let WELCOME and OPENED through (they are short), then nothing.
+        return data if number > 3 or seen < 200 else b""
+
+    with Proxy(listener.address, forward=forward, backward=backward) as proxy:
+        delivered(listener, proxy.address)
+    assert gate.is_set()
+    assert listener.stats().duplicate_bytes > 0
+
+
+def test_one_flipped_bit(listener: Listener) -> None:
+    flipped = threading.Event()
+
+    def flip(number: int, seen: int, data: bytes) -> bytes | None:
+        if not flipped.is_set() and seen > 700_000 and len(data) > 1000:
+            flipped.set()
+            broken = bytearray(data)
+            broken[777] ^= 0x10
+            return bytes(broken)
+        return data
+
+    with Proxy(listener.address, forward=flip) as proxy:
+        delivered(listener, proxy.address)
+    assert flipped.is_set()
+
+
+def test_a_connection_that_swallows_everything(listener: Listener) -> None:
+    """No error, no end: only silence tells."""
+
+    def swallow(number: int, seen: int, data: bytes) -> bytes | None:
+        return b"" if number == 0 and seen > 300_000 else data
+
+    with Proxy(listener.address, forward=swallow) as proxy:
+        delivered(listener, proxy.address)
+
+
+def test_the_receiver_is_killed() -> None:
+    command = [sys.executable, "-m", "tests.transport.peer_process", "receive"]
+    with nothing_leaks():
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            host, port = process.stdout.readline().split()
+            grant = grant_for(CONTENTS)
+            process.stdin.write(msgspec.json.encode(grant).decode() + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "expected\n"
+            with Link((host, int(port)), options=FRAMES) as link:
+                transfer = link.open(grant, {n: len(c) for n, c in CONTENTS.items()})
+                first = next(iter(CONTENTS))
+                transfer.ready(first, memoryview(CONTENTS[first]))
+                while transfer.acknowledged_bytes == 0:  # it has begun
+                    assert not transfer.done.done()
+                process.kill()
+                with pytest.raises(TransferFailed, match="nothing acknowledged for 8 s"):
+                    transfer.done.result(PATIENCE_S)
+            process.wait(PATIENCE_S)
+
+
+def test_the_sender_is_killed(listener: Listener) -> None:
+    nbytes = 2_000_000
+    grant, owner = new_grant("x", max_bytes=nbytes, deadline_s=1.5), Owner()
+    listener.expect(grant, owner)
+    host, port = listener.address
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.transport.peer_process", "send", host, str(port)]
+        + [msgspec.json.encode(grant).decode(), str(nbytes)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    with process:
+        assert process.stdout is not None
+        # Starting Python may take longer than the lease; then there is nothing to kill.
+        process.stdout.readline()
+        process.kill()
+    assert owner.wait() == "lease expired: no frame came in time"
+    assert listener.stats().granted == 1  # the bystander's
+
+
+def test_a_port_nobody_listens_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with nothing_leaks(), Link(address, options=FRAMES) as link:
+        transfer = send(link, grant_for(CONTENTS), CONTENTS)
+        with pytest.raises(TransferFailed, match="not opened within 5 s.*Connection refused"):
+            transfer.done.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 100])
+def test_a_server_that_is_not_ours(words: bytes) -> None:
+    def serve(server: socket.socket) -> None:
+        while True:
+            try:
+                peer, _ = server.accept()
+            except OSError:
+                return
+            peers.append(peer)
+            peer.sendall(words)
+
+    peers: list[socket.socket] = []
+    with nothing_leaks():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=serve, args=(server,), daemon=True)
+            thread.start()
+            with Link(server.getsockname(), options=FRAMES) as link:
+                transfer = send(link, grant_for(CONTENTS), CONTENTS)
+                reason = "not this protocol" if words else "does not answer HELLO"
+                with pytest.raises(TransferFailed, match=reason):
+                    transfer.done.result(PATIENCE_S)
+            server.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE_S)
+        for peer in peers:
+            peer.close()
+
+
+# Hostile peers, byte by byte ----------------------------------------------------------------------
+
+
+class Raw:
+    """A peer that sends what it likes."""
+
+    def __init__(self, listener: Listener, *, greet: bool = True) -> None:
+        self._sock = socket.create_connection(listener.address, timeout=PATIENCE_S)
+        self._decoder = Decoder()
+        self._frames: list[Frame] = []
+        if greet:
+            self.send(encode_message(Kind.HELLO, encode(HELLO)))
+            assert self.answer().header.kind is Kind.WELCOME
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+
+    def send(self, data: bytes) -> None:
+        self._sock.sendall(data)
+
+    def answer(self) -> Frame:
+        while not self._frames:
+            data = self._sock.recv(65536)
+            assert data, "closed without an answer"
+            self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    def assert_cut_off(self) -> None:
+        """Closed by the listener, and nothing was said."""
+        try:
+            assert self._sock.recv(65536) == b""
+        except ConnectionResetError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"y" * 64, b"\x16\x03\x01" + bytes(100), b"PFKV"],
+)
+def test_strangers_are_cut_off(listener: Listener, words: bytes) -> None:
+    with Raw(listener, greet=False) as stranger:
+        stranger.send(words)
+        stranger.assert_cut_off()
+
+
+def test_frames_before_hello_and_answers_from_a_sender(listener: Listener) -> None:
+    with Raw(listener, greet=False) as peer:
+        peer.send(encode_message(Kind.PROBE))
+        peer.assert_cut_off()
+    grant = grant_for(CONTENTS)
+    listener.expect(grant, Owner())
+    ids = {"transfer_id": transfer_key(grant.transfer_id), "auth": auth_of(grant.token)}
+    with Raw(listener) as peer:
+        peer.send(encode_message(Kind.OPENED, **ids))  # type: ignore[arg-type]
+        peer.assert_cut_off()
+    listener.cancel(grant.transfer_id, "over")
+
+
+def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
+    grant = grant_for(CONTENTS)
+    listener.expect(grant, Owner())
+    key = transfer_key(grant.transfer_id)
+    piece = Piece(0, 0, 10, 10)
+    for transfer_id, auth in ((bytes(16), bytes(16)), (key, auth_of("guess"))):
+        for frame in (
+            encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=transfer_id, auth=auth),
+            encode_message(Kind.PROBE, transfer_id=transfer_id, auth=auth),
+            encode_message(Kind.ABORT, transfer_id=transfer_id, auth=auth),
+            encode_data(
+                [piece], [b"0123456789"], sequence=0, transfer_id=transfer_id, auth=auth,
+                checked=True,
+            ) + b"0123456789",
+        ):  # fmt: skip
+            with Raw(listener) as peer:
+                peer.send(bytes(frame))
+                peer.assert_cut_off()
+    assert listener.stats().granted == 2  # the bystander's, and the one nobody could touch
+    listener.cancel(grant.transfer_id, "over")
+
+
+def manifest(*sizes: int) -> Manifest:
+    return Manifest(64 << 10, tuple(ManifestSegment(f"s{i}", n) for i, n in enumerate(sizes)))
+
+
+def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
+    grant, owner = grant_for(CONTENTS), Owner()
+    listener.expect(grant, owner)
+    ids = {"transfer_id": transfer_key(grant.transfer_id), "auth": auth_of(grant.token)}
+    with Raw(listener) as peer:
+        peer.send(encode_message(Kind.OPEN, encode(manifest(1 << 40)), **ids))  # type: ignore[arg-type]
+        answer = peer.answer()
+        assert answer.header.kind is Kind.ENDED
+        assert "granted are" in decode(answer.body, Ended).reason
+    assert "1099511627776 bytes" in str(owner.wait())
+    assert owner.memory == {}
+
+
+def test_data_that_breaks_the_manifest(listener: Listener) -> None:
+    contents = {"s0": b"x" * 10}
+    for piece, payload in ((Piece(1, 0, 10, 10), b"x" * 10), (Piece(0, 5, 5, 5), b"x" * 5)):
+        grant, owner = grant_for(contents), Owner()
+        listener.expect(grant, owner)
+        key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
+        with Raw(listener) as peer:
+            peer.send(encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=key, auth=auth))
+            assert peer.answer().header.kind is Kind.OPENED
+            head = encode_data(
+                [piece], [payload], sequence=0, transfer_id=key, auth=auth, checked=True
+            )
+            peer.send(bytes(head) + payload)
+            peer.assert_cut_off()
+        listener.cancel(grant.transfer_id, "over")
+        assert owner.wait() == "over"
+
+
+def test_data_before_open_and_after_the_end(listener: Listener) -> None:
+    contents = {"s0": b"x" * 10}
+    grant, owner = grant_for(contents), Owner()
+    listener.expect(grant, owner)
+    key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
+    frame = encode_data(
+        [Piece(0, 0, 10, 10)], [b"x" * 10], sequence=5, transfer_id=key, auth=auth, checked=True
+    )
+    data = bytes(frame) + b"x" * 10
+    with Raw(listener) as peer:
+        peer.send(data)
+        peer.assert_cut_off()
+    with Raw(listener) as peer:
+        peer.send(encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=key, auth=auth))
+        assert peer.answer().header.kind is Kind.OPENED
+        for _ in range(2):  # the second is late: it is told how the transfer ended
+            peer.send(data)
+            answer = peer.answer()
+            assert answer.header.kind is Kind.ENDED
+            assert decode(answer.body, Ended).committed
+    assert owner.wait() is None
+
+
+def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
+    """Thirty peers trickle a frame each; one of them holds a claim on a granted transfer."""
+    contents = {"s0": b"x" * 100_000}
+    grant, owner = grant_for(contents), Owner()
+    listener.expect(grant, owner)
+    key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
+    slow = [Raw(listener, greet=False) for _ in range(30)]
+    holder = Raw(listener)
+    holder.send(encode_message(Kind.OPEN, encode(manifest(100_000)), transfer_id=key, auth=auth))
+    assert holder.answer().header.kind is Kind.OPENED
+    piece = Piece(0, 0, 64 << 10, 64 << 10)
+    payload = contents["s0"][: 64 << 10]
+    head = encode_data([piece], [payload], sequence=0, transfer_id=key, auth=auth, checked=True)
+    holder.send(bytes(head) + payload[:1000])  # and no more
+    for peer in slow:
+        peer.send(b"PFK")
+    delivered(listener, listener.address)
+    # The half-written piece is free again once its writer has been silent for too long.
+    with Link(listener.address, options=FRAMES) as link:
+        transfer = link.open(grant, {"s0": 100_000})
+        transfer.ready("s0", memoryview(contents["s0"]))
+        transfer.done.result(PATIENCE_S)
+    assert owner.wait() is None
+    assert owner.memory == contents
+    for peer in [*slow, holder]:
+        peer.__exit__()
+
+
+def test_connections_are_bounded() -> None:
+    with nothing_leaks():
+        options = ListenerOptions(max_connections=3, unproven_s=1)
+        with Listener(options=options) as listener:
+            peers = [Raw(listener) for _ in range(3)]
+            with Raw(listener, greet=False) as fourth:
+                fourth.assert_cut_off()
+            # The idle three have shown no grant: they make room by themselves.
+            for peer in peers:
+                peer.assert_cut_off()
+                peer.__exit__()
+            delivered(listener, listener.address)
+
+
+def test_measurements_are_bounded() -> None:
+    options = ListenerOptions(measure_bytes_per_minute=100_000)
+    with Listener(options=options) as listener, Raw(listener) as peer:
+        frame = encode_message(Kind.MEASURE, bytes(60_000))
+        peer.send(frame)
+        assert peer.answer().header.kind is Kind.ACK
+        peer.send(frame)
+        peer.assert_cut_off()
+
+
+def test_leases_and_memory_of_ended_transfers_expire() -> None:
+    from prfaas.testing import FakeClock
+    from prfaas.transport.arrivals import Arrivals
+
+    clock = FakeClock()
+    arrivals = Arrivals(clock)
+    grant, owner = new_grant("x", max_bytes=10, deadline_s=5), Owner()
+    arrivals.expect(grant, owner)
+    clock.advance(4.9)
+    arrivals.tidy()
+    assert not owner.over.is_set()
+    clock.advance(0.2)
+    arrivals.tidy()
+    assert owner.wait() == "lease expired: no frame came in time"
+    assert arrivals.stats().remembered == 1
+    clock.advance(9.9)
+    arrivals.tidy()
+    assert arrivals.stats().remembered == 1
+    clock.advance(0.2)
+    arrivals.tidy()
+    assert arrivals.stats().remembered == 0
