@@ -9,6 +9,7 @@ import click
 
 from prfaas import __version__
 from prfaas.cli.bench import bench
+from prfaas.cli.certs import certs
 from prfaas.cli.kv import kv
 from prfaas.cli.plan import plan
 from prfaas.errors import InputError
@@ -29,6 +30,7 @@ def cli() -> None:
 cli.add_command(kv)
 cli.add_command(plan)
 cli.add_command(bench)
+cli.add_command(certs)
 
 
 def main() -> None:
