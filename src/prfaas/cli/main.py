@@ -12,6 +12,7 @@ from prfaas.cli.bench import bench
 from prfaas.cli.certs import certs
 from prfaas.cli.kv import kv
 from prfaas.cli.plan import plan
+from prfaas.cli.wan import wan
 from prfaas.errors import InputError
 
 
@@ -31,6 +32,7 @@ cli.add_command(kv)
 cli.add_command(plan)
 cli.add_command(bench)
 cli.add_command(certs)
+cli.add_command(wan)
 
 
 def main() -> None:
