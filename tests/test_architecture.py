@@ -35,6 +35,7 @@ ROOMS = {
     "vllm": {"integrations"},
     "matplotlib": {"cli"},
     "click": {"cli"},
+    "cryptography": {"transport"},
     "rich": {"cli"},
 }
 PURE = {"planner", "scheduler", "cache"}

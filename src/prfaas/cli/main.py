@@ -9,8 +9,10 @@ import click
 
 from prfaas import __version__
 from prfaas.cli.bench import bench
+from prfaas.cli.certs import certs
 from prfaas.cli.kv import kv
 from prfaas.cli.plan import plan
+from prfaas.cli.wan import wan
 from prfaas.errors import InputError
 
 
@@ -29,6 +31,8 @@ def cli() -> None:
 cli.add_command(kv)
 cli.add_command(plan)
 cli.add_command(bench)
+cli.add_command(certs)
+cli.add_command(wan)
 
 
 def main() -> None:

@@ -1,0 +1,344 @@
+"""The relay with real sockets. Times are asserted only where a slow machine cannot fail them:
+a byte is never early, a rate never exceeded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from prfaas.errors import InputError
+from prfaas.transport import wan as wan_module
+from prfaas.transport.address import Address
+from prfaas.transport.wan import Relay, describe
+from prfaas.transport.wan_path import Conditions, Recurring
+from tests.transport.wan_peers import TIMEOUT_S, receive, reset, wan, was_reset
+
+MIB = 1024 * 1024
+
+
+def send_in_background(sock: socket.socket, data: bytes) -> threading.Thread:
+    def send() -> None:
+        try:
+            sock.sendall(data)
+        except OSError:
+            pass  # the test ended the connection under it
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_bytes_arrive_whole_in_both_directions() -> None:
+    data = os.urandom(5 * MIB)
+    with wan(Conditions(rtt_s=0.004, jitter_s=0.003)) as net:
+        client, target = net.connect()
+        with client, target:
+            for sender, receiver in ((client, target), (target, client)):
+                send_in_background(sender, data)
+                assert receive(receiver, len(data)) == data
+        assert net.relay.stats.to_target_bytes == net.relay.stats.to_client_bytes == len(data)
+
+
+def test_no_byte_is_early() -> None:
+    with wan(Conditions(rtt_s=0.1)) as net:
+        client, target = net.connect()
+        with client, target:
+            for sender, receiver in ((client, target), (target, client)) * 2:
+                sent_s = time.monotonic()
+                sender.sendall(b"x")
+                assert receiver.recv(1) == b"x"
+                assert time.monotonic() - sent_s >= 0.05
+
+
+def test_all_connections_together_stay_below_the_rate() -> None:
+    rate_bps, each_bytes = 80e6, MIB
+    with wan(Conditions(rate_bps=rate_bps, rtt_s=0.01)) as net:
+        pairs = [net.connect() for _ in range(4)]
+        started_s = time.monotonic()
+        for client, _ in pairs:
+            send_in_background(client, bytes(each_bytes))
+        received = sum(len(receive(target, each_bytes)) for _, target in pairs)
+        took_s = time.monotonic() - started_s
+        for ends in pairs:
+            for end in ends:
+                end.close()
+    assert received == 4 * each_bytes
+    assert received * 8 / took_s <= rate_bps * 1.001
+
+
+def test_each_direction_has_its_own_rate() -> None:
+    """Saturating one direction leaves the other its time: two megabytes one way book the lane for
+    seconds, yet the answer comes back while they are on their way."""
+    with wan(Conditions(rate_bps=8e6)) as net:
+        client, target = net.connect()
+        with client, target:
+            send_in_background(client, bytes(2 * MIB))
+            receive(target, 1)
+            target.sendall(b"answer")
+            assert receive(client, 6) == b"answer"
+            assert net.relay.stats.to_target_bytes < 2 * MIB
+
+
+def test_every_connection_gets_its_share() -> None:
+    """While all offer more than the lane takes, none is read twice as often as another."""
+    with wan(Conditions(rate_bps=100e6)) as net:
+        pairs = [net.connect() for _ in range(6)]
+        for client, _ in pairs:
+            send_in_background(client, bytes(8 * MIB))
+        received = [0] * len(pairs)
+        lowest = 512 * 1024
+        # Whoever gets there first: then the others are not far behind.
+        barrier = threading.Barrier(len(pairs))
+        done = threading.Event()
+
+        def drain(index: int, sock: socket.socket) -> None:
+            barrier.wait(TIMEOUT_S)
+            while not done.is_set():
+                received[index] += len(sock.recv(64 * 1024))
+                if received[index] >= lowest:
+                    done.set()
+
+        threads = [
+            threading.Thread(target=drain, args=(index, target))
+            for index, (_, target) in enumerate(pairs)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        for ends in pairs:
+            for end in ends:
+                end.close()
+    assert min(received) > lowest / 3
+
+
+def test_half_close_passes_through() -> None:
+    with wan(Conditions(rtt_s=0.004)) as net:
+        client, target = net.connect()
+        with client, target:
+            client.sendall(b"question")
+            client.shutdown(socket.SHUT_WR)
+            assert receive(target, 100) == b"question"  # and its end
+            target.sendall(b"answer")
+            target.close()
+            assert receive(client, 100) == b"answer"
+        wait_for_connections(net.relay, 0)
+
+
+def test_a_reset_passes_through_behind_the_bytes() -> None:
+    with wan(Conditions(rtt_s=0.04)) as net:
+        client, target = net.connect()
+        client.sendall(b"last words")
+        started_s = time.monotonic()
+        receive(target, 10)
+        reset(client)
+        assert was_reset(target)
+        assert time.monotonic() - started_s >= 0.02
+        target.close()
+        wait_for_connections(net.relay, 0)
+
+
+def test_cut_resets_both_ends_and_lets_new_ones_in() -> None:
+    with wan() as net:
+        client, target = net.connect()
+        net.relay.cut()
+        assert was_reset(client)
+        assert was_reset(target)
+        again, target_again = net.connect()
+        again.sendall(b"x")
+        assert target_again.recv(1) == b"x"
+        for sock in (client, target, again, target_again):
+            sock.close()
+
+
+def test_cuts_by_timetable() -> None:
+    with wan(Conditions(cut_every_s=0.05)) as net:
+        client, target = net.connect()
+        assert was_reset(client)
+        client.close()
+        target.close()
+
+
+def test_a_stall_keeps_connections_and_bytes() -> None:
+    with wan() as net:
+        client, target = net.connect()
+        with client, target:
+            net.relay.stall()
+            client.sendall(b"waits")
+            target.setblocking(False)
+            net.relay.change(Conditions())  # answered by a loop that is alive and still stalled
+            with pytest.raises(BlockingIOError):
+                target.recv(5)
+            target.settimeout(TIMEOUT_S)
+            during, during_target = net.connect()
+            net.relay.restore()
+            assert receive(target, 5) == b"waits"
+            during.close()
+            during_target.close()
+
+
+def test_stalled_bytes_resume_their_journey() -> None:
+    """A byte that was stalled on the way still needs the rest of its delay."""
+    with wan(Conditions(rtt_s=0.4)) as net:
+        client, target = net.connect()
+        with client, target:
+            sent_s = time.monotonic()
+            client.sendall(b"x")
+            net.relay.stall()
+            stalled_s = time.monotonic()
+            stopped = threading.Event()
+            stopped.wait(0.1)  # the length of the stall, not a synchronisation
+            restored_s = time.monotonic()
+            net.relay.restore()
+            assert target.recv(1) == b"x"
+            assert time.monotonic() - sent_s >= 0.2 + (restored_s - stalled_s)
+
+
+def test_an_outage_refuses_new_connections_and_keeps_the_port() -> None:
+    with wan() as net:
+        client, target = net.connect()
+        with client, target:
+            net.relay.outage()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(net.relay.address, TIMEOUT_S)
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(net.relay.address)
+            client.sendall(b"x")
+            net.relay.restore()
+            assert target.recv(1) == b"x"
+            again, target_again = net.connect()
+            again.close()
+            target_again.close()
+
+
+def test_outages_by_timetable_come_and_go() -> None:
+    with wan(Conditions(outage=Recurring(0.1, 0.05))) as net:
+        wait_until(lambda: accepts(net.relay))
+        wait_until(lambda: not accepts(net.relay))
+        wait_until(lambda: accepts(net.relay))
+
+
+def accepts(relay: Relay) -> bool:
+    try:
+        socket.create_connection(relay.address, TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_conditions_change_while_it_runs() -> None:
+    with wan(Conditions(rtt_s=0.0)) as net:
+        client, target = net.connect()
+        with client, target:
+            net.relay.change(Conditions(rtt_s=0.1))
+            sent_s = time.monotonic()
+            client.sendall(b"x")
+            target.recv(1)
+            assert time.monotonic() - sent_s >= 0.05
+
+
+def test_a_receiver_that_does_not_read_makes_the_sender_wait() -> None:
+    conditions = Conditions(rate_bps=1e9)
+    offered = conditions.held_bytes * 8
+    with wan(conditions) as net:
+        slow_client, slow_target = net.connect()
+        sender = send_in_background(slow_client, bytes(offered))
+        # Others are unharmed: their bytes pass while the slow one is held.
+        client, target = net.connect()
+        data = os.urandom(16 * MIB)
+        send_in_background(client, data)
+        assert receive(target, len(data)) == data
+        wait_until(lambda: net.relay.stats.held_bytes >= conditions.held_bytes)
+        assert sender.is_alive()
+        # Both connections' shares, and the chunk that went over each border.
+        assert net.relay.stats.held_peak_bytes <= 2 * (conditions.held_bytes + MIB)
+        assert len(receive(slow_target, offered)) == offered
+        assert net.relay.stats.held_bytes == 0
+        for sock in (slow_client, slow_target, client, target):
+            sock.close()
+
+
+def test_one_connection_alone_fills_a_long_link() -> None:
+    """What is held reaches the bandwidth-delay product: with less, the rate is out of reach."""
+    conditions = Conditions(rate_bps=400e6, rtt_s=0.1)
+    product_bytes = conditions.rate_bps / 8 * conditions.delay_s  # type: ignore[operator]
+    with wan(conditions) as net:
+        client, target = net.connect()
+        with client, target:
+            send_in_background(client, bytes(16 * MIB))
+            assert len(receive(target, 16 * MIB)) == 16 * MIB
+            assert net.relay.stats.held_peak_bytes >= 0.9 * product_bytes
+
+
+def test_a_target_that_is_not_there_resets_the_client() -> None:
+    nobody = socket.create_server(("127.0.0.1", 0))
+    target = Address(*nobody.getsockname())
+    nobody.close()
+    with Relay(Address("127.0.0.1", 0), target, Conditions()) as relay:
+        with socket.create_connection(relay.address, TIMEOUT_S) as client:
+            assert was_reset(client)
+        assert relay.stats.refused == 1
+        assert relay.stats.connections == 0
+
+
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wan_module, "MAX_CONNECTIONS", 2)
+    with wan() as net:
+        pairs = [net.connect() for _ in range(2)]
+        with socket.create_connection(net.relay.address, TIMEOUT_S) as third:
+            assert was_reset(third)
+        client, target = pairs[0]
+        client.sendall(b"x")
+        assert target.recv(1) == b"x"
+        for ends in pairs:
+            for end in ends:
+                end.close()
+
+
+def test_closing_leaves_nothing() -> None:
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with wan(Conditions(rtt_s=10)) as net:
+        client, target = net.connect()
+        client.sendall(b"on its way")
+        address = net.relay.address
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, TIMEOUT_S)
+    assert was_reset(client)
+    client.close()
+    target.close()
+    net.relay.close()  # once more does no harm
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+def test_an_address_in_use_or_unknown_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address(*taken.getsockname())
+        with pytest.raises(InputError, match="cannot listen on .*: Address already in use"):
+            Relay(address, address, Conditions())
+        with pytest.raises(InputError, match="check the host name"):
+            Relay(address, Address("no.such.host.invalid", 1), Conditions())
+
+
+def test_conditions_in_words() -> None:
+    conditions = Conditions(1e9, 0.06, 0.002, Recurring(10, 1), Recurring(60, 5), 7)
+    assert describe(conditions) == (
+        "1 Gbit/s, 60 ms round trip, up to 2 ms jitter, stalls 1 s every 10 s, "
+        "outages 5 s every 60 s, cuts every 7 s"
+    )
+    assert describe(Conditions()) == "no rate limit, 0 ms round trip"
+
+
+def wait_for_connections(relay: Relay, count: int) -> None:
+    wait_until(lambda: relay.stats.connections == count)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.002)

@@ -1,0 +1,57 @@
+"""Ends of a relayed connection for tests: plain sockets, a timeout on each."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prfaas.transport.address import Address
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
+
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Wan:
+    relay: Relay
+    listener: socket.socket
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        """A new connection's ends: the client's and the target's."""
+        client = socket.create_connection(self.relay.address, TIMEOUT_S)
+        target, _ = self.listener.accept()
+        target.settimeout(TIMEOUT_S)
+        return client, target
+
+
+@contextmanager
+def wan(conditions: Conditions | None = None) -> Iterator[Wan]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
+        target = Address(*listener.getsockname())
+        with Relay(Address("127.0.0.1", 0), target, conditions or Conditions()) as relay:
+            yield Wan(relay, listener)
+
+
+def receive(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (part := sock.recv(1 << 20)):
+        data += part
+    return bytes(data)
+
+
+def reset(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def was_reset(sock: socket.socket) -> bool:
+    try:
+        sock.recv(1)
+    except ConnectionResetError:
+        return True
+    return False
