@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prfaas.errors import WireError
 from prfaas.transport.grants import new_grant
-from prfaas.transport.incoming import Claims, Incoming, State, slices
+from prfaas.transport.incoming import Claims, Incoming, State
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
 from prfaas.transport.wire import Piece
 
@@ -41,20 +41,6 @@ def pieces_of(sizes: list[int]) -> list[Piece]:
         for i, n in enumerate(sizes)
         for at in range(0, n, QUANTUM)
     ]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
-def test_slices_of_views_laid_end_to_end(sizes: list[int], data: st.DataObject) -> None:
-    whole = random.Random(1).randbytes(sum(sizes))
-    views, starts, at = [], [], 0
-    for size in sizes:
-        views.append(memoryview(whole)[at : at + size])
-        starts.append(at)
-        at += size
-    offset = data.draw(st.integers(0, at - 1))
-    nbytes = data.draw(st.integers(1, at - offset))
-    found = b"".join(slices(views, starts, offset, nbytes))
-    assert found == whole[offset : offset + nbytes]
 
 
 class Receiving(RuleBasedStateMachine):

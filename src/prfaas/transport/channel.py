@@ -135,8 +135,8 @@ class Channel:
     def _receive_some(self, views: list[memoryview]) -> int:
         try:
             if self._tls:
-                got = self._sock.recv_into(views[0])
-            elif len(views) == 1:
+                return self._receive_records(views[0])
+            if len(views) == 1:
                 got = self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
             else:
                 some = views if len(views) <= _IOV_MAX else views[:_IOV_MAX]
@@ -148,6 +148,19 @@ class Channel:
         if got == 0:
             raise ConnectionLost("closed by peer")
         return got
+
+    def _receive_records(self, view: memoryview) -> int:
+        """TLS hands out one record (16 KiB) a call: a tight loop until the view is full."""
+        receive_into, size, at = self._sock.recv_into, view.nbytes, 0
+        try:
+            while at < size:
+                got = receive_into(view[at:])
+                if got == 0:
+                    raise ConnectionLost("closed by peer")
+                at += got
+        except ssl.SSLWantReadError:
+            pass  # a tick without a record; what came before counts
+        return at
 
     def _pending(self) -> bool:
         assert isinstance(self._sock, ssl.SSLSocket)

@@ -9,12 +9,12 @@ back only when the last writer has left.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from prfaas.errors import WireError
+from prfaas.transport.laid import Laid
 from prfaas.transport.messages import Ended, Manifest
 from prfaas.transport.wire import Piece
 from prfaas.types import Grant
@@ -70,8 +70,7 @@ class Incoming:
         self.manifest: Manifest | None = None
         self.received_bytes = 0  # verified
         self.duplicate_bytes = 0  # drained to scratch
-        self._buffers: Sequence[Sequence[memoryview]] = ()
-        self._starts: list[list[int]] = []  # per segment: where each of its views begins
+        self._buffers: Sequence[Laid] = ()
         self._first_quantum: list[int] = []
         self._states = bytearray()
         self._missing = 0
@@ -93,13 +92,10 @@ class Incoming:
         return None
 
     def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview]]) -> None:
-        for segment, views in zip(manifest.segments, buffers, strict=True):
-            held = sum(view.nbytes for view in views)
-            assert held == segment.nbytes, f"{segment.name}: {segment.nbytes} bytes into {held}"
         self.manifest = manifest
-        self._buffers = [[view.cast("B") for view in views] for views in buffers]
-        self._starts = [
-            list(accumulate((view.nbytes for view in views), initial=0)) for views in self._buffers
+        self._buffers = [
+            Laid(segment.name, segment.nbytes, views)
+            for segment, views in zip(manifest.segments, buffers, strict=True)
         ]
         quantum = manifest.quantum_bytes
         counts = [-(-segment.nbytes // quantum) for segment in manifest.segments]
@@ -131,9 +127,7 @@ class Incoming:
                 if state == MISSING:
                     states[quantum] = CLAIMED
                     mine.append(Claim(piece, quantum))
-                    targets.append(
-                        slices(self._buffers[segment], self._starts[segment], offset, raw_bytes)
-                    )
+                    targets.append(self._buffers[segment].slices(offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
                     targets.append(None)
@@ -172,22 +166,3 @@ class Incoming:
     def _release(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
             self._states[claim.quantum] = MISSING
-
-
-def slices(
-    views: Sequence[memoryview], starts: Sequence[int], offset: int, nbytes: int
-) -> list[memoryview]:
-    """[offset, offset + nbytes) of views laid end to end; `starts` is where each begins."""
-    if len(views) == 1:
-        view = views[0]
-        return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
-    index = bisect_right(starts, offset) - 1
-    found = []
-    while nbytes:
-        within = offset - starts[index]
-        taken = min(nbytes, views[index].nbytes - within)
-        found.append(views[index][within : within + taken])
-        offset += taken
-        nbytes -= taken
-        index += 1
-    return found

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, InputError, WireError
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 
 HANDOFF, MIGRATION = 0, 1  # priorities: a request waits for the first, nobody for the second
 _LONGEST_PAUSE_S = 5.0
+_READY_AT_ONCE = 1_000  # segments taken in before connections may look again
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,10 @@ class Transfer:
 
     def ready_all(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
         """Several at once, as when a chunk of many layers is done."""
-        self._link.departures.ready(self._outgoing, segments)
-        self._link.wake()
+        several = iter(segments.items())
+        while some := dict(islice(several, _READY_AT_ONCE)):
+            self._link.departures.ready(self._outgoing, some)
+            self._link.wake()
 
     def abort(self, reason: str) -> None:
         """Gives up, and tells the receiver. A no-op once done."""

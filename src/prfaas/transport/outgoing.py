@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate
 from typing import NamedTuple
 
-from prfaas.transport.incoming import slices
+from prfaas.transport.laid import Laid
 from prfaas.transport.messages import Manifest
 from prfaas.transport.wire import MAX_PIECES, Piece
 
@@ -47,7 +46,7 @@ class Outgoing:
         self.pending_bytes = 0
         self.in_flight_bytes = 0
         self._index = {segment.name: i for i, segment in enumerate(manifest.segments)}
-        self._views: dict[int, tuple[Sequence[memoryview], list[int]]] = {}
+        self._views: dict[int, Laid] = {}
         self._pending: deque[Piece] = deque()
         self._in_flight: dict[int, OutgoingFrame] = {}
         self._next_sequence = 0
@@ -58,18 +57,18 @@ class Outgoing:
 
     def ready(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
         """These segments' bytes are final, and stay so until the transfer is done."""
-        quantum = self.manifest.quantum_bytes
-        for name, given in segments.items():
+        quantum, announced = self.manifest.quantum_bytes, self.manifest.segments
+        for name, views in segments.items():
             index = self._index[name]
-            nbytes = self.manifest.segments[index].nbytes
+            nbytes = announced[index].nbytes
             assert index not in self._views, f"{name} was ready before"
-            views = [view.cast("B") for view in given]
-            starts = list(accumulate((view.nbytes for view in views), initial=0))
-            assert starts[-1] == nbytes, f"{name}: {nbytes} bytes announced, {starts[-1]} given"
-            self._views[index] = (views, starts)
-            for offset in range(0, nbytes, quantum):
-                size = min(quantum, nbytes - offset)
-                self._pending.append(Piece(index, offset, size, size))
+            self._views[index] = Laid(name, nbytes, views)
+            if nbytes <= quantum:
+                self._pending.append(Piece(index, 0, nbytes, nbytes))
+            else:
+                for offset in range(0, nbytes, quantum):
+                    size = min(quantum, nbytes - offset)
+                    self._pending.append(Piece(index, offset, size, size))
             self.pending_bytes += nbytes
 
     def next_frame(self, frame_bytes: int) -> OutgoingFrame:
@@ -79,8 +78,7 @@ class Outgoing:
         nbytes = 0
         while self._pending and nbytes < frame_bytes and len(pieces) < MAX_PIECES:
             piece = self._pending[0]
-            segment_views, starts = self._views[piece.segment]
-            found = slices(segment_views, starts, piece.offset, piece.raw_bytes)
+            found = self._views[piece.segment].slices(piece.offset, piece.raw_bytes)
             if pieces and len(views) + len(found) > MAX_VIEWS:
                 break
             self._pending.popleft()
