@@ -10,6 +10,7 @@ import click
 from prfaas import __version__
 from prfaas.cli.bench import bench
 from prfaas.cli.certs import certs
+from prfaas.cli.doctor import doctor
 from prfaas.cli.kv import kv
 from prfaas.cli.plan import plan
 from prfaas.cli.wan import wan
@@ -33,6 +34,7 @@ cli.add_command(plan)
 cli.add_command(bench)
 cli.add_command(certs)
 cli.add_command(wan)
+cli.add_command(doctor)
 
 
 def main() -> None:

@@ -1,0 +1,308 @@
+"""Is this path fit for KV? Measures it as the transport would use it, and says what to mend.
+
+Uses MEASURE frames, which a listener throws away within a budget per minute: no grant is needed and
+nothing is stored.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import statistics
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from prfaas.clock import Clock
+from prfaas.errors import ConnectionLost, PeerError, WireError
+from prfaas.transport.channel import Channel, connect
+from prfaas.transport.messages import HELLO, Hello, decode, encode
+from prfaas.transport.meter import tcp_info
+from prfaas.transport.wire import Decoder, Frame, Kind, encode_message, parse_sequences
+
+_FRAME_BYTES = 1 << 20
+_IN_FLIGHT_FRAMES = 64
+_TIMEOUT_S = 5.0
+_PING_COUNT = 5
+_IP_MTU = 14  # of the path, as Linux knows it for a connected socket
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    connections: int
+    gbps: float
+    retransmitted_segments: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found, in the order it was looked for; a None follows a failure before it."""
+
+    address: str
+    reachable: bool
+    problem: str | None = None  # what stopped the examination
+    connect_s: float | None = None
+    tls: str | None = None  # protocol and cipher
+    software: str | None = None
+    round_trip_s: float | None = None
+    path_mtu_bytes: int | None = None
+    rates: tuple[Rate, ...] = ()
+    congestion_controls: tuple[str, ...] = ()  # of this host's kernel
+    send_buffer_bytes: int | None = None  # the most this host's kernel gives a connection
+    advice: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return self.problem is None
+
+
+def examine(
+    address: tuple[str, int],
+    *,
+    tls: ssl.SSLContext | None,
+    connections: tuple[int, ...],
+    seconds: float,
+    clock: Clock,
+) -> Diagnosis:
+    """Takes about `seconds` for each number of connections."""
+    name = f"{address[0]}:{address[1]}"
+    kernel = _congestion_controls()
+    buffer_bytes = _largest_send_buffer()
+    try:
+        started = clock.now()
+        probe = _Probe(address, tls, clock)
+        connect_s = clock.now() - started
+    except PeerError as error:
+        return Diagnosis(
+            name,
+            reachable=False,
+            problem=str(error),
+            congestion_controls=kernel,
+            send_buffer_bytes=buffer_bytes,
+            advice=(_unreachable_advice(str(error)),),
+        )
+    with probe:
+        cipher, mtu = probe.cipher, probe.path_mtu_bytes
+        try:
+            software = probe.greet()
+            round_trip_s = probe.round_trip_s()
+        except PeerError as error:
+            return Diagnosis(
+                name,
+                reachable=True,
+                problem=f"connected, but {error}",
+                connect_s=connect_s,
+                tls=cipher,
+                path_mtu_bytes=mtu,
+                congestion_controls=kernel,
+                send_buffer_bytes=buffer_bytes,
+                advice=(_greeting_advice(error, tls is not None),),
+            )
+    rates: list[Rate] = []
+    problem = None
+    for count in connections:
+        try:
+            rates.append(_rate(address, tls, count, seconds, clock))
+        except PeerError as error:
+            problem = f"with {count} connections: {error}"
+            break
+    return Diagnosis(
+        name,
+        reachable=True,
+        problem=problem,
+        connect_s=connect_s,
+        tls=cipher,
+        software=software,
+        round_trip_s=round_trip_s,
+        path_mtu_bytes=mtu,
+        rates=tuple(rates),
+        congestion_controls=kernel,
+        send_buffer_bytes=buffer_bytes,
+        advice=advise(software, round_trip_s, mtu, tuple(rates), kernel, buffer_bytes),
+    )
+
+
+def advise(
+    software: str,
+    round_trip_s: float,
+    path_mtu_bytes: int | None,
+    rates: tuple[Rate, ...],
+    congestion_controls: tuple[str, ...],
+    send_buffer_bytes: int | None,
+) -> tuple[str, ...]:
+    """What to mend, most useful first. Pure."""
+    found = []
+    if software != HELLO.software:
+        found.append(
+            f"the other side runs {software}, this one {HELLO.software}: upgrade the older"
+        )
+    if rates:
+        best = max(rates, key=lambda rate: rate.gbps)
+        enough = next(rate for rate in rates if rate.gbps >= 0.95 * best.gbps)
+        found.append(f"{enough.connections} connections reach {enough.gbps:.2f} Gbps; use as many")
+        if send_buffer_bytes is not None:
+            one_gbps = send_buffer_bytes * 8 / round_trip_s / 1e9 if round_trip_s else float("inf")
+            if one_gbps < best.gbps:
+                found.append(
+                    f"one connection can keep {send_buffer_bytes >> 20} MiB under way, "
+                    f"{one_gbps:.2f} Gbps at this round trip: raise net.ipv4.tcp_wmem and tcp_rmem"
+                )
+        if any(rate.retransmitted_segments for rate in rates) and "bbr" in congestion_controls:
+            found.append("segments were lost: congestion_control = 'bbr' bears that better")
+    if "bbr" not in congestion_controls and round_trip_s > 0.005:
+        found.append("this kernel has no BBR (modprobe tcp_bbr): loss on a long path costs more")
+    if path_mtu_bytes is not None and path_mtu_bytes < 1280:
+        found.append(f"a path MTU of {path_mtu_bytes} is unusually small: look for a tunnel")
+    return tuple(found)
+
+
+class _Probe:
+    """One connection to a listener."""
+
+    def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, clock: Clock) -> None:
+        sock = connect(
+            address, timeout_s=_TIMEOUT_S, tls=tls, congestion_control=None, buffer_bytes=None
+        )
+        self.cipher = None
+        if isinstance(sock, ssl.SSLSocket):
+            self.cipher = f"{sock.version()} {(sock.cipher() or ('unknown',))[0]}"
+        self.path_mtu_bytes = _path_mtu(sock)
+        self.channel = Channel(sock, clock, _TIMEOUT_S)
+        self._clock = clock
+        self._decoder = Decoder()
+        self._frames: list[Frame] = []
+
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def greet(self) -> str:
+        """The other side's software."""
+        self._send(encode_message(Kind.HELLO, encode(HELLO)))
+        frame = self._receive()
+        if frame.header.kind is not Kind.WELCOME:
+            raise WireError(f"a {frame.header.kind.name} in answer to HELLO")
+        return decode(frame.body, Hello).software
+
+    def round_trip_s(self) -> float:
+        """Through both programs, not only the network: what a grant or an ACK takes."""
+        times = []
+        for _ in range(_PING_COUNT):
+            started = self._clock.now()
+            self._send(encode_message(Kind.MEASURE))
+            self._receive()
+            times.append(self._clock.now() - started)
+        return statistics.median(times)
+
+    def flood(self, seconds: float) -> int:
+        """Bytes acknowledged within the time."""
+        frame = encode_message(Kind.MEASURE, bytes(_FRAME_BYTES))
+        until = self._clock.now() + seconds
+        sent = acknowledged = 0
+        while self._clock.now() < until:
+            if sent - acknowledged < _IN_FLIGHT_FRAMES:
+                self._send(frame)
+                sent += 1
+                if not self.channel.wait(0):
+                    continue
+            acknowledged += len(parse_sequences(self._receive().body))
+        return acknowledged * _FRAME_BYTES
+
+    def _send(self, frame: bytes) -> None:
+        self.channel.send([memoryview(frame)], len(frame))
+
+    def _receive(self) -> Frame:
+        until = self._clock.now() + _TIMEOUT_S
+        while not self._frames:
+            left_s = until - self._clock.now()
+            if left_s <= 0:
+                raise ConnectionLost(f"no answer within {_TIMEOUT_S:g} s")
+            if self.channel.wait(left_s):
+                self._frames += self._decoder.feed(self.channel.receive_available())
+        return self._frames.pop(0)
+
+
+def _rate(
+    address: tuple[str, int],
+    tls: ssl.SSLContext | None,
+    count: int,
+    seconds: float,
+    clock: Clock,
+) -> Rate:
+    probes: list[_Probe] = []
+    results: dict[int, int | PeerError] = {}
+
+    def run(index: int, probe: _Probe) -> None:
+        try:
+            results[index] = probe.flood(seconds)
+        except PeerError as error:
+            results[index] = error
+
+    try:
+        for _ in range(count):
+            probes.append(_Probe(address, tls, clock))
+            probes[-1].greet()
+        threads = [
+            threading.Thread(target=run, args=(index, probe), daemon=True)
+            for index, probe in enumerate(probes)
+        ]
+        started = clock.now()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + 2 * _TIMEOUT_S)
+        took_s = clock.now() - started
+        infos = [tcp_info(probe.channel) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.channel.close()
+    total = 0
+    for result in results.values():
+        if isinstance(result, PeerError):
+            raise result
+        total += result
+    known = [info.retransmitted_segments for info in infos if info is not None]
+    return Rate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
+
+
+def _path_mtu(sock: socket.socket) -> int | None:
+    try:
+        return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    except OSError:
+        return None  # not Linux, or IPv6
+
+
+def _congestion_controls() -> tuple[str, ...]:
+    return tuple(_sysctl("net/ipv4/tcp_available_congestion_control").split())
+
+
+def _largest_send_buffer() -> int | None:
+    values = _sysctl("net/ipv4/tcp_wmem").split()
+    return int(values[2]) if len(values) == 3 else None
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return Path("/proc/sys", name).read_text()
+    except OSError:
+        return ""
+
+
+def _unreachable_advice(problem: str) -> str:
+    if "refused" in problem:
+        return "nothing listens there: start the receiver, or check the port"
+    if "does not answer" in problem:
+        return "a firewall may drop the packets: open the port in both directions"
+    if "TLS" in problem:
+        return "check --ca, --cert and --key, and that the other side's certificate names this host"
+    return "check the name and the route"
+
+
+def _greeting_advice(error: PeerError, with_tls: bool) -> str:
+    if isinstance(error, WireError):
+        return "another program listens on that port, or one of another version"
+    if not with_tls:
+        return "the other side may want TLS: give --ca, --cert and --key"
+    return "the other side hung up: does it trust the CA of this certificate?"

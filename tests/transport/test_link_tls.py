@@ -1,0 +1,74 @@
+"""The same transfers, mutually authenticated."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+
+from prfaas.errors import TransferFailed
+from prfaas.transport.certs import CertificateSet, make_certificates
+from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.tls import client_context, server_context
+from tests.transport.ends import PATIENCE_S, Owner, expect, nothing_leaks, segments, send
+from tests.transport.proxy import Proxy
+
+CONTENTS = segments(2_000_000, 1, 70_000, 16_384, 300_000)
+OPTIONS = LinkOptions(connections=3, frame_bytes=150_000, quantum_bytes=50_000, open_s=3)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> CertificateSet:
+    return make_certificates(tmp_path_factory.mktemp("certs"))
+
+
+def server(made: CertificateSet) -> ssl.SSLContext:
+    return server_context(made.ca, made.server, made.server_key)
+
+
+def client(made: CertificateSet) -> ssl.SSLContext:
+    return client_context(made.ca, made.client, made.client_key)
+
+
+@pytest.mark.parametrize("cut", [1 << 30, 5000])
+def test_bytes_arrive_as_they_were(made: CertificateSet, cut: int) -> None:
+    owner = Owner(cut=cut)
+    with nothing_leaks(), Listener(tls=server(made)) as listener:
+        with Link(listener.address, options=OPTIONS, tls=client(made)) as link:
+            send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
+        assert owner.wait() is None
+        assert owner.memory == CONTENTS
+
+
+def test_cut_connections_are_resumed(made: CertificateSet) -> None:
+    def forward(number: int, seen: int, data: bytes) -> bytes | None:
+        return None if number < 4 and seen > 300_000 else data
+
+    owner = Owner()
+    with nothing_leaks(), Listener(tls=server(made)) as listener:
+        with Proxy(listener.address, forward=forward) as proxy:
+            with Link(proxy.address, options=OPTIONS, tls=client(made)) as link:
+                send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
+        assert owner.memory == CONTENTS
+
+
+def test_whoever_is_not_of_our_ca_gets_nowhere(made: CertificateSet, tmp_path: Path) -> None:
+    other = make_certificates(tmp_path)
+    strangers = {
+        "plain TCP": None,
+        "another CA's client": client_context(made.ca, other.client, other.client_key),
+        "a client that trusts another CA": client(other),
+    }
+    options = ListenerOptions(unproven_s=1)
+    with nothing_leaks(), Listener(tls=server(made), options=options) as listener:
+        for name, context in strangers.items():
+            owner = Owner()
+            grant = expect(listener, CONTENTS, owner)
+            with Link(listener.address, options=OPTIONS, tls=context) as link:
+                with pytest.raises(TransferFailed, match="not opened"):
+                    send(link, grant, CONTENTS).done.result(PATIENCE_S)
+            assert not owner.over.is_set(), name
+            listener.cancel(grant.transfer_id, "over")
+        assert listener.stats().received_bytes == 0
