@@ -1,0 +1,132 @@
+"""KV across a long link: how much of it is used, and how much of a transfer hides behind a prefill?
+
+    prfaas bench wan [--gbps 1] [--rtt-ms 60] [--lossy]
+
+`utilisation`: goodput over the link's rate for 1, 2, 4 and 8 connections through the user-space
+relay (`prfaas wan`), once the pipe is full. `overlap`: segments become ready evenly over T seconds
+while the link is twice as fast as needed; what is waited for after the last one is ready, beside
+pushing everything then. `--lossy` (root): real packets with 0.1% loss between two network
+namespaces, BBR and cubic, one and eight connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from prfaas.transport.address import Address
+from prfaas.transport.grants import new_grant
+from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.listener import Listener
+from prfaas.transport.messages import Manifest
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
+
+SEGMENT_BYTES = 2_359_296  # one MLA layer of the 1T model, 2,048 tokens
+TIMEOUT_S = 120.0
+
+
+class Memory:
+    def __init__(self, nbytes: int) -> None:
+        self._view = memoryview(bytearray(nbytes))
+
+    def buffers(self, manifest: Manifest) -> list[list[memoryview]]:
+        at, found = 0, []
+        for segment in manifest.segments:
+            found.append([self._view[at : at + segment.nbytes]])
+            at += segment.nbytes
+        return found
+
+    def committed(self) -> None: ...
+
+    def ended(self, reason: str) -> None:
+        sys.stderr.write(f"transfer ended: {reason}\n")
+
+
+def relayed(listener: Listener, gbps: float, rtt_ms: float) -> Relay:
+    conditions = Conditions(rate_bps=gbps * 1e9, rtt_s=rtt_ms / 1e3)
+    return Relay(Address("127.0.0.1", 0), Address(*listener.address), conditions)
+
+
+def utilisation(gbps: float, rtt_ms: float, options: LinkOptions) -> float:
+    """Over a transfer of about four seconds, after one that opened the windows."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(Listener())
+        relay = stack.enter_context(relayed(listener, gbps, rtt_ms))
+        link = stack.enter_context(Link(relay.address, options=options))
+        transfer(link, listener, int(gbps * 1e9 / 8))
+        nbytes = int(4 * gbps * 1e9 / 8)
+        took_s = transfer(link, listener, nbytes)
+        return nbytes * 8 / (took_s - rtt_ms / 1e3) / (gbps * 1e9)
+
+
+def transfer(link: Link, listener: Listener, nbytes: int) -> float:
+    """Seconds from the first byte ready to the commit known at the sender."""
+    count = max(1, nbytes // SEGMENT_BYTES)
+    grant = new_grant("bench", max_bytes=count * SEGMENT_BYTES, deadline_s=30)
+    listener.expect(grant, Memory(count * SEGMENT_BYTES))
+    content = memoryview(bytes(SEGMENT_BYTES))
+    sending = link.open(grant, {f"s{i}": SEGMENT_BYTES for i in range(count)})
+    started = time.perf_counter()
+    sending.ready_all({f"s{i}": [content] for i in range(count)})
+    sending.done.result(TIMEOUT_S)
+    return time.perf_counter() - started
+
+
+def overlap(gbps: float, rtt_ms: float, seconds: float) -> dict[str, float]:
+    """Half the link's capacity, ready evenly over `seconds`; against all of it at the end."""
+    count = max(4, int(gbps / 2 * 1e9 / 8 * seconds / SEGMENT_BYTES))
+    nbytes = count * SEGMENT_BYTES
+    content = memoryview(bytes(SEGMENT_BYTES))
+    exposed = {}
+    for name in ("layer_wise", "at_the_end"):
+        with ExitStack() as stack:
+            listener = stack.enter_context(Listener())
+            relay = stack.enter_context(relayed(listener, gbps, rtt_ms))
+            link = stack.enter_context(Link(relay.address, options=LinkOptions(connections=8)))
+            transfer(link, listener, int(gbps * 1e9 / 8))
+            grant = new_grant("bench", max_bytes=nbytes, deadline_s=30)
+            listener.expect(grant, Memory(nbytes))
+            sending = link.open(grant, {f"s{i}": SEGMENT_BYTES for i in range(count)})
+            started = time.perf_counter()
+            for index in range(count):
+                wait_s = started + (index + 1) * seconds / count - time.perf_counter()
+                time.sleep(max(0.0, wait_s))
+                if name == "layer_wise":
+                    sending.ready(f"s{index}", content)
+            last_ready = time.perf_counter()
+            if name == "at_the_end":
+                sending.ready_all({f"s{i}": [content] for i in range(count)})
+            sending.done.result(TIMEOUT_S)
+            exposed[name] = time.perf_counter() - last_ready
+    beyond_rtt = exposed["layer_wise"] - rtt_ms / 1e3
+    return {
+        "prefill_s": seconds,
+        "transfer_s_alone": round(nbytes * 8 / (gbps * 1e9), 3),
+        "exposed_s_layer_wise": round(exposed["layer_wise"], 3),
+        "exposed_s_at_the_end": round(exposed["at_the_end"], 3),
+        "exposed_beyond_rtt_over_prefill": round(beyond_rtt / seconds, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gbps", type=float, default=1.0)
+    parser.add_argument("--rtt-ms", type=float, default=60.0)
+    arguments = parser.parse_args()
+    gbps, rtt_ms = arguments.gbps, arguments.rtt_ms
+    report: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "utilisation": {}}
+    for connections in (1, 2, 4, 8):
+        options = LinkOptions(connections=connections)
+        share = utilisation(gbps, rtt_ms, options)
+        report["utilisation"][str(connections)] = round(share, 3)
+    report["overlap"] = overlap(gbps, rtt_ms, 3.0)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
