@@ -1,13 +1,14 @@
 # make demo   set up and run the main job        make test    set up and run the tests
 # make check  lint, types and tests              make format  rewrite in the house style
-# make bench  every benchmark, as JSON           make clean   forget the environment
+# make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
+# make clean  forget the environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types format bench clean
+.PHONY: setup demo test check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -46,6 +47,10 @@ format: setup
 
 bench: setup
 	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
+
+FRAMES ?= 1000000
+fuzz: setup
+	$(BIN)/python -m tests.transport.fuzz $(FRAMES)
 
 clean:
 	rm -rf $(VENV) out
