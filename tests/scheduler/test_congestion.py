@@ -16,6 +16,12 @@ from prfaas.types import LinkStats
 CLEAR, BUILDING, CONGESTED = Verdict
 CAPACITY_BPS = 1e9
 SEGMENT_BITS = 1448 * 8
+LADDERS = {
+    "loss": DEFAULT_RULES.loss,
+    "queueing": DEFAULT_RULES.queueing,
+    "drain": DEFAULT_RULES.drain_s,
+    "utilisation": DEFAULT_RULES.utilisation,
+}
 
 
 def report(at_s: float, **fields: Any) -> LinkStats:
@@ -163,7 +169,7 @@ def test_a_stopped_link_is_congested_and_recovers() -> None:
     stopped: dict[str, Any] = {"goodput_bps": 0.0, "drain_s": math.inf, "delivery_bps": 0.0}
     assert link.tell_for(1, **stopped) is CONGESTED
     link.tell_for(60, **stopped)
-    assert link.until({CLEAR}, 6.0) <= 6.0
+    assert link.until({CLEAR}, 7.0) <= 6.0
 
 
 def test_a_transfer_that_has_just_begun_is_no_backlog() -> None:
@@ -216,8 +222,9 @@ def test_a_restarted_sender_starts_anew() -> None:
 
 def test_silence_is_not_calm() -> None:
     link = Link()
-    link.tell_for(2, retransmitted_segments=1000)
+    link.tell_for(4, retransmitted_segments=lost(0.01, 0.25))
     link.tell_for(1)  # calm begins
+    assert link.health.below_congested_since_s is not None
     link.now_s += 30
     assert link.tell() is CONGESTED
     assert link.tell_for(3) is CLEAR
@@ -286,6 +293,30 @@ def test_worse_signals_never_give_a_better_verdict(
     assert judge(health, worse, worse_capacity).verdict >= verdict
 
 
+@pytest.mark.parametrize("signal", ["loss", "queueing", "drain", "utilisation"])
+def test_a_slow_swing_within_the_band_changes_nothing(signal: str) -> None:
+    """Slower than the calm, so that only the distance of `enter` and `leave` can hold it."""
+    border = LADDERS[signal].building
+    assert border.leave < 0.9 * border.enter
+    link = Link()
+    link.tell_for(3)
+    assert link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25)) is BUILDING
+    link.verdicts.clear()
+    for _ in range(3):
+        link.tell_for(6, **_at(signal, border.leave + 0.3 * (border.enter - border.leave), 0.25))
+        link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25))
+    assert set(link.verdicts) == {BUILDING}
+
+
+def test_a_short_halt_is_no_stop() -> None:
+    """BBR measures the empty path: one report with a tenth of the goodput."""
+    link = Link()
+    link.tell_for(5, drain_s=0.13, delivery_bps=None)
+    link.tell(goodput_bps=0.05e9, drain_s=1.3, delivery_bps=None)
+    link.tell_for(5, drain_s=0.13, delivery_bps=None)
+    assert set(link.verdicts) == {CLEAR}
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     st.sampled_from(["loss", "queueing", "drain", "utilisation"]),
@@ -297,13 +328,7 @@ def test_noise_around_a_border_changes_the_verdict_at_most_once(
     signal: str, step: int, seed: int, every_s: float
 ) -> None:
     dice = random.Random(seed)
-    ladders = {
-        "loss": DEFAULT_RULES.loss,
-        "queueing": DEFAULT_RULES.queueing,
-        "drain": DEFAULT_RULES.drain_s,
-        "utilisation": DEFAULT_RULES.utilisation,
-    }
-    ladder = ladders[signal]
+    ladder = LADDERS[signal]
     border = (ladder.building, ladder.congested)[step]
     if math.isinf(border.enter):
         border = ladder.building

@@ -75,11 +75,14 @@ class CongestionRules:
     # A full link is no congestion yet, so this signal alone never says so. Above 85% the wait for
     # a shared link grows steeply (at random arrivals, as 1 / (1 - utilisation)).
     utilisation: Ladder = Ladder(Border(0.85, 0.75), _NEVER)
-    # Loss, drain and utilisation are averaged over so long: one odd report turns nothing, a real
-    # change shows after two.
+    # Loss and utilisation are averaged over so long: one odd report turns nothing, a real change
+    # shows after two.
     smoothing_s: float = 0.5
+    # The drain over longer: BBR halts for 0.2 s every 10 s to measure the empty path, which makes
+    # the goodput of one report look like a stop.
+    drain_smoothing_s: float = 1.0
     # A stopped link has an endless drain; capped, so that it is forgotten in a few reports.
-    drain_cap_s: float = 8.0
+    drain_cap_s: float = 4.0
     # A recovery takes a few round trips, and BBR probes for bandwidth every 8: calm must outlast
     # both at WAN distances.
     calm_s: float = 2.0
@@ -136,22 +139,24 @@ def _observe(
     state: LinkHealth, stats: LinkStats, capacity_bps: float | None, rules: CongestionRules
 ) -> LinkHealth:
     elapsed_s = None if state.at_s is None else stats.at_s - state.at_s
-    # The first report is taken as it is.
-    weight = 1.0 if elapsed_s is None else 1.0 - math.exp(-elapsed_s / rules.smoothing_s)
 
-    def smooth(old: float | None, new: float | None) -> float | None:
-        return new if old is None or new is None else old + weight * (new - old)
+    def smooth(old: float | None, new: float | None, over_s: float) -> float | None:
+        if old is None or new is None or elapsed_s is None:
+            return new  # the first is taken as it is
+        return old + (new - old) * -math.expm1(-elapsed_s / over_s)
 
     loss = _loss(stats, elapsed_s, rules)
     if loss is not None:
-        loss = smooth(state.loss or 0.0, loss)
+        loss = smooth(state.loss or 0.0, loss, rules.smoothing_s)
+    drain_s = smooth(state.drain_s, _drain(stats, rules), rules.drain_smoothing_s)
+    utilisation = _utilisation(stats, capacity_bps)
     return replace(
         state,
         at_s=stats.at_s,
         min_rtt_s=_min_rtt(state.min_rtt_s, stats.rtt_s, elapsed_s or 0.0, rules),
         loss=loss,
-        drain_s=smooth(state.drain_s, _drain(stats, rules)),
-        utilisation=smooth(state.utilisation, _utilisation(stats, capacity_bps)),
+        drain_s=drain_s,
+        utilisation=smooth(state.utilisation, utilisation, rules.smoothing_s),
     )
 
 
