@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.scheduler.congestion import DEFAULT_RULES, LinkHealth, Verdict, judge
+from prfaas.types import LinkStats
+
+CLEAR, BUILDING, CONGESTED = Verdict
+CAPACITY_BPS = 1e9
+SEGMENT_BITS = 1448 * 8
+LADDERS = {
+    "loss": DEFAULT_RULES.loss,
+    "queueing": DEFAULT_RULES.queueing,
+    "drain": DEFAULT_RULES.drain_s,
+    "utilisation": DEFAULT_RULES.utilisation,
+}
+
+
+def report(at_s: float, **fields: Any) -> LinkStats:
+    """A busy link with nothing wrong: half full, an RTT of 60 ms."""
+    usual: dict[str, Any] = {
+        "peer": "kv1",
+        "connections": 8,
+        "goodput_bps": 0.5e9,
+        "backlog_bytes": 5_000_000,
+        "in_flight_bytes": 3_000_000,
+        "drain_s": 0.08,
+        "rtt_s": 0.060,
+        "delivery_bps": 0.5e9,
+        "retransmitted_segments": 0,
+        "congestion_window_bytes": 1_000_000,
+    }
+    return LinkStats(at_s=at_s, **(usual | fields))
+
+
+class Link:
+    """Feeds reports at a steady pace."""
+
+    def __init__(self, every_s: float = 0.25, capacity_bps: float | None = CAPACITY_BPS) -> None:
+        self.every_s = every_s
+        self.capacity_bps = capacity_bps
+        self.now_s = 1000.0
+        self.health = LinkHealth()
+        self.verdicts: list[Verdict] = []
+
+    def tell(self, **fields: Any) -> Verdict:
+        self.now_s += self.every_s
+        self.health = judge(self.health, report(self.now_s, **fields), self.capacity_bps)
+        self.verdicts.append(self.health.verdict)
+        return self.health.verdict
+
+    def tell_for(self, seconds: float, **fields: Any) -> Verdict:
+        for _ in range(math.ceil(seconds / self.every_s)):
+            self.tell(**fields)
+        return self.health.verdict
+
+    def until(self, wanted: set[Verdict], limit_s: float, **fields: Any) -> float:
+        """How long it takes to reach one of `wanted`."""
+        began_s = self.now_s
+        while self.now_s - began_s < limit_s:
+            if self.tell(**fields) in wanted:
+                return self.now_s - began_s
+        raise AssertionError(f"still {self.health.verdict.name} after {limit_s} s: {self.health}")
+
+    @property
+    def changes(self) -> int:
+        return sum(a != b for a, b in zip(self.verdicts, self.verdicts[1:], strict=False))
+
+
+def lost(share: float, every_s: float, goodput_bps: float = 0.5e9) -> int:
+    return round(goodput_bps * every_s / SEGMENT_BITS * share)
+
+
+@pytest.mark.parametrize("every_s", [0.25, 0.5])
+@pytest.mark.parametrize(("share", "wanted"), [(0.003, BUILDING), (0.01, CONGESTED)])
+def test_loss_turns_within_two_seconds_and_back(
+    every_s: float, share: float, wanted: Verdict
+) -> None:
+    link = Link(every_s)
+    assert link.tell_for(5) is CLEAR
+    assert link.until({wanted}, 2.0, retransmitted_segments=lost(share, every_s)) <= 2.0
+    link.tell_for(10, retransmitted_segments=lost(share, every_s))
+    assert (link.health.verdict, link.health.cause) == (wanted, "loss")
+    assert DEFAULT_RULES.calm_s <= link.until({CLEAR}, 6.0) <= 4.5
+    assert link.health.cause == ""
+    assert link.changes <= 4  # at most two steps up and two down
+
+
+def test_loss_shows_on_a_slow_link_too() -> None:
+    """A loss-based sender at 1% and 60 ms is down to 20 Mbit/s."""
+    link = Link()
+    slow: dict[str, Any] = {"goodput_bps": 20e6, "delivery_bps": 20e6, "drain_s": 0.2}
+    slow["backlog_bytes"] = 500_000
+    link.tell_for(5, **slow)
+    assert link.until({BUILDING, CONGESTED}, 2.0, **slow, retransmitted_segments=4) <= 2.0
+
+
+def test_the_usual_loss_of_a_long_path_is_clear() -> None:
+    link = Link()
+    dice = random.Random(1)
+    segments = int(0.5e9 * 0.25 / SEGMENT_BITS)
+    for _ in range(200):
+        link.tell(retransmitted_segments=sum(dice.random() < 0.0005 for _ in range(segments)))
+    assert set(link.verdicts) == {CLEAR}
+
+
+def test_one_lost_packet_is_no_trend() -> None:
+    link = Link(0.5)
+    idle: dict[str, Any] = {"goodput_bps": 1e5, "backlog_bytes": 0, "in_flight_bytes": 0}
+    link.tell_for(2, **idle, drain_s=0.0)
+    link.tell(**idle, drain_s=0.0, retransmitted_segments=1)
+    assert link.health.verdict is CLEAR
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "verdict"), [(0.070, CLEAR), (0.085, BUILDING), (0.150, CONGESTED)]
+)
+def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: Verdict) -> None:
+    link = Link()
+    link.tell_for(2)
+    assert link.tell_for(1, rtt_s=rtt_s) is verdict
+    assert link.health.cause == ("queueing" if verdict else "")
+    assert link.tell_for(3) is CLEAR
+
+
+def test_a_short_path_may_double_its_rtt() -> None:
+    link = Link()
+    link.tell(rtt_s=0.0002)
+    assert link.tell_for(3, rtt_s=0.0012) is CLEAR
+    assert link.tell_for(1, rtt_s=0.030) is CONGESTED
+
+
+def test_a_longer_route_is_accepted_in_time_and_a_busy_quarter_hour_is_not() -> None:
+    link = Link(0.5)
+    link.tell_for(2)
+    assert link.tell_for(15 * 60, rtt_s=0.120) is BUILDING
+    assert link.tell_for(2 * 3600, rtt_s=0.120) is CLEAR
+
+
+def test_an_idle_connection_remembers_an_old_rtt() -> None:
+    link = Link()
+    link.tell_for(2)
+    assert link.tell_for(1, rtt_s=0.3) is CONGESTED
+    idle: dict[str, Any] = {"goodput_bps": 0.0, "backlog_bytes": 0, "in_flight_bytes": 0}
+    assert link.tell_for(4, rtt_s=0.3, drain_s=0.0, delivery_bps=None, **idle) is CLEAR
+
+
+def test_a_backlog_that_does_not_drain() -> None:
+    link = Link()
+    link.tell_for(2)
+    growing: dict[str, Any] = {"backlog_bytes": 100_000_000, "delivery_bps": None}
+    assert link.tell_for(1.5, drain_s=1.0, **growing) is BUILDING
+    assert link.health.cause == "drain"
+    assert link.tell_for(2, drain_s=4.0, **growing) is CONGESTED
+    assert link.tell_for(5) is CLEAR
+
+
+def test_a_stopped_link_is_congested_and_recovers() -> None:
+    link = Link()
+    link.tell_for(2)
+    stopped: dict[str, Any] = {"goodput_bps": 0.0, "drain_s": math.inf, "delivery_bps": 0.0}
+    assert link.tell_for(1, **stopped) is CONGESTED
+    link.tell_for(60, **stopped)
+    assert link.until({CLEAR}, 7.0) <= 6.0
+
+
+def test_a_transfer_that_has_just_begun_is_no_backlog() -> None:
+    """No goodput yet, so an endless drain; the kernel already knows the delivery rate."""
+    link = Link()
+    link.tell(drain_s=math.inf, goodput_bps=0.0, delivery_bps=0.9e9, backlog_bytes=20_000_000)
+    assert link.health.verdict is CLEAR
+
+
+def test_a_link_that_fills_warns_before_any_queue_stands() -> None:
+    link = Link()
+    link.tell_for(2)
+    assert link.tell_for(2, goodput_bps=0.95e9) is BUILDING
+    assert link.health.cause == "utilisation"
+    assert link.tell_for(60, goodput_bps=0.99e9) is BUILDING
+    assert link.tell_for(4) is CLEAR
+    unknown = Link(capacity_bps=None)
+    assert unknown.tell_for(5, goodput_bps=5e9) is CLEAR
+
+
+def test_what_is_unknown_plays_no_part() -> None:
+    link = Link(capacity_bps=None)
+    nothing: dict[str, Any] = {
+        "rtt_s": None,
+        "delivery_bps": None,
+        "retransmitted_segments": None,
+        "congestion_window_bytes": None,
+    }
+    assert link.tell_for(5, **nothing) is CLEAR
+    link.tell_for(2, retransmitted_segments=1000)
+    assert link.health.verdict is CONGESTED
+    assert link.tell_for(4, **nothing) is CLEAR  # a signal that falls silent holds nothing
+
+
+def test_old_and_repeated_reports_change_nothing() -> None:
+    link = Link()
+    link.tell_for(2)
+    for at_s in (link.now_s, link.now_s - 1):
+        awful = report(at_s, rtt_s=1.0, retransmitted_segments=10_000)
+        assert judge(link.health, awful, CAPACITY_BPS) is link.health
+
+
+def test_a_restarted_sender_starts_anew() -> None:
+    link = Link()
+    link.tell_for(2, retransmitted_segments=1000)
+    assert link.health.verdict is CONGESTED
+    fresh = judge(link.health, report(1.0), CAPACITY_BPS)
+    assert fresh == judge(LinkHealth(), report(1.0), CAPACITY_BPS)
+
+
+def test_silence_is_not_calm() -> None:
+    link = Link()
+    link.tell_for(4, retransmitted_segments=lost(0.01, 0.25))
+    link.tell_for(1)  # calm begins
+    assert link.health.below_congested_since_s is not None
+    link.now_s += 30
+    assert link.tell() is CONGESTED
+    assert link.tell_for(3) is CLEAR
+
+
+# Properties ---------------------------------------------------------------------------------------
+
+reports = st.fixed_dictionaries(
+    {
+        "goodput_bps": st.floats(0, 2e9),
+        "backlog_bytes": st.integers(0, 10**10),
+        "in_flight_bytes": st.integers(0, 10**8),
+        "drain_s": st.floats(0, 100) | st.just(math.inf),
+        "rtt_s": st.none() | st.floats(1e-5, 2),
+        "delivery_bps": st.none() | st.floats(0, 2e9),
+        "retransmitted_segments": st.none() | st.integers(0, 20_000),
+    }
+)
+histories = st.lists(st.tuples(st.floats(0.25, 0.5), reports), max_size=12)
+capacities = st.none() | st.floats(1e6, 1e10)
+
+
+def after(history: list[tuple[float, dict[str, Any]]], capacity_bps: float | None) -> LinkHealth:
+    health, now_s = LinkHealth(), 10.0
+    for gap_s, fields in history:
+        now_s += gap_s
+        health = judge(health, report(now_s, **fields), capacity_bps)
+    return health
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    histories,
+    reports,
+    capacities,
+    st.floats(1, 10),
+    st.floats(0, 10),
+    st.integers(0, 5000),
+    st.floats(0.1, 1),
+)
+def test_worse_signals_never_give_a_better_verdict(
+    history: list[tuple[float, dict[str, Any]]],
+    fields: dict[str, Any],
+    capacity_bps: float | None,
+    slower: float,
+    longer_s: float,
+    more_lost: int,
+    narrower: float,
+) -> None:
+    health = after(history, capacity_bps)
+    at_s = (health.at_s or 10.0) + 0.3
+    better = report(at_s, **fields)
+    # A longer RTT is part of the drain time as a sender sees it, so both grow together.
+    extra_rtt_s = None if better.rtt_s is None else better.rtt_s * slower - better.rtt_s
+    worse = msgspec.structs.replace(
+        better,
+        rtt_s=None if extra_rtt_s is None or better.rtt_s is None else better.rtt_s + extra_rtt_s,
+        drain_s=better.drain_s + longer_s + (extra_rtt_s or 0.0),
+        delivery_bps=None,
+        retransmitted_segments=None
+        if better.retransmitted_segments is None
+        else better.retransmitted_segments + more_lost,
+    )
+    worse_capacity = None if capacity_bps is None else capacity_bps * narrower
+    verdict = judge(health, better, capacity_bps).verdict
+    assert judge(health, worse, worse_capacity).verdict >= verdict
+
+
+@pytest.mark.parametrize("signal", ["loss", "queueing", "drain", "utilisation"])
+def test_a_slow_swing_within_the_band_changes_nothing(signal: str) -> None:
+    """Slower than the calm, so that only the distance of `enter` and `leave` can hold it."""
+    border = LADDERS[signal].building
+    assert border.leave < 0.9 * border.enter
+    link = Link()
+    link.tell_for(3)
+    assert link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25)) is BUILDING
+    link.verdicts.clear()
+    for _ in range(3):
+        link.tell_for(6, **_at(signal, border.leave + 0.3 * (border.enter - border.leave), 0.25))
+        link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25))
+    assert set(link.verdicts) == {BUILDING}
+
+
+def test_a_short_halt_is_no_stop() -> None:
+    """BBR measures the empty path: one report with a tenth of the goodput."""
+    link = Link()
+    link.tell_for(5, drain_s=0.13, delivery_bps=None)
+    link.tell(goodput_bps=0.05e9, drain_s=1.3, delivery_bps=None)
+    link.tell_for(5, drain_s=0.13, delivery_bps=None)
+    assert set(link.verdicts) == {CLEAR}
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(["loss", "queueing", "drain", "utilisation"]),
+    st.integers(0, 1),
+    st.integers(0, 2**32),
+    st.floats(0.25, 0.5),
+)
+def test_noise_around_a_border_changes_the_verdict_at_most_once(
+    signal: str, step: int, seed: int, every_s: float
+) -> None:
+    dice = random.Random(seed)
+    ladder = LADDERS[signal]
+    border = (ladder.building, ladder.congested)[step]
+    if math.isinf(border.enter):
+        border = ladder.building
+    link = Link(every_s)
+    link.tell_for(3)
+    if step and border is not ladder.building:  # already on the step below
+        link.tell_for(3, **_at(signal, (ladder.building.enter + border.leave) / 2, every_s))
+    link.verdicts.clear()
+    for _ in range(200):
+        swing = (border.enter - border.leave) * 0.9
+        link.tell(**_at(signal, border.enter + dice.uniform(-swing, swing), every_s))
+    assert link.changes <= 1
+
+
+def _at(signal: str, value: float, every_s: float) -> dict[str, Any]:
+    """A report whose `signal` has this value."""
+    if signal == "loss":
+        segments = 0.5e9 * every_s / SEGMENT_BITS
+        return {"retransmitted_segments": round(segments * value / (1 - value))}
+    if signal == "queueing":
+        return {"rtt_s": 0.060 + value * (0.060 + DEFAULT_RULES.rtt_noise_s)}
+    if signal == "drain":
+        return {"drain_s": value + 0.060, "delivery_bps": None}
+    return {"goodput_bps": value * CAPACITY_BPS}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.floats(0.25, 0.5), reports), min_size=1, max_size=80), capacities)
+def test_changes_are_bounded_whatever_comes(
+    history: list[tuple[float, dict[str, Any]]], capacity_bps: float | None
+) -> None:
+    """An improvement takes `calm_s` of calm: two steps down and two up fit into that time."""
+    health, now_s, changes = LinkHealth(), 10.0, 0
+    for gap_s, fields in history:
+        now_s += gap_s
+        then = judge(health, report(now_s, **fields), capacity_bps)
+        changes += then.verdict != health.verdict
+        assert then.cause != "" if then.verdict else then.cause == ""
+        health = then
+    assert changes <= 4 * ((now_s - 10.0) / DEFAULT_RULES.calm_s + 1)
+
+
+def test_a_state_is_plain_data() -> None:
+    state = judge(LinkHealth(), report(1.0), CAPACITY_BPS)
+    assert replace(state) == state
+    assert asdict(state)["verdict"] == CLEAR
