@@ -177,7 +177,8 @@ def _min_rtt(
 
 
 def _drain(stats: LinkStats, rules: CongestionRules) -> float:
-    drain_s = stats.drain_s
+    # None: there is a backlog, and nothing of it was acknowledged since the last report.
+    drain_s = rules.drain_cap_s if stats.drain_s is None else stats.drain_s
     if stats.delivery_bps:
         # A transfer that has just begun has little goodput yet; what the kernel saw pass says more.
         drain_s = min(drain_s, stats.backlog_bytes * 8 / stats.delivery_bps)
