@@ -27,6 +27,7 @@ from prfaas.transport.wire import (
     auth_of,
     encode_data,
     encode_message,
+    parse_sequences,
 )
 from tests.transport.ends import (
     PATIENCE_S,
@@ -391,6 +392,31 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
             answer = peer.answer()
             assert answer.header.kind is Kind.ENDED
             assert decode(answer.body, Ended).committed
+    assert owner.wait() is None
+
+
+def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener) -> None:
+    """Frames that pour in are acknowledged together, but never held back by one that trickles."""
+    grant, owner = new_grant("x", max_bytes=200, deadline_s=30), Owner()
+    listener.expect(grant, owner)
+    key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
+    frames = []
+    for index in range(2):
+        head = encode_data(
+            [Piece(index, 0, 100, 100)], [b"x" * 100], sequence=index, transfer_id=key, auth=auth,
+            checked=True,
+        )  # fmt: skip
+        frames.append(bytes(head) + b"x" * 100)
+    with Raw(listener) as peer:
+        opening = encode_message(Kind.OPEN, encode(manifest(100, 100)), transfer_id=key, auth=auth)
+        peer.send(opening)
+        assert peer.answer().header.kind is Kind.OPENED
+        peer.send(frames[0] + frames[1][:-50])
+        answer = peer.answer()
+        assert answer.header.kind is Kind.ACK
+        assert parse_sequences(answer.body) == (0,)
+        peer.send(frames[1][-50:])
+        assert decode(peer.answer().body, Ended).committed
     assert owner.wait() is None
 
 

@@ -11,6 +11,7 @@ import select
 import socket
 import ssl
 import struct
+from collections.abc import Callable
 
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost
@@ -75,11 +76,17 @@ class Channel:
                 raise ConnectionLost(f"peer took nothing for {self._silence_s:g} s")
             sent = self._send_some(views)
 
-    def receive(self, views: list[memoryview], nbytes: int) -> None:
-        """Fills all of it (`nbytes` together), or ConnectionLost."""
+    def receive(
+        self,
+        views: list[memoryview],
+        nbytes: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Fills all of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever
+        the bytes take longer than a tick."""
         got = self._receive_some(views)
         if got != nbytes:
-            self._receive_rest(list(views), got)
+            self._receive_rest(list(views), got, meanwhile)
 
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
         """Fills `view`; False when nothing at all is there (or comes within a tick)."""
@@ -110,12 +117,19 @@ class Channel:
             pass  # not connected any more
         self._sock.close()
 
-    def _receive_rest(self, views: list[memoryview], got: int) -> None:
+    def _receive_rest(
+        self,
+        views: list[memoryview],
+        got: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         quiet_until = self._clock.now() + self._silence_s
         while True:
             _drop(views, got)
             if not views:
                 return
+            if meanwhile is not None:
+                meanwhile()
             if got:
                 quiet_until = self._clock.now() + self._silence_s
             elif self._clock.now() >= quiet_until:

@@ -40,6 +40,8 @@ from prfaas.types import Grant, TransferId
 
 log = logging.getLogger(__name__)
 
+_ACK_DELAY_S = 5e-3
+
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
@@ -222,12 +224,13 @@ class _Session:
         self._proven = False
         self._acks: list[int] = []  # sequences not yet acknowledged, all of one transfer
         self._acks_of = NO_TRANSFER
+        self._acks_since_s = 0.0
 
     def run(self, closing: threading.Event) -> None:
         """Until the peer leaves (ConnectionLost), breaks a rule (WireError) or falls silent."""
         quiet_since = self._clock.now()
         while not closing.is_set():
-            # While frames keep coming, acknowledgements travel together; when they stop, at once.
+            # While frames pour in, acknowledgements travel together; when they stop, at once.
             if not self._channel.receive_if_any(self._head, wait=not self._acks):
                 self._flush()
                 limit = self._options.idle_s if self._proven else self._options.unproven_s
@@ -309,9 +312,10 @@ class _Session:
     ) -> None:
         verified = False
         result = None
+        began_s = self._clock.now()
         try:
             views = self._targets(pieces, claims)
-            self._channel.receive(views, header.body_bytes - table.nbytes)
+            self._channel.receive(views, header.body_bytes - table.nbytes, self._flush)
             verified = intact(self._head, header, table, views)
         finally:
             result = self._arrivals.settle(transfer, claims, verified=verified)
@@ -322,7 +326,7 @@ class _Session:
         elif claims.busy:
             self._answer(Kind.NACK, header, encode(Reason("another connection is writing it")))
         else:
-            self._acknowledge(header)
+            self._acknowledge(header, began_s)
 
     def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
         """Where the payload goes: the owner's buffers, or scratch for what came before."""
@@ -348,8 +352,9 @@ class _Session:
     def _measured(self, header: Header) -> None:
         if not self._measure.take(header.body_bytes):
             raise WireError("more measurements than this listener allows per minute")
+        began_s = self._clock.now()
         self._drain(header.body_bytes)
-        self._acknowledge(header)
+        self._acknowledge(header, began_s)
 
     def _body(self, header: Header) -> bytes:
         body = bytearray(header.body_bytes)
@@ -369,11 +374,18 @@ class _Session:
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
 
-    def _acknowledge(self, header: Header) -> None:
-        if self._acks and (self._acks_of != header.transfer_id or len(self._acks) >= MAX_ACKS):
+    def _acknowledge(self, header: Header, began_s: float) -> None:
+        """Together with others only while that delays nobody: a frame that took long to come says
+        that the next one will, too."""
+        if self._acks and self._acks_of != header.transfer_id:
             self._flush()
+        if not self._acks:
+            self._acks_since_s = began_s
         self._acks.append(header.sequence)
         self._acks_of = header.transfer_id
+        held_s = self._clock.now() - self._acks_since_s
+        if held_s >= _ACK_DELAY_S or len(self._acks) >= MAX_ACKS:
+            self._flush()
 
     def _flush(self) -> None:
         if self._acks:
