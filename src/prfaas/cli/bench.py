@@ -12,7 +12,6 @@ from prfaas.errors import InputError
 
 
 @click.command(
-    short_help="Run a benchmark of this checkout.",
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )

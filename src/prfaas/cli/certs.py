@@ -10,7 +10,7 @@ import click
 from prfaas.errors import InputError
 
 
-@click.command(short_help="Make a test CA and certificates for mutual TLS.")
+@click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--host", "hosts", multiple=True, help="A name or address of a server; repeatable.")
 @click.option("--days", default=365, show_default=True, help="How long they are valid.")

@@ -17,7 +17,7 @@ from prfaas.transport.doctor import Diagnosis, examine
 from prfaas.transport.tls import client_context
 
 
-@click.command(short_help="Is the path to a receiver fit for KV? What is to be mended?")
+@click.command()
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This side's certificate.")

@@ -36,7 +36,7 @@ class Subject:
     profile: PrefillProfile | None
 
 
-@click.command(short_help="KV size, prefill time and KV throughput of models; egress of a cluster.")
+@click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--config", type=click.Path(path_type=Path), help="A Hugging Face config.json.")
 @click.option("--lengths", help="Token counts, comma-separated: 1024,32000.")

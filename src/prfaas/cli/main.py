@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import click
 
 from prfaas import __version__
-from prfaas.cli.bench import bench
-from prfaas.cli.certs import certs
-from prfaas.cli.doctor import doctor
-from prfaas.cli.kv import kv
-from prfaas.cli.plan import plan
-from prfaas.cli.wan import wan
 from prfaas.errors import InputError
 
+# Commands are imported when they are called: nobody waits for scipy to see a certificate made.
+COMMANDS = {
+    "kv": "KV size, prefill time and KV throughput of models; egress of a cluster.",
+    "plan": "Is it worth it? Best threshold and split, beside three baselines.",
+    "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
+    "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
+    "certs": "Make a test CA and certificates for mutual TLS.",
+    "bench": "Run a benchmark of this checkout.",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"prfaas.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="prfaas")
 def cli() -> None:
     """Prefill-as-a-Service: long prefills on a remote cluster, their KV cache back over Ethernet.
@@ -26,15 +50,8 @@ def cli() -> None:
     Start here:
       prfaas kv                             how much KV do these models produce, and how fast?
       prfaas plan configs/case_study.toml   is it worth it, with which threshold and split?
+      prfaas doctor HOST:PORT               can KV travel this way, and how fast?
     """
-
-
-cli.add_command(kv)
-cli.add_command(plan)
-cli.add_command(bench)
-cli.add_command(certs)
-cli.add_command(wan)
-cli.add_command(doctor)
 
 
 def main() -> None:

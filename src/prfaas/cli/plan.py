@@ -19,7 +19,7 @@ from prfaas.planner.curves import Reading
 from prfaas.planner.report import plan_as_dict
 
 
-@click.command(short_help="Is it worth it? Best threshold and split, beside three baselines.")
+@click.command()
 @click.argument("deployment", type=click.Path(path_type=Path))
 @click.option(
     "--reading",

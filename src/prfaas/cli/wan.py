@@ -18,7 +18,7 @@ from prfaas.transport.wan_path import Conditions, Recurring
 _STDIN = 0
 
 
-@click.command(short_help="Relay a TCP link as if it were a WAN: rate, delay, stalls, cuts.")
+@click.command()
 @click.option("--listen", required=True, metavar="HOST:PORT", help="Port 0: any free one.")
 @click.option("--to", "target", required=True, metavar="HOST:PORT", help="Where connections go.")
 @click.option("--gbps", type=float, help="Each direction, shared by all connections.")
