@@ -215,6 +215,15 @@ def test_a_link_without_work_keeps_no_connection() -> None:
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
 
 
+def test_a_congestion_control_the_kernel_lacks_is_named() -> None:
+    options = LinkOptions(congestion_control="carrier-pigeon", open_s=1)
+    contents = segments(10)
+    with Listener() as listener, Link(listener.address, options=options) as link:
+        transfer = send(link, expect(listener, contents, Owner()), contents)
+        with pytest.raises(TransferFailed, match="congestion control 'carrier-pigeon'"):
+            transfer.done.result(PATIENCE_S)
+
+
 def test_transfer_ids_are_uuids() -> None:
     with Listener() as listener:
         grant = new_grant("x", max_bytes=1, deadline_s=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from prfaas.errors import TransferFailed
 from prfaas.transport.certs import CertificateSet, make_certificates
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener, ListenerOptions
-from prfaas.transport.tls import client_context, server_context
+from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
 from tests.transport.ends import PATIENCE_S, Owner, expect, nothing_leaks, segments, send
 from tests.transport.proxy import Proxy
 
@@ -52,6 +53,23 @@ def test_cut_connections_are_resumed(made: CertificateSet) -> None:
             with Link(proxy.address, options=OPTIONS, tls=client(made)) as link:
                 send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
         assert owner.memory == CONTENTS
+
+
+def test_the_name_in_the_certificate_counts(made: CertificateSet) -> None:
+    """Through a relay the address is the relay's: the service's own name is checked instead."""
+    with nothing_leaks(), Listener(tls=server(made)) as listener:
+        for name, served in ((SERVICE_NAME, True), ("somebody.else", False)):
+            owner = Owner()
+            grant = expect(listener, CONTENTS, owner)
+            options = replace(OPTIONS, tls_name=name)
+            with Link(listener.address, options=options, tls=client(made)) as link:
+                transfer = send(link, grant, CONTENTS)
+                if served:
+                    transfer.done.result(PATIENCE_S)
+                else:
+                    with pytest.raises(TransferFailed, match="not opened.*CERTIFICATE"):
+                        transfer.done.result(PATIENCE_S)
+            listener.cancel(grant.transfer_id, "over")
 
 
 def test_whoever_is_not_of_our_ca_gets_nowhere(made: CertificateSet, tmp_path: Path) -> None:

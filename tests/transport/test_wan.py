@@ -16,7 +16,7 @@ from prfaas.transport import wan as wan_module
 from prfaas.transport.address import Address
 from prfaas.transport.wan import Relay, describe
 from prfaas.transport.wan_path import Conditions, Recurring
-from tests.transport.wan_peers import TIMEOUT_S, receive, reset, wan, was_reset
+from tests.transport.wan_peers import TIMEOUT_S, receive, reset, turned_away, wan, was_reset
 
 MIB = 1024 * 1024
 
@@ -72,49 +72,33 @@ def test_all_connections_together_stay_below_the_rate() -> None:
 
 
 def test_each_direction_has_its_own_rate() -> None:
-    """Saturating one direction leaves the other its time: two megabytes one way book the lane for
-    seconds, yet the answer comes back while they are on their way."""
+    """Saturating one direction leaves the other its own: 32 MiB one way need half a minute, yet
+    the answer comes back while they are on their way."""
     with wan(Conditions(rate_bps=8e6)) as net:
         client, target = net.connect()
         with client, target:
-            send_in_background(client, bytes(2 * MIB))
+            send_in_background(client, bytes(32 * MIB))
             receive(target, 1)
             target.sendall(b"answer")
             assert receive(client, 6) == b"answer"
-            assert net.relay.stats.to_target_bytes < 2 * MIB
+            assert net.relay.stats.to_target_bytes < 32 * MIB
 
 
 def test_every_connection_gets_its_share() -> None:
-    """While all offer more than the lane takes, none is read twice as often as another."""
-    with wan(Conditions(rate_bps=100e6)) as net:
+    """While all offer more than the lane takes, they are read in turn."""
+    with wan(Conditions(rate_bps=20e6)) as net:
         pairs = [net.connect() for _ in range(6)]
+        net.relay.stall()
         for client, _ in pairs:
-            send_in_background(client, bytes(8 * MIB))
-        received = [0] * len(pairs)
-        lowest = 512 * 1024
-        # Whoever gets there first: then the others are not far behind.
-        barrier = threading.Barrier(len(pairs))
-        done = threading.Event()
-
-        def drain(index: int, sock: socket.socket) -> None:
-            barrier.wait(TIMEOUT_S)
-            while not done.is_set():
-                received[index] += len(sock.recv(64 * 1024))
-                if received[index] >= lowest:
-                    done.set()
-
-        threads = [
-            threading.Thread(target=drain, args=(index, target))
-            for index, (_, target) in enumerate(pairs)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
+            client.sendall(bytes(256 * 1024))  # fits into the kernel's buffers
+        net.relay.restore()
+        wait_until(lambda: net.relay.stats.to_target_bytes >= 6 * 64 * 1024)
+        net.relay.stall()
+        passed = [len(take_all(target)) for _, target in pairs]
         for ends in pairs:
             for end in ends:
                 end.close()
-    assert min(received) > lowest / 3
+    assert max(passed) - min(passed) <= 2 * net.relay.conditions.chunk_bytes
 
 
 def test_half_close_passes_through() -> None:
@@ -134,13 +118,27 @@ def test_a_reset_passes_through_behind_the_bytes() -> None:
     with wan(Conditions(rtt_s=0.04)) as net:
         client, target = net.connect()
         client.sendall(b"last words")
-        started_s = time.monotonic()
         receive(target, 10)
+        started_s = time.monotonic()
         reset(client)
         assert was_reset(target)
         assert time.monotonic() - started_s >= 0.02
         target.close()
         wait_for_connections(net.relay, 0)
+
+
+def test_a_receiver_that_dies_takes_its_bytes_along() -> None:
+    with wan(Conditions(rate_bps=1e9, rtt_s=0.01)) as net:
+        for _ in range(5):
+            client, target = net.connect()
+            sender = send_in_background(client, bytes(16 * MIB))
+            receive(target, MIB)
+            reset(target)
+            sender.join(TIMEOUT_S)
+            assert not sender.is_alive()
+            client.close()
+        wait_for_connections(net.relay, 0)
+        assert net.relay.stats.held_bytes == 0
 
 
 def test_cut_resets_both_ends_and_lets_new_ones_in() -> None:
@@ -158,10 +156,8 @@ def test_cut_resets_both_ends_and_lets_new_ones_in() -> None:
 
 def test_cuts_by_timetable() -> None:
     with wan(Conditions(cut_every_s=0.05)) as net:
-        client, target = net.connect()
-        assert was_reset(client)
-        client.close()
-        target.close()
+        assert turned_away(net.relay.address)
+        assert turned_away(net.relay.address)
 
 
 def test_a_stall_keeps_connections_and_bytes() -> None:
@@ -184,19 +180,23 @@ def test_a_stall_keeps_connections_and_bytes() -> None:
 
 def test_stalled_bytes_resume_their_journey() -> None:
     """A byte that was stalled on the way still needs the rest of its delay."""
-    with wan(Conditions(rtt_s=0.4)) as net:
-        client, target = net.connect()
-        with client, target:
-            sent_s = time.monotonic()
-            client.sendall(b"x")
-            net.relay.stall()
-            stalled_s = time.monotonic()
-            stopped = threading.Event()
-            stopped.wait(0.1)  # the length of the stall, not a synchronisation
-            restored_s = time.monotonic()
-            net.relay.restore()
-            assert target.recv(1) == b"x"
-            assert time.monotonic() - sent_s >= 0.2 + (restored_s - stalled_s)
+    for rtt_s in (0.4, 4.0, 20.0):
+        with wan(Conditions(rtt_s=rtt_s)) as net:
+            client, target = net.connect()
+            with client, target:
+                sent_s = time.monotonic()
+                client.sendall(b"x")
+                net.relay.stall()
+                stalled_s = time.monotonic()
+                if net.relay.stats.to_target_bytes:
+                    continue  # too late, on a machine that stood still: once more, with more time
+                threading.Event().wait(0.1)  # the length of the stall, not a synchronisation
+                restored_s = time.monotonic()
+                net.relay.restore()
+                assert target.recv(1) == b"x"
+                assert time.monotonic() - sent_s >= rtt_s / 2 + (restored_s - stalled_s)
+                return
+    raise AssertionError("the byte was always faster than the stall")
 
 
 def test_an_outage_refuses_new_connections_and_keeps_the_port() -> None:
@@ -280,8 +280,7 @@ def test_a_target_that_is_not_there_resets_the_client() -> None:
     target = Address(*nobody.getsockname())
     nobody.close()
     with Relay(Address("127.0.0.1", 0), target, Conditions()) as relay:
-        with socket.create_connection(relay.address, TIMEOUT_S) as client:
-            assert was_reset(client)
+        assert turned_away(relay.address)
         assert relay.stats.refused == 1
         assert relay.stats.connections == 0
 
@@ -290,8 +289,7 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wan_module, "MAX_CONNECTIONS", 2)
     with wan() as net:
         pairs = [net.connect() for _ in range(2)]
-        with socket.create_connection(net.relay.address, TIMEOUT_S) as third:
-            assert was_reset(third)
+        assert turned_away(net.relay.address)
         client, target = pairs[0]
         client.sendall(b"x")
         assert target.recv(1) == b"x"
@@ -331,6 +329,18 @@ def test_conditions_in_words() -> None:
         "outages 5 s every 60 s, cuts every 7 s"
     )
     assert describe(Conditions()) == "no rate limit, 0 ms round trip"
+
+
+def take_all(sock: socket.socket) -> bytes:
+    """What has arrived by now."""
+    data = b""
+    sock.setblocking(False)
+    try:
+        while part := sock.recv(MIB):
+            data += part
+    except BlockingIOError:
+        pass
+    return data
 
 
 def wait_for_connections(relay: Relay, count: int) -> None:

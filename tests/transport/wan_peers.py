@@ -49,6 +49,15 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
+def turned_away(address: Address) -> bool:
+    """Connects and is reset: at once, or when it listens for an answer."""
+    try:
+        with socket.create_connection(address, TIMEOUT_S) as client:
+            return was_reset(client)
+    except ConnectionResetError:
+        return True
+
+
 def was_reset(sock: socket.socket) -> bool:
     try:
         sock.recv(1)

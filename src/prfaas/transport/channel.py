@@ -186,8 +186,9 @@ def connect(
     *,
     timeout_s: float,
     tls: ssl.SSLContext | None,
-    congestion_control: str | None,
-    buffer_bytes: int | None,
+    tls_name: str | None = None,
+    congestion_control: str | None = None,
+    buffer_bytes: int | None = None,
 ) -> socket.socket:
     """A connected socket with our options set; ConnectionLost says what to look at."""
     host, port = address
@@ -199,9 +200,15 @@ def connect(
         raise ConnectionLost(f"{host}:{port}: {error.strerror or error}") from None
     try:
         tune(sock, congestion_control, buffer_bytes)
-        if tls is not None:
-            return tls.wrap_socket(sock, server_hostname=host)
+    except OSError as error:
+        sock.close()
+        raise ConnectionLost(
+            f"cannot use congestion control {congestion_control!r}: {error.strerror}"
+        ) from None
+    if tls is None:
         return sock
+    try:
+        return tls.wrap_socket(sock, server_hostname=tls_name or host)
     except TimeoutError:
         sock.close()
         raise ConnectionLost(f"{host}:{port}: no TLS handshake within {timeout_s:g} s") from None

@@ -160,9 +160,7 @@ class _Probe:
     """One connection to a listener."""
 
     def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, clock: Clock) -> None:
-        sock = connect(
-            address, timeout_s=_TIMEOUT_S, tls=tls, congestion_control=None, buffer_bytes=None
-        )
+        sock = connect(address, timeout_s=_TIMEOUT_S, tls=tls)
         self.cipher = None
         if isinstance(sock, ssl.SSLSocket):
             self.cipher = f"{sock.version()} {(sock.cipher() or ('unknown',))[0]}"

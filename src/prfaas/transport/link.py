@@ -79,6 +79,7 @@ class LinkOptions:
     idle_s: float = 60.0  # a connection without work is closed after this
     congestion_control: str | None = None  # "bbr" where the kernel has it; None: its default
     buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
+    tls_name: str | None = None  # what the receiver's certificate must name; None: the address
 
 
 class ConnectionBudget:
@@ -243,6 +244,7 @@ class Link:
             self.address,
             timeout_s=self.options.connect_s,
             tls=self._tls,
+            tls_name=self.options.tls_name,
             congestion_control=self.options.congestion_control,
             buffer_bytes=self.options.buffer_bytes,
         )

@@ -279,15 +279,16 @@ class Relay:
                 self._write(flow, path_s)
 
     def _write(self, flow: Flow, path_s: float) -> None:
+        before_bytes = flow.held_bytes
         try:
-            sent_bytes, end = flow.send_due(path_s)
+            end = flow.send_due(path_s)
             if end is End.CLOSED:
                 flow.target.shutdown(socket.SHUT_WR)
         except OSError:
+            self._account(flow, before_bytes)
             self._lost(flow.target, flow.pair, path_s)
             return
-        self._moved_bytes[flow.direction] += sent_bytes
-        self._held_bytes -= sent_bytes
+        self._account(flow, before_bytes)
         if end is End.RESET:
             self._drop_pair(flow.pair, reset=True)
         elif all(other.finished for other in flow.pair.flows):
@@ -300,6 +301,11 @@ class Relay:
             self._queue(flow)
         if flow.pair.open:
             self._read_or_not(flow)
+
+    def _account(self, flow: Flow, before_bytes: int) -> None:
+        sent_bytes = before_bytes - flow.held_bytes
+        self._moved_bytes[flow.direction] += sent_bytes
+        self._held_bytes -= sent_bytes
 
     def _writable(self, flow: Flow) -> None:
         # Queued again, not written at once: a stalled path writes nothing.
@@ -364,7 +370,12 @@ class Relay:
             self._refused += 1
             close(client, reset=True)
             return
-        server = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            server = socket.socket(self._family, socket.SOCK_STREAM)
+        except OSError:  # out of descriptors
+            self._refused += 1
+            close(client, reset=True)
+            return
         for sock in (client, server):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -28,7 +28,8 @@ class Parcel(NamedTuple):
 
 
 class Flow:
-    """`held_bytes` is the sum of the queued parcels; departures never go back in time."""
+    """`held_bytes` is the sum of the queued parcels. They leave in order: one that is due early
+    waits for those before it."""
 
     __slots__ = (
         "blocked",
@@ -64,35 +65,31 @@ class Flow:
         return self.finished or (bool(self.queue) and isinstance(self.queue[-1].content, End))
 
     def put(self, content: memoryview | End, leaves_at_s: float) -> None:
-        if self.queue:
-            leaves_at_s = max(leaves_at_s, self.queue[-1].leaves_at_s)
         self.queue.append(Parcel(leaves_at_s, content))
         if isinstance(content, memoryview):
             self.held_bytes += len(content)
 
-    def send_due(self, now_s: float) -> tuple[int, End | None]:
-        """Sends what is due until the kernel takes no more (`blocked`). Returns the bytes sent and
-        the end of this direction, when it was reached. OSError: the target is gone."""
-        sent_bytes = 0
+    def send_due(self, now_s: float) -> End | None:
+        """Sends what is due until the kernel takes no more (`blocked`). Returns the end of this
+        direction, when it was reached. OSError: the target is gone."""
         while self.queue and self.queue[0].leaves_at_s <= now_s:
             leaves_at_s, content = self.queue[0]
             if isinstance(content, End):
                 self.queue.popleft()
                 self.finished = True
-                return sent_bytes, content
+                return content
             try:
                 sent = self.target.send(content)
             except BlockingIOError:
                 self.blocked = True
                 break
-            sent_bytes += sent
             self.held_bytes -= sent
             if sent < len(content):
                 self.queue[0] = Parcel(leaves_at_s, content[sent:])
                 self.blocked = True
                 break
             self.queue.popleft()
-        return sent_bytes, None
+        return None
 
     def drop(self) -> None:
         self.queue.clear()
