@@ -115,7 +115,7 @@ class Memory:
 
 def touched(nbytes: int) -> mmap.mmap:
     """Memory whose pages exist already: a first touch costs more than any transfer."""
-    region = mmap.mmap(-1, nbytes)
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for at in range(0, nbytes, mmap.PAGESIZE):
         region[at] = 1
     return region

@@ -18,17 +18,15 @@ from prfaas.transport.departures import (
     SendProbe,
     Work,
 )
+from prfaas.transport.link import FrameSize, LinkOptions
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
 from prfaas.transport.outgoing import Outgoing
 
 QUANTUM = 4096
 
 
-def departures(
-    *, in_flight: int = 1 << 30, rate_bps: float | None = None, frame_bytes: int = QUANTUM
-) -> Departures:
+def departures(*, in_flight: int = 1 << 30, rate_bps: float | None = None) -> Departures:
     return Departures(
-        frame_bytes=frame_bytes,
         in_flight_limit=in_flight,
         rate_bps=rate_bps,
         open_s=5,
@@ -44,7 +42,7 @@ def outgoing(name: int, sizes: list[int], priority: int = 0) -> Outgoing:
 
 def begin(link: Departures, transfer: Outgoing, *, ready: bool = True) -> None:
     link.add(transfer)
-    assert link.take(0.0) == SendOpen(transfer)
+    assert link.take(0.0, QUANTUM) == SendOpen(transfer)
     link.left(transfer)
     link.opened(transfer.transfer_id, 0.0)
     if ready:
@@ -53,7 +51,7 @@ def begin(link: Departures, transfer: Outgoing, *, ready: bool = True) -> None:
 
 
 def take_frame(link: Departures, now: float = 0.0) -> SendFrame:
-    work = link.take(now)
+    work = link.take(now, QUANTUM)
     assert isinstance(work, SendFrame)
     link.left(work.transfer)
     return work
@@ -63,11 +61,11 @@ def test_nothing_goes_before_the_receiver_has_opened() -> None:
     link, transfer = departures(), outgoing(1, [10])
     link.add(transfer)
     link.ready(transfer, {"s0": [memoryview(bytes(10))]})
-    opening = link.take(0.0)
+    opening = link.take(0.0, QUANTUM)
     assert opening == SendOpen(transfer)
-    assert isinstance(link.take(0.0), Nothing)
+    assert isinstance(link.take(0.0, QUANTUM), Nothing)
     link.lost(SendOpen(transfer))  # the connection broke: the next one opens
-    assert link.take(0.0) == SendOpen(transfer)
+    assert link.take(0.0, QUANTUM) == SendOpen(transfer)
 
 
 def test_urgent_first_and_equals_take_turns() -> None:
@@ -85,11 +83,11 @@ def test_urgent_first_and_equals_take_turns() -> None:
 
 
 def test_small_segments_share_a_frame_and_large_ones_are_cut() -> None:
-    link = departures(frame_bytes=3 * QUANTUM)
+    link = departures()
     transfer = outgoing(1, [100] * 300 + [5 * QUANTUM])
     begin(link, transfer)
     frames = []
-    while not isinstance(work := link.take(0.0), Nothing | SendProbe):
+    while not isinstance(work := link.take(0.0, 3 * QUANTUM), Nothing | SendProbe):
         assert isinstance(work, SendFrame)
         link.left(transfer)
         frames.append(work.frame)
@@ -105,10 +103,10 @@ def test_the_in_flight_budget_holds_frames_back() -> None:
     transfer = outgoing(1, [10 * QUANTUM])
     begin(link, transfer)
     first, _ = take_frame(link), take_frame(link)
-    assert isinstance(link.take(0.0), Nothing)
+    assert isinstance(link.take(0.0, QUANTUM), Nothing)
     link.acknowledged(transfer.transfer_id, first.frame.sequence, 1.0)
     take_frame(link)
-    assert isinstance(link.take(0.0), Nothing)
+    assert isinstance(link.take(0.0, QUANTUM), Nothing)
     assert link.backlog().in_flight_bytes == 2 * QUANTUM
 
 
@@ -118,7 +116,7 @@ def test_pacing_spreads_frames_evenly_and_saves_up_nothing() -> None:
     begin(link, transfer)
     now, sent_at = 50.0, []  # fifty idle seconds earn no burst beyond one frame
     while now < 52.0:
-        work = link.take(now)
+        work = link.take(now, QUANTUM)
         if isinstance(work, Nothing):
             now += work.wait_s
         else:
@@ -148,10 +146,10 @@ def test_lost_frames_go_first_and_acknowledged_ones_never_again() -> None:
 def test_idle_transfers_are_probed_so_that_their_lease_lives() -> None:
     link, transfer = departures(), outgoing(1, [10])
     begin(link, transfer, ready=False)
-    assert isinstance(link.take(1.9), Nothing)
-    assert link.take(2.1) == SendProbe(transfer)
+    assert isinstance(link.take(1.9, QUANTUM), Nothing)
+    assert link.take(2.1, QUANTUM) == SendProbe(transfer)
     link.left(transfer)
-    assert isinstance(link.take(2.2), Nothing)
+    assert isinstance(link.take(2.2, QUANTUM), Nothing)
     for now in range(3, 60, 2):  # answered probes: waiting for segments is no stall
         link.alive(transfer.transfer_id, now)
         link.fail_stalled(now + 1)
@@ -172,15 +170,15 @@ def test_a_transfer_nobody_opens_or_acknowledges_fails_and_says_why() -> None:
     link.fail_stalled(20.0)
     with pytest.raises(TransferFailed, match="nothing acknowledged for 20 s"):
         stalled.done.result(0)
-    aborts = [link.take(20.0), link.take(20.0)]
+    aborts = [link.take(20.0, QUANTUM), link.take(20.0, QUANTUM)]
     assert all(isinstance(work, SendAbort) for work in aborts)
 
 
 def test_done_waits_for_the_last_reader() -> None:
     link, transfer = departures(), outgoing(1, [2 * QUANTUM])
     begin(link, transfer)
-    first = link.take(0.0)
-    second = link.take(0.0)
+    first = link.take(0.0, QUANTUM)
+    second = link.take(0.0, QUANTUM)
     assert isinstance(first, SendFrame) and isinstance(second, SendFrame)
     link.abort(transfer, "changed my mind")
     link.left(transfer)
@@ -216,7 +214,7 @@ def test_every_byte_leaves_whatever_gets_lost(sizes: list[list[int]], seed: int)
         begin(link, transfer)
     flying: list[Work] = []
     for _ in range(2000):
-        work = link.take(0.0)
+        work = link.take(0.0, QUANTUM)
         if isinstance(work, Nothing) and not flying:
             break
         if isinstance(work, SendFrame):
@@ -236,3 +234,20 @@ def test_every_byte_leaves_whatever_gets_lost(sizes: list[list[int]], seed: int)
         assert transfer.acknowledged_bytes == transfer.total_bytes
         pieces = arrived[transfer.transfer_id]
         assert sum(piece.raw_bytes for piece in pieces) == transfer.total_bytes  # type: ignore[attr-defined]
+
+
+def test_frames_grow_on_a_fast_connection_and_shrink_on_a_slow_one() -> None:
+    options = LinkOptions(frame_bytes=1 << 20, quantum_bytes=64 << 10)
+    size = FrameSize(options)
+    assert size.nbytes == 64 << 10
+    for _ in range(10):
+        size.took(size.nbytes, 0.001)
+    assert size.nbytes == 1 << 20
+    size.took(10, 0.0001)  # a small frame was quick: that says nothing of large ones
+    size.took(size.nbytes, 0.01)
+    assert size.nbytes == 1 << 20
+    for _ in range(10):
+        size.took(size.nbytes, 0.1)
+    assert size.nbytes == 64 << 10
+    size.took(100, 0.001)
+    assert size.nbytes == 64 << 10

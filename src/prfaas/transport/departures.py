@@ -54,14 +54,12 @@ class Departures:
     def __init__(
         self,
         *,
-        frame_bytes: int,
         in_flight_limit: int,
         rate_bps: float | None,
         open_s: float,
         stall_s: float,
         probe_s: float,
     ) -> None:
-        self._frame_bytes = frame_bytes
         self._in_flight_limit = in_flight_limit
         self._open_s = open_s
         self._stall_s = stall_s
@@ -91,9 +89,9 @@ class Departures:
             if transfer.ended is None:
                 transfer.ready(segments)
 
-    def take(self, now: float) -> Work | Nothing:
-        """What to send next. A frame is in flight from now on: it must be acknowledged or lost.
-        After sending, whatever it was, the caller says `left`."""
+    def take(self, now: float, frame_bytes: int) -> Work | Nothing:
+        """What to send next. A frame (of about `frame_bytes`) is in flight from now on: it must be
+        acknowledged or lost. After sending, whatever it was, the caller says `left`."""
         with self._lock:
             if self._aborts:
                 abort = self._aborts.popleft()
@@ -104,7 +102,7 @@ class Departures:
                     transfer.opening = True
                     transfer.senders += 1
                     return SendOpen(transfer)
-            return self._take_frame(now) or self._take_probe(now)
+            return self._take_frame(now, frame_bytes) or self._take_probe(now)
 
     def left(self, transfer: Outgoing) -> None:
         """The caller reads the transfer's buffers no more."""
@@ -205,7 +203,7 @@ class Departures:
 
     # Called with the lock held --------------------------------------------------------------------
 
-    def _take_frame(self, now: float) -> SendFrame | Nothing | None:
+    def _take_frame(self, now: float, frame_bytes: int) -> SendFrame | Nothing | None:
         transfer = self._next_transfer()
         if transfer is None:
             return None
@@ -213,7 +211,7 @@ class Departures:
             return Nothing(self._probe_s)  # an acknowledgement wakes us
         if self._rate_bps is not None and now < self._may_send_s:
             return Nothing(self._may_send_s - now)
-        frame = transfer.next_frame(self._frame_bytes)
+        frame = transfer.next_frame(frame_bytes)
         transfer.senders += 1
         transfer.probed_s = now
         self._in_flight_bytes += frame.nbytes

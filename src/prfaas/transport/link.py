@@ -66,7 +66,7 @@ _READY_AT_ONCE = 1_000  # segments taken in before connections may look again
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     connections: int = 4
-    frame_bytes: int = 2 << 20
+    frame_bytes: int = 4 << 20  # at most; a connection that is slow sends smaller ones
     quantum_bytes: int = 1 << 20  # what is acknowledged, and sent again, as a whole
     checksums: bool = True
     rate_bps: float | None = None  # pacing; None: as fast as it goes
@@ -99,6 +99,24 @@ class ConnectionBudget:
     def give_back(self) -> None:
         with self._lock:
             self._free += 1
+
+
+class FrameSize:
+    """Large frames cost less on a fast connection; on a slow one they hold up what is urgent, and
+    what is acknowledged. A frame should take a few milliseconds."""
+
+    _SHORT_S, _LONG_S = 5e-3, 25e-3
+
+    def __init__(self, options: LinkOptions) -> None:
+        self._most = min(options.frame_bytes, MAX_PAYLOAD_BYTES - options.quantum_bytes)
+        self._least = min(options.quantum_bytes, self._most)
+        self.nbytes = self._least
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        if seconds > self._LONG_S:
+            self.nbytes = max(self._least, self.nbytes // 2)
+        elif seconds < self._SHORT_S and nbytes >= self.nbytes:
+            self.nbytes = min(self._most, self.nbytes * 2)
 
 
 class Transfer:
@@ -150,9 +168,6 @@ class Link:
         self.clock = clock or MonotonicClock()
         self.closing = threading.Event()
         self.departures = Departures(
-            frame_bytes=min(
-                self.options.frame_bytes, MAX_PAYLOAD_BYTES - self.options.quantum_bytes
-            ),
             in_flight_limit=self.options.in_flight_bytes,
             rate_bps=self.options.rate_bps,
             open_s=self.options.open_s,
@@ -286,6 +301,7 @@ class _Connection:
         self.channel: Channel | None = None
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
         self._heard_s = 0.0
+        self._frame_size = FrameSize(link.options)
         self._poked, self._poke = socket.socketpair()
         self._poked.setblocking(False)
         self._poke.setblocking(False)
@@ -353,7 +369,7 @@ class _Connection:
         self._heard_s = worked_s = clock.now()
         while not self._link.closing.is_set():
             now = clock.now()
-            work = self._departures.take(now)
+            work = self._departures.take(now, self._frame_size.nbytes)
             if isinstance(work, Nothing):
                 self.idle = True
                 readable = channel.wait(min(work.wait_s, TICK_S) if not self._sent else TICK_S)
@@ -397,7 +413,9 @@ class _Connection:
                         auth=transfer.auth,
                         checked=self._link.options.checksums,
                     )
+                    began_s = self._link.clock.now()
                     channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
+                    self._frame_size.took(frame.nbytes, self._link.clock.now() - began_s)
                 case SendOpen():
                     self._sent[transfer.transfer_id, 0, Kind.OPENED] = work
                     send(Kind.OPEN, encode(transfer.manifest))
