@@ -116,6 +116,13 @@ class PromptHashes:
             self._at[block_tokens] = hashes
         return hashes
 
+    def prefix(self, tokens: int) -> PromptHashes:
+        """The first `tokens` tokens as a prompt of their own; hashes known already are shared."""
+        part = PromptHashes(self._data[:tokens].copy(), salt=self.salt, adapter=self.adapter)
+        for size, hashes in self._at.items():
+            part._at[size] = hashes[: tokens // size]
+        return part
+
     def __repr__(self) -> str:
         return f"PromptHashes({self.tokens} tokens, at block sizes {sorted(self._at)})"
 
