@@ -5,10 +5,11 @@
                         │└ lane 1: node a, full0
                         └─ lane 2: node a, linear0
 
-A match walks the prompt's hashes once per block size in use and ANDs the lanes of full-attention
-groups: a lane drops out at its first hole. States and windows are looked at for the surviving
-lengths only. Leaving and resynchronising nodes give up their lanes at once (a mask hides them);
-`sweep` clears the bits later, before a lane is used again.
+A match walks the prompt's hashes once per block size in use and notes where the holders change; it
+stops where the last full-attention run ends. Each node's length is then read off those few places.
+
+Leaving and resynchronising nodes give up their lanes at once; `sweep` clears the bits later, before
+a lane is used again.
 
 Fed by `HashEvent`s, numbered per node without gaps. A duplicate is dropped, an early one waits for
 those before it; while some are missing the node is listed in `gaps()`, and a snapshot settles
@@ -18,8 +19,10 @@ whatever a replay cannot. So the index may claim what a node has lost only until
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,6 +79,13 @@ class _Member:
     next_seq: int | None = None  # None: nothing heard yet, the first event says
     waiting: dict[int, HashEvent] = field(default_factory=dict)
     needs_snapshot: bool = False
+
+
+class _Stretch(NamedTuple):
+    """Consecutive blocks with the same holders."""
+
+    first: int
+    mask: int
 
 
 class PrefixIndex:
@@ -257,45 +267,36 @@ class PrefixIndex:
         members: Sequence[_Member],
         found: dict[NodeId, NodeMatch],
     ) -> None:
-        alive = full_lanes = sum(member.full_mask for member in members)
-        closing_lanes = sum(member.closing_mask for member in members)
-        only_closing = any(not member.full_mask for member in members)
-        ended: list[tuple[int, int]] = []  # blocks, and the full lanes whose run ends there
-        closings: list[tuple[int, int]] = []  # block, and the closing lanes that have it
-        get = self._holders.get
-        block = 0
-        for name in chain:
-            mask = get(name, 0)
-            if alive & ~mask:
-                ended.append((block, alive & ~mask))
-                alive &= mask
-                if not alive and not only_closing:
-                    break
-            if mask & closing_lanes:
-                closings.append((block, mask))
-            block += 1
-        ended.append((block, alive if full_lanes else 0))
+        stretches, end = self._stretches(chain, members)
         for member in members:
-            match = self._member_match(member, ended, closings, block)
-            if match.attention_tokens or match.tokens:
-                found[member.info.node] = match
+            # A node without the first block of every run has nothing to resume from.
+            if stretches[0].mask & member.full_mask == member.full_mask:
+                match = _member_match(member, stretches, end)
+                if match.attention_tokens:
+                    found[member.info.node] = match
 
-    def _member_match(
-        self,
-        member: _Member,
-        ended: Sequence[tuple[int, int]],
-        closings: Sequence[tuple[int, int]],
-        blocks: int,
-    ) -> NodeMatch:
-        size = member.info.block_tokens
-        run = blocks
-        if member.full_mask:
-            # The group whose run ends first decides.
-            run = next(end for end, lanes in ended if lanes & member.full_mask)
-        length = run
-        if member.closing:
-            length = _closing_length(member, closings, run, size)
-        return NodeMatch(length * size, (run if member.full_mask else length) * size)
+    def _stretches(
+        self, chain: Sequence[BlockHash], members: Sequence[_Member]
+    ) -> tuple[list[_Stretch], int]:
+        """The prompt, cut where the holders change, up to where the last full run ends.
+
+        Equal masks are nearly always the same object, so that comparing identities finds the cuts:
+        a block costs one look-up and one comparison.
+        """
+        alive = sum(member.full_mask for member in members)
+        runs_decide = all(member.full_mask for member in members)
+        stretches: list[_Stretch] = []
+        get = self._holders.get
+        last: object = stretches  # no mask yet
+        for block, mask in enumerate(map(get, chain)):
+            if mask is last:
+                continue
+            last = mask
+            stretches.append(_Stretch(block, mask or 0))
+            alive &= mask or 0
+            if not alive and runs_decide:
+                return stretches, block
+        return stretches, len(chain)
 
     def _keep_waiting(self, member: _Member, event: HashEvent) -> None:
         if member.needs_snapshot:
@@ -366,24 +367,37 @@ class PrefixIndex:
             _LOG.warning("cache events %s: %s (%s); logged once", about, node or "?", detail)
 
 
-def _closing_length(
-    member: _Member, closings: Sequence[tuple[int, int]], run: int, block_tokens: int
-) -> int:
+def _member_match(member: _Member, stretches: Sequence[_Stretch], end: int) -> NodeMatch:
+    size = member.info.block_tokens
+    run = end
+    if member.full_mask:
+        # The group whose run ends first decides.
+        wanted = member.full_mask
+        run = next((first for first, mask in stretches if mask & wanted != wanted), end)
+    length = run
+    if member.closing:
+        length = _closing_length(member, stretches, run)
+    return NodeMatch(length * size, (run if member.full_mask else length) * size)
+
+
+def _closing_length(member: _Member, stretches: Sequence[_Stretch], run: int) -> int:
     """The longest length within `run` blocks that every closing group of the node can serve."""
     if all(rule.kind == "linear" for rule, _ in member.closing):
         wanted = member.closing_mask
-        for block, mask in reversed(closings):
-            if block < run and mask & wanted == wanted:
-                return block + 1
+        stop = run
+        for first, mask in reversed(stretches):
+            if first < run and mask & wanted == wanted:
+                return stop
+            stop = min(stop, first)
         return 0
-    masks = dict(closings)
+    starts = [stretch.first for stretch in stretches]
     length, before = run, -1
     while length != before:
         before = length
         for rule, lane in member.closing:
 
             def has(block: int, unneeded: int, lane: int = lane) -> bool:
-                return masks.get(block, 0) & lane != 0
+                return stretches[bisect_right(starts, block) - 1].mask & lane != 0
 
-            length = rule.longest(has, length, block_tokens)
+            length = rule.longest(has, length, member.info.block_tokens)
     return length
