@@ -54,7 +54,7 @@ class SpillFile:
                 if os.pwritev(self._fd, buffers, page * self.page_bytes) != self.page_bytes:
                     raise OSError("short write")
         except OSError as error:
-            self._failed("write", error)
+            self._failed("write", str(error))
             self._returned.extend(pages)
             return None
         slot = Slot(pages, _digest(views))
@@ -70,7 +70,7 @@ class SpillFile:
                 if os.preadv(self._fd, buffers, page * self.page_bytes) != self.page_bytes:
                     raise OSError("the file is shorter than it was")
         except OSError as error:
-            self._failed("read", error)
+            self._failed("read", str(error))
             return False
         if _digest(views) != slot.digest:
             self._failed("read", "the bytes have changed")
@@ -97,7 +97,8 @@ class SpillFile:
         self._fresh += count - reused
         return tuple(pages)
 
-    def _failed(self, what: str, error: object) -> None:
+    def _failed(self, what: str, error: str) -> None:
+        # As text: a log record that held the exception would keep the pages' views alive.
         self.failures += 1
         if self.failures == 1:
             _LOG.warning(
