@@ -1,4 +1,4 @@
-"""Plays the engine: fills a lease's new units with bytes only they can have, and reads them back."""
+"""Plays the engine: fills a lease with bytes only its units can have, and reads them back."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _Member:
     full_mask: int
     closing: tuple[tuple[GroupRule, int], ...]  # rule and bit of each closing group
     closing_mask: int
-    next_seq: int | None = None  # None: nothing heard yet, the first event says
+    next_seq: int
     waiting: dict[int, HashEvent] = field(default_factory=dict)
     needs_snapshot: bool = False
 
@@ -103,9 +103,10 @@ class PrefixIndex:
 
     # Membership -----------------------------------------------------------------------------------
 
-    def join(self, info: NodeInfo) -> None:
+    def join(self, info: NodeInfo, next_seq: int = 0) -> None:
         """A node appears, or reappears (a restarted one counts its events anew): it holds nothing
-        until it says so."""
+        until it says so. Events before `next_seq` are not needed; an index that comes late has a
+        gap with the first event it hears, and asks."""
         assert info.rules and len({rule.name for rule in info.rules}) == len(info.rules), info
         self.leave(info.node)
         lanes = self._new_lanes(len(info.rules))
@@ -117,6 +118,7 @@ class PrefixIndex:
             full_mask=sum(named[rule.name] for rule in info.rules if not rule.closes),
             closing=closing,
             closing_mask=sum(lane for _, lane in closing),
+            next_seq=next_seq,
         )
         self._members[info.node] = member
         self._by_size.setdefault(info.block_tokens, []).append(member)
@@ -162,23 +164,22 @@ class PrefixIndex:
             self.stats.unknown_node_events += 1
             self._warn_once("from an unknown node", event.node, event.group)
             return False
-        expected = event.seq if member.next_seq is None else member.next_seq
-        if event.seq < expected:
+        if event.seq < member.next_seq:
             self.stats.duplicate_events += 1
             return False
-        if event.seq > expected:
+        if event.seq > member.next_seq:
             self.stats.early_events += 1
             self._keep_waiting(member, event)
             return False
         self._take(member, event)
-        while (following := member.waiting.pop(member.next_seq or 0, None)) is not None:
+        while (following := member.waiting.pop(member.next_seq, None)) is not None:
             self._take(member, following)
         return True
 
     def gaps(self) -> list[Gap]:
         """Nodes whose claims may be out of date, and what to ask them for."""
         return [
-            Gap(node, member.next_seq or 0, member.needs_snapshot)
+            Gap(node, member.next_seq, member.needs_snapshot)
             for node, member in self._members.items()
             if member.waiting or member.needs_snapshot
         ]
@@ -194,11 +195,10 @@ class PrefixIndex:
             self._warn_once("bad snapshot", node, sorted(held))
             return False
         waiting = {seq: event for seq, event in member.waiting.items() if seq >= next_seq}
-        self.join(member.info)
+        self.join(member.info, next_seq)
         member = self._members[node]
         for group, hashes in held.items():
             self._store(hashes, member.lanes[group])
-        member.next_seq = next_seq
         self.stats.snapshots += 1
         for seq in sorted(waiting):
             self.apply(waiting[seq])
@@ -255,7 +255,7 @@ class PrefixIndex:
         for node, member in self._members.items():
             assert member.info.node == node
             assert member in self._by_size[member.info.block_tokens]
-            assert all(seq > (member.next_seq or 0) for seq in member.waiting)
+            assert all(seq > member.next_seq for seq in member.waiting)
             assert not (member.waiting and member.needs_snapshot)
         assert sum(map(len, self._by_size.values())) == len(self._members)
 

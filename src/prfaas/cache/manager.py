@@ -71,8 +71,8 @@ class GlobalKVManager:
 
     # What nodes say -------------------------------------------------------------------------------
 
-    def join(self, info: NodeInfo) -> None:
-        self._index.join(info)
+    def join(self, info: NodeInfo, next_seq: int = 0) -> None:
+        self._index.join(info, next_seq)
 
     def leave(self, node: NodeId) -> None:
         self._index.leave(node)
