@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.cache.arena import Arena
-from prfaas.cache.checkpoints import BranchPoints, LastBoundary
+from prfaas.cache.checkpoints import BranchPoints, EveryBlocks, LastBoundary
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease, Match
 from prfaas.cache.pool import TOO_LARGE_RETRY_S, HybridPrefixPool
@@ -118,12 +118,21 @@ def test_skip_tokens_are_each_groups_own_run() -> None:
     assert lease.skip_tokens == {"full0": 8, "full1": 8}
 
 
-def test_an_asked_for_checkpoint_is_kept() -> None:
-    pool = make_pool(HYBRID, checkpoints=LastBoundary())
-    lease = reserve(pool, prompt("abcd"), checkpoint_tokens=[8])
-    assert lease.checkpoint_tokens == (8, 16)
+def test_asked_for_checkpoints_replace_the_policys() -> None:
+    pool = make_pool(HYBRID, checkpoints=BranchPoints(spare_interval=1))
+    lease = reserve(pool, prompt("abcd", tail=1), checkpoint_tokens=[8])
+    assert lease.checkpoint_tokens == (8,)
     pool.commit(lease.id, 0.0)
-    assert hit(pool, "abx") == Match(8, 8)
+    assert hit(pool, "abcd") == Match(8, 16)
+    assert reserve(pool, prompt("abcx", tail=1), checkpoint_tokens=[]).checkpoint_tokens == ()
+
+
+def test_an_aligned_hand_off_is_kept() -> None:
+    pool = make_pool(HYBRID, checkpoints=EveryBlocks(9))
+    lease = reserve(pool, prompt("ab"), checkpoint_tokens=[])
+    assert lease.checkpoint_tokens == (8,)
+    pool.commit(lease.id, 0.0)
+    assert hit(pool, "ab") == Match(8, 8)
 
 
 def test_uncommitted_leases_leave_nothing() -> None:

@@ -104,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS | SHORT, ttl_s=st.integers(1, 20), ask=st.booleans())
     def reserve(self, prompt: tuple[int, ...], ttl_s: int, ask: bool) -> None:
         hashes = hashes_of(prompt)
-        asked = (BLOCK,) if ask and hashes else ()
+        asked = (BLOCK,) if ask and hashes else None
         before = self.pool.match(hashes)
         damage = self.pool.stats.unreadable_blocks
         used = self.pool.bytes_by_group()

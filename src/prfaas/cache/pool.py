@@ -99,7 +99,7 @@ class HybridPrefixPool:
 
     def pin(self, hashes: Sequence[BlockHash], *, now: float, ttl_s: float) -> Lease | NotNow:
         """Holds what `match` finds, in memory, until released."""
-        return self._lease(hashes, None, (), now, ttl_s)
+        return self._lease(hashes, None, None, now, ttl_s)
 
     def reserve(
         self,
@@ -108,20 +108,22 @@ class HybridPrefixPool:
         *,
         now: float,
         ttl_s: float,
-        checkpoint_tokens: Iterable[int] = (),
+        checkpoint_tokens: Iterable[int] | None = None,
     ) -> Lease | NotNow:
         """Holds what is found and all that a prefill up to `tokens` adds, or nothing at all.
 
-        `hashes` name the whole blocks of the first `tokens` tokens. Beyond the policy's own,
-        checkpoints are taken at the boundaries in `checkpoint_tokens`.
+        `hashes` name the whole blocks of the first `tokens` tokens. Checkpoints are the policy's
+        choice, and the lease says which: whoever fills it must fill them too. With
+        `checkpoint_tokens` they are exactly those boundaries (a sender that has promised no
+        others), and the hand-off itself where it falls on one.
         """
         if tokens < 1 or len(hashes) != tokens // self.block_tokens:
             raise InputError(
                 f"{len(hashes)} block hashes for {tokens} tokens in blocks of {self.block_tokens}",
                 fix="send one hash per whole block",
             )
-        wanted = tuple(checkpoint_tokens)
-        for length in wanted:
+        wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
+        for length in wanted or ():
             if length % self.block_tokens or not 0 < length <= tokens:
                 raise InputError(
                     f"a checkpoint after {length} of {tokens} tokens",
@@ -241,7 +243,7 @@ class HybridPrefixPool:
         self,
         hashes: Sequence[BlockHash],
         tokens: int | None,
-        checkpoint_tokens: tuple[int, ...],
+        checkpoint_tokens: tuple[int, ...] | None,
         now: float,
         ttl_s: float,
     ) -> Lease | NotNow:
@@ -253,7 +255,7 @@ class HybridPrefixPool:
             pinned = self._found(nodes, hit, runs)
             plan, demand = Checkpoints(()), Demand()
             if tokens is not None:
-                plan = self._plan(len(hashes), hit, checkpoint_tokens)
+                plan = self._plan(tokens, hit, checkpoint_tokens)
                 demand = self._demand(tokens, plan.firm, hit, runs)
             pages = sum(self.layout.pages(group) for group, _ in demand.units)
             pages += sum(self.layout.pages(b.group) for b in pinned.values() if b.slot is not None)
@@ -323,11 +325,12 @@ class HybridPrefixPool:
             found[key] = block
         return found
 
-    def _plan(self, blocks: int, hit: Hit, checkpoint_tokens: tuple[int, ...]) -> Checkpoints:
-        plan = self._checkpoints.plan(blocks, hit.blocks, hit.attention)
-        asked = {length // self.block_tokens for length in checkpoint_tokens}
-        firm = {length for length in asked | set(plan.firm) if length > hit.blocks}
-        return Checkpoints(tuple(sorted(firm)), tuple(s for s in plan.spare if s not in firm))
+    def _plan(self, tokens: int, hit: Hit, asked: tuple[int, ...] | None) -> Checkpoints:
+        if asked is None:
+            return self._checkpoints.plan(tokens // self.block_tokens, hit.blocks, hit.attention)
+        aligned = {tokens} if tokens % self.block_tokens == 0 else set()
+        lengths = {length // self.block_tokens for length in {*asked, *aligned}}
+        return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
 
     def _demand(self, tokens: int, firm: Iterable[int], hit: Hit, runs: dict[int, int]) -> Demand:
         size = self.block_tokens
