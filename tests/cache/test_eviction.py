@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.cache.checkpoints import BranchPoints, EveryBlocks, LastBoundary
+from prfaas.cache.checkpoints import BranchPoints, Checkpoints, EveryBlocks, LastBoundary
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
 from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
@@ -101,6 +101,35 @@ def test_spares_never_evict_and_go_first() -> None:
     assert lease.checkpoint_tokens == (BLOCK,)
     assert [hit(pool, p) for p in ("abc", "x")] == [3, 1]
     assert len(pool.holdings()["linear0"]) == 3
+
+
+class Scripted:
+    """Checkpoints as told, by prompt length."""
+
+    def __init__(self, plans: dict[int, Checkpoints]) -> None:
+        self.plans = plans
+
+    def plan(self, blocks: int, hit: int, attention: int) -> Checkpoints:
+        return self.plans[blocks]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_spare_goes_before_a_superseded_head_unless_it_was_used(resumed: bool) -> None:
+    plans = {1: Checkpoints((1,)), 2: Checkpoints((2,)), 3: Checkpoints((3,))}
+    pool = make_pool(HYBRID, pages=pages(8, 5), evict="cost", checkpoints=Scripted(plans))
+    serve(pool, "xy", now=0.0)
+    serve(pool, "xyz", now=0.0)
+    plans[3] = Checkpoints((3,), (2,))
+    serve(pool, "pqr", now=1.0)  # younger, and saves as much as the state after xy
+    if resumed:
+        lease = pool.pin(
+            hashes_of([ord(x) for x in "pq" for _ in range(BLOCK)]), now=1.0, ttl_s=1.0
+        )
+        assert isinstance(lease, Lease) and lease.match.tokens == 2 * BLOCK
+        pool.release(lease.id, 1.0)
+    serve(pool, "m", now=2.0)
+    serve(pool, "n", now=2.0)  # the sixth state
+    assert (hit(pool, "xy"), hit(pool, "pq")) == ((0, 2) if resumed else (2, 0))
 
 
 def test_attention_only_models_lose_leaves_one_by_one() -> None:

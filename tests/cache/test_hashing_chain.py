@@ -76,6 +76,10 @@ def test_tenants_adapters_and_block_sizes_never_meet() -> None:
         block_hashes(tokens, 4, salt="x", adapter="x")[1],
     ]
     assert len(set(names)) == len(names)
+    assert (
+        len({chain_seed(4), chain_seed(8), chain_seed(4, salt="x"), chain_seed(4, adapter="x")})
+        == 4
+    )
 
 
 def test_empty_extras_change_nothing() -> None:

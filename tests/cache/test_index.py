@@ -72,6 +72,15 @@ def test_nodes_answer_for_themselves() -> None:
     assert match(index, "xyz") == {}
 
 
+def test_a_state_beyond_the_run_is_of_no_use() -> None:
+    index = make(
+        event(0, names("ab")),
+        event(1, names("abcd")[3:], group="linear0"),
+        event(0, names("abcd"), node=B),
+    )
+    assert match(index, "abcd") == {A: NodeMatch(0, 8), B: NodeMatch(0, 16)}
+
+
 def test_windows_and_several_groups() -> None:
     index = PrefixIndex()
     index.join(info(A, rules=rules_for(SPECS["all"])))

@@ -12,7 +12,7 @@ from tests.cache.builders import BLOCK, SPECS
 
 SPEC = SPECS["hybrid"]
 PD, FAAS = ClusterId("pd"), ClusterId("prfaas")
-P0, P1, F0, BIG = (NodeId(name) for name in ("p0", "p1", "f0", "big"))
+P0, P1, F0, F1, BIG = (NodeId(name) for name in ("p0", "p1", "f0", "f1", "big"))
 
 
 def prompt(letters: str) -> PromptHashes:
@@ -106,6 +106,12 @@ def test_a_source_nearby_is_preferred(cluster: Cluster) -> None:
     asked = prompt("ab")
     copy = cluster.manager.propose_copy(asked, cluster.manager.match(asked), P1)
     assert copy is not None and copy.source == P0 and not copy.crosses_clusters
+    cluster.manager.leave(F0)
+    cluster.manager.join(NodeInfo(F0, FAAS, BLOCK, rules_for(SPEC)))
+    cluster.manager.join(NodeInfo(F1, FAAS, BLOCK, rules_for(SPEC)))
+    cluster.store(F1, "ab")
+    copy = cluster.manager.propose_copy(asked, cluster.manager.match(asked), F0)
+    assert copy is not None and copy.source == F1 and not copy.crosses_clusters
 
 
 def test_another_block_size_is_no_source(cluster: Cluster) -> None:

@@ -44,13 +44,13 @@ class PrefillSeconds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReuseWeights:
-    """How likely each kind is to be resumed from, relative to a head of the same age. Measured on
-    the public Mooncake traces; a factor of two either way changes hit rates by under a point."""
+    """How likely each kind is to be resumed from, relative to a head of the same age. Chosen on the
+    public Mooncake traces; docs/hybrid-cache.md says how much each matters there."""
 
     branch: float = 4.0
     head: float = 1.0
     superseded: float = 0.1
-    spare: float = 0.1
+    spare: float = 0.05
     tail: float = 0.02
     young_s: float = 5.0  # ages are not told apart below this
 
