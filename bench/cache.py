@@ -1,7 +1,7 @@
 """Hit rates of the hybrid prefix pool on a Mooncake-format trace (bookkeeping only).
 
-    python bench/cache.py --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
-    python bench/cache.py --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
+    prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
+    prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
 
 The first prints one result; the second replays each trace at infinite capacity and at 25%, 10% and
 5% of the working set (peak bytes at `inf`), draws the figure and prints the table of

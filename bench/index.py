@@ -1,6 +1,6 @@
 """How fast the global index hashes and matches long prompts against a million blocks.
 
-    python bench/index.py [--blocks 1000000] [--peers SCRIPT [--peer-python PYTHON]]
+    prfaas bench index [--blocks 1000000] [--peers SCRIPT [--peer-python PYTHON]]
 
 Two clusters of eight nodes, 64-token blocks, one full-attention and one linear group. Prints JSON:
 `match_ms` (medians of hashing plus matching, from a list and from an array), `events_blocks_per_s`,
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import statistics
 import subprocess
@@ -36,7 +35,6 @@ BLOCK_TOKENS = 64
 STORED_TOKENS = 32_768
 LENGTHS = (8_192, 32_768, 131_072)
 VOCABULARY = 150_000
-REPEATS = 60
 RULES = (GroupRule("full0", "full"), GroupRule("linear0", "linear"))
 
 
@@ -81,22 +79,25 @@ def build(blocks: int) -> tuple[GlobalKVManager, list[list[int]], dict[str, floa
     )
 
 
-def measure(manager: GlobalKVManager, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+def measure(
+    manager: GlobalKVManager, prompts: list[list[int]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Prompt length -> how the tokens come -> median milliseconds."""
     forms: dict[str, Callable[[list[int]], Tokens]] = {
         "list": list,
         "array": lambda tokens: array("I", tokens),
         "numpy": lambda tokens: np.array(tokens, dtype=np.uint32),
     }
-    rng = random.Random(0)
+    rng = np.random.default_rng(1)
     result: dict[str, dict[str, float]] = {}
     for length in LENGTHS:
         result[str(length)] = {}
         for form, convert in forms.items():
             times: list[float] = []
-            for repeat in range(REPEATS):
+            for repeat in range(repeats):
                 stored = prompts[repeat % len(prompts)]
-                tail = [rng.randrange(VOCABULARY) for _ in range(max(0, length - len(stored)))]
-                tokens = convert((stored + tail)[:length])
+                tail = rng.integers(0, VOCABULARY, max(0, length - len(stored)))
+                tokens = convert((stored + tail.tolist())[:length])
                 start = time.perf_counter()
                 match = manager.match(PromptHashes(tokens))
                 times.append(time.perf_counter() - start)
@@ -121,14 +122,15 @@ def _resident_bytes() -> int:
 
 @click.command(help=__doc__)
 @click.option("--blocks", default=1_000_000, show_default=True)
+@click.option("--repeats", default=60, show_default=True)
 @click.option("--peers", type=click.Path(exists=True, path_type=Path), help="outside script to run")
 @click.option("--peer-python", default=sys.executable, help="the interpreter it needs")
 @click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
-def main(blocks: int, peers: Path | None, peer_python: str, as_json: bool) -> None:
+def main(blocks: int, repeats: int, peers: Path | None, peer_python: str, as_json: bool) -> None:
     manager, prompts, numbers = build(blocks)
     result: dict[str, object] = {
         **numbers,
-        "match_ms": measure(manager, prompts),
+        "match_ms": measure(manager, prompts, repeats),
         "cpus": os.cpu_count(),
     }
     if peers is not None:

@@ -7,8 +7,8 @@ The life of a hand-off, and who may see its pages:
     release ──► *transfer* pages (the tail behind the last boundary, states at odd lengths)
                 are dropped; prefix pages stay until evicted, first to SSD where there is one
 
-All or nothing: a refusal is a `NotNow` and has reserved nothing (it may have evicted nothing
-either). Written units are immutable: writers get new units only, readers committed ones only.
+All or nothing: a refusal is a `NotNow`, and nothing was reserved or evicted for it. Written units
+are immutable: writers get new units only, readers committed ones only.
 No clock: whoever calls says what time it is. No locks: one owner.
 """
 
