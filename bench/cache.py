@@ -1,5 +1,6 @@
 """Hit rates of the hybrid prefix pool on a Mooncake-format trace (bookkeeping only).
 
+\b
     prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
     prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
 

@@ -81,6 +81,19 @@ class _Member:
     needs_snapshot: bool = False
 
 
+@dataclass(slots=True)
+class _SameSize:
+    """The members with one block size, and what a match needs to know of all of them."""
+
+    members: list[_Member] = field(default_factory=list)
+    full_mask: int = 0
+    runs_decide: bool = True  # every member has full-attention groups: no run, no hit
+
+    def changed(self) -> None:
+        self.full_mask = sum(member.full_mask for member in self.members)
+        self.runs_decide = all(member.full_mask for member in self.members)
+
+
 class _Stretch(NamedTuple):
     """Consecutive blocks with the same holders."""
 
@@ -96,7 +109,7 @@ class PrefixIndex:
         self._members: dict[NodeId, _Member] = {}
         self._live = 0  # lanes whose bits count
         self._retired = 0  # lanes given up whose bits may still be set
-        self._by_size: dict[int, list[_Member]] = {}
+        self._by_size: dict[int, _SameSize] = {}
         self._to_sweep: list[bytes] = []
         self._sweeping = 0
         self._warned: set[tuple[str, str]] = set()
@@ -121,7 +134,9 @@ class PrefixIndex:
             next_seq=next_seq,
         )
         self._members[info.node] = member
-        self._by_size.setdefault(info.block_tokens, []).append(member)
+        same_size = self._by_size.setdefault(info.block_tokens, _SameSize())
+        same_size.members.append(member)
+        same_size.changed()
 
     def leave(self, node: NodeId) -> None:
         """A node is gone, and so is every claim about it. Costs nothing: see `sweep`."""
@@ -130,8 +145,9 @@ class PrefixIndex:
             return
         self._retire(member)
         same_size = self._by_size[member.info.block_tokens]
-        same_size.remove(member)
-        if not same_size:
+        same_size.members.remove(member)
+        same_size.changed()
+        if not same_size.members:
             del self._by_size[member.info.block_tokens]
 
     def nodes(self) -> Iterator[NodeInfo]:
@@ -210,10 +226,10 @@ class PrefixIndex:
         """Per node, how much of the prompt it can resume from. `hashes` has the prompt's chain at
         each of `block_sizes()`; nodes with nothing are left out."""
         found: dict[NodeId, NodeMatch] = {}
-        for size, members in self._by_size.items():
+        for size, same_size in self._by_size.items():
             chain = hashes.get(size)
             if chain:
-                self._match_size(chain, members, found)
+                self._match_size(chain, same_size, found)
         return found
 
     def __len__(self) -> int:
@@ -254,37 +270,40 @@ class PrefixIndex:
             assert not self._to_sweep
         for node, member in self._members.items():
             assert member.info.node == node
-            assert member in self._by_size[member.info.block_tokens]
+            assert member in self._by_size[member.info.block_tokens].members
             assert all(seq > member.next_seq for seq in member.waiting)
             assert not (member.waiting and member.needs_snapshot)
-        assert sum(map(len, self._by_size.values())) == len(self._members)
+        assert sum(len(same.members) for same in self._by_size.values()) == len(self._members)
+        for same in self._by_size.values():
+            assert same.full_mask == sum(member.full_mask for member in same.members)
+            assert same.runs_decide == all(member.full_mask for member in same.members)
 
     # Inside ---------------------------------------------------------------------------------------
 
     def _match_size(
         self,
         chain: Sequence[BlockHash],
-        members: Sequence[_Member],
+        same_size: _SameSize,
         found: dict[NodeId, NodeMatch],
     ) -> None:
-        stretches, end = self._stretches(chain, members)
-        for member in members:
+        stretches, end = self._stretches(chain, same_size)
+        first = stretches[0].mask
+        for member in same_size.members:
             # A node without the first block of every run has nothing to resume from.
-            if stretches[0].mask & member.full_mask == member.full_mask:
+            if first & member.full_mask == member.full_mask:
                 match = _member_match(member, stretches, end)
                 if match.attention_tokens:
                     found[member.info.node] = match
 
     def _stretches(
-        self, chain: Sequence[BlockHash], members: Sequence[_Member]
+        self, chain: Sequence[BlockHash], same_size: _SameSize
     ) -> tuple[list[_Stretch], int]:
         """The prompt, cut where the holders change, up to where the last full run ends.
 
         Equal masks are nearly always the same object, so that comparing identities finds the cuts:
         a block costs one look-up and one comparison.
         """
-        alive = sum(member.full_mask for member in members)
-        runs_decide = all(member.full_mask for member in members)
+        alive = same_size.full_mask
         stretches: list[_Stretch] = []
         get = self._holders.get
         last: object = stretches  # no mask yet
@@ -294,7 +313,7 @@ class PrefixIndex:
             last = mask
             stretches.append(_Stretch(block, mask or 0))
             alive &= mask or 0
-            if not alive and runs_decide:
+            if not alive and same_size.runs_decide:
                 return stretches, block
         return stretches, len(chain)
 
