@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.cache.groups import GroupRule
 from prfaas.cache.hashing import EngineHashes, block_hashes, hash_events
-from prfaas.types import HashEvent, NodeId
+from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
+from prfaas.types import ClusterId, HashEvent, NodeId
 from tests.cache.builders import SEEDED
 
 SIZE = 4
@@ -138,7 +140,7 @@ def test_offloaded_copies_are_not_announced() -> None:
     assert feed(to, stored([1, 2, 3, 4], [1], medium="CPU")) == []
     assert feed(to, stored([1, 2, 3, 4], [1])) != []
     assert feed(to, removed([1]) | {"medium": "CPU"}) == []
-    assert len(to.snapshot()) == 1
+    assert len(to.holdings()["full0"]) == 1
 
 
 def test_cleared_removes_everything() -> None:
@@ -152,20 +154,34 @@ def test_cleared_removes_everything() -> None:
         ("removed", "linear0"),
     }
     assert set(gone[0][2]) == names
-    assert to.snapshot() == []
+    assert to.holdings() == {"full0": [], "linear0": []}
 
 
-def test_a_snapshot_continues_the_sequence() -> None:
-    to = engine()
+def test_a_snapshot_settles_a_gap() -> None:
     tokens = list(range(8))
-    feed(to, stored(tokens, [1, 2]), stored(tokens, [2], group_idx=1))
-    assert to.next_seq == 2
-    snapshot = to.snapshot()
-    assert [event.seq for event in snapshot] == [2, 3]
-    assert {event.group: set(event.hashes) for event in snapshot} == {
-        "full0": set(block_hashes(tokens, SIZE)),
-        "linear0": {block_hashes(tokens, SIZE)[1]},
-    }
+    names = block_hashes(tokens, SIZE)
+    rules = (GroupRule("full0", "full"), GroupRule("linear0", "linear"))
+    index = PrefixIndex()
+    index.join(NodeInfo(NodeId("n"), ClusterId("c"), SIZE, rules))
+    to = engine()
+    for event in hash_events(to, payload(stored(tokens[:4], [1]))):
+        index.apply(event)
+    hash_events(to, b"unreadable")
+    for event in hash_events(
+        to,
+        payload(
+            stored(tokens[4:], [2], parent_block_hash=1),
+            stored(tokens[4:], [2], parent_block_hash=1, group_idx=1),
+        ),
+    ):
+        assert not index.apply(event)
+    assert [gap.next_seq for gap in index.gaps()] == [1]
+    assert index.snapshot(NodeId("n"), to.holdings(), to.next_seq)
+    assert index.gaps() == []
+    assert index.match({SIZE: names}) == {NodeId("n"): NodeMatch(8, 8)}
+    (removal,) = hash_events(to, payload(removed([2], group=1)))
+    assert index.apply(removal)
+    assert index.match({SIZE: names}) == {NodeId("n"): NodeMatch(0, 8)}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +251,7 @@ def test_nothing_an_engine_sends_raises(message: object) -> None:
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.lists(st.integers(0, 1), max_size=5)))
 )
-def test_the_snapshot_equals_the_sum_of_the_events(
+def test_holdings_are_the_sum_of_the_events(
     steps: list[tuple[bool, int, list[int]]],
 ) -> None:
     """An engine that stores and removes prefixes of prompts, in both groups."""
@@ -252,7 +268,4 @@ def test_the_snapshot_equals_the_sum_of_the_events(
             held[group] = (
                 held[group] | set(hashes) if action == "stored" else held[group] - set(hashes)
             )
-    snapshot: dict[str, set[bytes]] = {"full0": set(), "linear0": set()}
-    for event in to.snapshot():
-        snapshot[event.group] |= set(event.hashes)
-    assert snapshot == held
+    assert {group: set(hashes) for group, hashes in to.holdings().items()} == held

@@ -81,16 +81,12 @@ class EngineHashes:
         self._groups: dict[tuple[int, EngineHash], int] = {}  # bit per group index that holds it
         self._warned: set[str] = set()
 
-    def snapshot(self) -> list[HashEvent]:
-        """Everything held, as stored events that continue the sequence: the answer to a gap."""
-        held: dict[tuple[int, int], list[BlockHash]] = {}
-        for key, bits in self._groups.items():
-            for group in _bits(bits):
-                held.setdefault((group, key[0]), []).append(self._names[key])
-        return [
-            self._event(group, block_tokens, hashes, "stored")
-            for (group, block_tokens), hashes in held.items()
-        ]
+    def holdings(self) -> dict[str, list[BlockHash]]:
+        """Everything held, per group: with `next_seq`, the snapshot an index asks for."""
+        held: dict[str, list[BlockHash]] = {name: [] for name in self._group_names.values()}
+        for (group, _), hashes in self._held().items():
+            held[self._group_names[group]] += hashes
+        return held
 
     def check(self) -> None:
         assert set(self._groups) <= set(self._names), "a held block without a name"
@@ -166,9 +162,20 @@ class EngineHashes:
         return [self._event(group, block_tokens, gone, "removed")] if gone else []
 
     def _cleared(self) -> list[HashEvent]:
-        events = [msgspec.structs.replace(event, action="removed") for event in self.snapshot()]
+        gone = self._held()
         self._groups.clear()
-        return events
+        return [
+            self._event(group, block_tokens, hashes, "removed")
+            for (group, block_tokens), hashes in gone.items()
+        ]
+
+    def _held(self) -> dict[tuple[int, int], list[BlockHash]]:
+        """Names by group index and block size."""
+        held: dict[tuple[int, int], list[BlockHash]] = {}
+        for key, bits in self._groups.items():
+            for group in _bits(bits):
+                held.setdefault((group, key[0]), []).append(self._names[key])
+        return held
 
     def _forget_unheld(self, touched: Iterable[tuple[int, EngineHash]]) -> None:
         for key in touched:
