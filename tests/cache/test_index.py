@@ -142,6 +142,18 @@ def test_an_index_that_comes_late_asks() -> None:
     assert match(index, "abc") == {A: NodeMatch(0, 12)}
 
 
+def test_a_heartbeat_shows_that_the_last_event_was_lost() -> None:
+    index = make(event(0, names("ab")))
+    index.announce(A, 1)
+    index.announce(NodeId("?"), 9)
+    assert index.gaps() == []
+    index.announce(A, 2)
+    index.announce(A, 1)  # an older heartbeat, late
+    assert index.gaps() == [Gap(A, 1, snapshot=False)]
+    assert index.apply(event(1, names("ab"), action="removed"))
+    assert index.gaps() == []
+
+
 def test_duplicates_change_nothing() -> None:
     index = make(event(0, names("a")), event(1, names("a"), action="removed"))
     assert not index.apply(event(0, names("a")))

@@ -76,6 +76,9 @@ def test_gaps_are_passed_on(cluster: Cluster) -> None:
     event = HashEvent(4, P0, "full0", BLOCK, tuple(prompt("a").at(BLOCK)), "stored")
     assert not cluster.manager.apply(event)
     assert [gap.node for gap in cluster.manager.gaps()] == [P0]
+    cluster.manager.announce(P1, 1)
+    assert [gap.node for gap in cluster.manager.gaps()] == [P0, P1]
+    assert cluster.manager.snapshot(P1, {}, 1)
     assert cluster.manager.snapshot(P0, {}, 4)
     assert cluster.manager.gaps() == []
     assert cluster.manager.match(prompt("a")).nodes == {P0: NodeMatch(0, 4)}

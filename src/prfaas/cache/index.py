@@ -12,8 +12,9 @@ Leaving and resynchronising nodes give up their lanes at once; `sweep` clears th
 a lane is used again.
 
 Fed by `HashEvent`s, numbered per node without gaps. A duplicate is dropped, an early one waits for
-those before it; while some are missing the node is listed in `gaps()`, and a snapshot settles
-whatever a replay cannot. So the index may claim what a node has lost only until that is answered.
+those before it, and heartbeats announce the last; while some are missing the node is listed in
+`gaps()`, and a snapshot settles whatever a replay cannot. So the index may claim what a node has
+lost only until that is answered.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class _Member:
     closing: tuple[tuple[GroupRule, int], ...]  # rule and bit of each closing group
     closing_mask: int
     next_seq: int
+    announced_seq: int = 0  # what the node says its next number is
     waiting: dict[int, HashEvent] = field(default_factory=dict)
     needs_snapshot: bool = False
 
@@ -192,12 +194,19 @@ class PrefixIndex:
             self._take(member, following)
         return True
 
+    def announce(self, node: NodeId, next_seq: int) -> None:
+        """A node says in a heartbeat what number its next event will have: the only way to see
+        that the last one was lost."""
+        member = self._members.get(node)
+        if member is not None:
+            member.announced_seq = max(member.announced_seq, next_seq)
+
     def gaps(self) -> list[Gap]:
         """Nodes whose claims may be out of date, and what to ask them for."""
         return [
             Gap(node, member.next_seq, member.needs_snapshot)
             for node, member in self._members.items()
-            if member.waiting or member.needs_snapshot
+            if member.waiting or member.needs_snapshot or member.next_seq < member.announced_seq
         ]
 
     def snapshot(

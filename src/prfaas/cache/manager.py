@@ -83,6 +83,9 @@ class GlobalKVManager:
     def apply_encoded(self, payload: bytes) -> bool:
         return self._index.apply_encoded(payload)
 
+    def announce(self, node: NodeId, next_seq: int) -> None:
+        self._index.announce(node, next_seq)
+
     def gaps(self) -> list[Gap]:
         return self._index.gaps()
 
