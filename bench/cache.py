@@ -1,0 +1,194 @@
+"""Hit rates of the hybrid prefix pool on a Mooncake-format trace (bookkeeping only).
+
+\b
+    prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
+    prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
+
+The first prints one result; the second replays each trace at infinite capacity and at 25%, 10% and
+5% of the working set (peak bytes at `inf`), draws the figure and prints the table of
+docs/hybrid-cache.md. Capacities are in units of 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from prfaas.cache.arena import choose_layout
+from prfaas.cache.block_pool import Eviction
+from prfaas.cache.checkpoints import checkpoint_policy
+from prfaas.cache.eviction import LRU, CostAware
+from prfaas.cache.groups import rules_for, unit_bytes
+from prfaas.cache.pool import HybridPrefixPool
+from prfaas.cache.replay import TRACE_BLOCK_TOKENS, Replayed, TraceRow, read_trace, replay
+from prfaas.errors import InputError
+from prfaas.kvspec import MLA, KVSpec, Linear, build_spec
+
+FRACTIONS = (0.25, 0.10, 0.05)
+# name -> (checkpoints, eviction); the first is the product's default, the last the baseline.
+POLICIES = {
+    "default": ("default", "cost"),
+    "branch points, cost-aware": ("branch", "cost"),
+    "branch points, LRU": ("branch", "lru"),
+    "last boundary, LRU": ("last", "lru"),
+}
+
+
+def spec_for(model_name: str) -> KVSpec:
+    """KV geometry of a KDA:MLA model: layers, heads and dimensions as published."""
+    mla_layers, kda_layers, kda_heads = {
+        "case-study-1t": (15, 42, 64),
+        "kimi-linear-48b-a3b": (7, 20, 32),
+    }.get(model_name, (0, 0, 0))
+    if not mla_layers:
+        raise InputError(
+            f"unknown model {model_name!r}", fix="use case-study-1t or kimi-linear-48b-a3b"
+        )
+    mla = MLA(tuple(range(mla_layers)), kv_lora_rank=512, rope_dim=64)
+    kda = Linear(
+        tuple(range(mla_layers, mla_layers + kda_layers)),
+        k_heads=kda_heads,
+        v_heads=kda_heads,
+        k_dim=128,
+        v_dim=128,
+        conv_kernel=4,
+    )
+    return build_spec((mla, kda))
+
+
+def prefill_seconds(new_tokens: int, cached_tokens: int) -> float:
+    """The paper's 1T hybrid on 8 x H200 (fit of Table 5), without the constant part: the tokens
+    after a cached prefix pay for attention to it. Only ratios matter to the policy."""
+    total = cached_tokens + new_tokens
+    return 4.272e-5 * new_tokens + 8.67e-11 * (total**2 - cached_tokens**2)
+
+
+def run_replay(
+    rows: Sequence[TraceRow], model: str, capacity_bytes: float, checkpoints: str, evict: str
+) -> tuple[Replayed, float]:
+    """The replay and how long it took."""
+    spec = spec_for(model)
+    layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
+    eviction: Eviction = LRU()
+    if evict == "cost":
+        eviction = CostAware(rules_for(spec), layout, TRACE_BLOCK_TOKENS, prefill_seconds)
+    pool = HybridPrefixPool(
+        spec,
+        TRACE_BLOCK_TOKENS,
+        layout,
+        capacity_pages=None
+        if math.isinf(capacity_bytes)
+        else int(capacity_bytes // layout.page_bytes),
+        eviction=eviction,
+        checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
+    )
+    start = time.perf_counter()
+    result = replay(rows, pool)
+    return result, time.perf_counter() - start
+
+
+def result_json(result: Replayed, seconds: float) -> dict[str, object]:
+    return {
+        "token_hit_rate": round(result.token_hit_rate, 6),
+        "ideal_hit_rate": round(result.ideal_hit_rate, 6),
+        "reuse_lost_tokens": result.lost_tokens,
+        "bytes_by_group": result.peak_bytes_by_group,
+        "evictions": result.evicted_blocks,
+        "ops_per_s": round(result.pool_calls / seconds),
+    }
+
+
+def sweep(traces: Sequence[Path], model: str) -> dict[str, dict[str, dict[str, float]]]:
+    """trace -> policy -> {"inf", "25%", ...} -> token hit rate; "ideal" is a policy with one."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for trace in traces:
+        rows = list(read_trace(trace))
+        rates: dict[str, dict[str, float]] = {name: {} for name in POLICIES}
+        working_set = 0
+        for name, (checkpoints, evict) in POLICIES.items():
+            result, _ = run_replay(rows, model, math.inf, checkpoints, evict)
+            rates[name]["inf"] = result.token_hit_rate
+            working_set = working_set or sum(result.peak_bytes_by_group.values())
+            rates["ideal"] = {"inf": result.ideal_hit_rate}
+        for fraction in FRACTIONS:
+            for name, (checkpoints, evict) in POLICIES.items():
+                result, _ = run_replay(rows, model, fraction * working_set, checkpoints, evict)
+                rates[name][f"{fraction:.0%}"] = result.token_hit_rate
+        rates["working_set_gb"] = {"inf": working_set / 1e9}
+        table[trace.name.split(".")[0]] = rates
+    return table
+
+
+def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(table), figsize=(5.2 * len(table), 3.8), squeeze=False)
+    for axis, (trace, rates) in zip(axes[0], table.items(), strict=True):
+        columns = [f"{fraction:.0%}" for fraction in reversed(FRACTIONS)] + ["inf"]
+        for name in POLICIES:
+            axis.plot(columns, [100 * rates[name][c] for c in columns], marker="o", label=name)
+        ideal = 100 * rates["ideal"]["inf"]
+        axis.axhline(ideal, color="grey", linestyle=":", label="ideal (infinite, any prefix)")
+        axis.set_title(f"{trace}\n{model}, working set {rates['working_set_gb']['inf']:,.0f} GB")
+        axis.set_xlabel("capacity, share of the working set")
+        axis.set_ylabel("token hit rate, %")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+@click.command(help=__doc__)
+@click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
+@click.option("--model", required=True)
+@click.option("--capacity-gb", default="inf", show_default=True, help="10^9 bytes, or inf")
+@click.option("--checkpoints", default="default", show_default=True)
+@click.option("--evict", default="cost", show_default=True, type=click.Choice(["lru", "cost"]))
+@click.option("--plot", type=click.Path(path_type=Path), help="sweep capacities, draw this file")
+@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+def main(
+    traces: tuple[Path, ...],
+    model: str,
+    capacity_gb: str,
+    checkpoints: str,
+    evict: str,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    try:
+        if plot is not None:
+            table = sweep(traces, model)
+            draw(table, model, plot)
+            print(json.dumps(table, indent=2))
+            return
+        for trace in traces:
+            rows = list(read_trace(trace))
+            result, seconds = run_replay(
+                rows, model, _capacity_bytes(capacity_gb), checkpoints, evict
+            )
+            print(json.dumps(result_json(result, seconds)))
+    except InputError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _capacity_bytes(text: str) -> float:
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = -1.0
+    if not gigabytes > 0:
+        raise InputError(f"--capacity-gb {text}", fix="use a positive number or inf")
+    return gigabytes * 1e9
+
+
+if __name__ == "__main__":
+    main()

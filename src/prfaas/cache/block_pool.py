@@ -1,0 +1,173 @@
+"""Who has which pages: allocation, reference counts, what is idle and may be evicted.
+
+    free pages --allocate--> in use (refs > 0) --release--> idle (refs = 0, kept)  --evict--> free
+                                    |                            '--pin--> in use
+                                    '------------- release, not kept ------------------------> free
+
+A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belong to a prefix and
+stay when nobody uses them; which idle one goes first is the eviction policy's affair. Bytes are the
+arena's, names the tree's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from prfaas.cache.ssd import Slot
+    from prfaas.cache.tree import Node
+
+
+class Block:
+    """One unit. `node` is set while it is a prefix block; `slot` while its bytes are on SSD (it
+    then has pages only while it is being read back). `filled_from` counts the leading tokens that
+    are not there: a window's oldest block may lack what lies before the window."""
+
+    __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot")
+
+    def __init__(self, group: int, pages: tuple[int, ...]) -> None:
+        self.group = group
+        self.pages = pages
+        self.refs = 0
+        self.filled_from = 0
+        self.node: Node | None = None
+        self.slot: Slot | None = None
+
+    def __repr__(self) -> str:
+        where = f"{len(self.pages)} pages" if self.slot is None else "ssd"
+        return f"Block(group {self.group}, {where}, refs {self.refs}, node {self.node})"
+
+
+class Eviction(Protocol):
+    """Orders idle blocks. Told of every change; asked for the next to go."""
+
+    def idle(self, blocks: Sequence[Block], now: float) -> None:
+        """Nobody uses these any more. They come in the order of a prompt, first block first."""
+
+    def busy(self, block: Block) -> None:
+        """In use again, or gone."""
+
+    def victims(self, now: float) -> Sequence[Block]:
+        """The idle blocks to evict next, at least one while any is idle."""
+
+
+class BlockPool:
+    """`capacity_pages` of None means without end (for replays; no arena can back it)."""
+
+    def __init__(self, capacity_pages: int | None, eviction: Eviction) -> None:
+        self.capacity_pages = capacity_pages
+        self._eviction = eviction
+        self._fresh = 0  # pages below this number have been handed out at least once
+        self._returned: list[int] = []
+        self._live: dict[int, Block] = {}  # every block with pages, by identity
+        self._idle: dict[int, Block] = {}
+        self.idle_pages = 0
+        self.used_pages = 0
+        self.pages_by_group: Counter[int] = Counter()
+
+    @property
+    def free_pages(self) -> int | None:
+        return None if self.capacity_pages is None else self.capacity_pages - self.used_pages
+
+    def can_ever_hold(self, pages: int) -> bool:
+        return self.capacity_pages is None or pages <= self.capacity_pages
+
+    def can_make_room(self, pages: int) -> bool:
+        """Whether evicting idle blocks would free that many. Evicts nothing."""
+        return (
+            self.capacity_pages is None
+            or pages <= self.capacity_pages - self.used_pages + self.idle_pages
+        )
+
+    def has_room(self, pages: int) -> bool:
+        return self.capacity_pages is None or pages <= self.capacity_pages - self.used_pages
+
+    def allocate(self, group: int, pages: int) -> Block:
+        """A block in use by one holder. The caller has made room."""
+        block = Block(group, self._take(group, pages))
+        block.refs = 1
+        self._live[id(block)] = block
+        return block
+
+    def restore(self, block: Block, pages: int) -> None:
+        """Gives pages back to a block that was spilled. It must be in use."""
+        assert block.refs > 0 and not block.pages, block
+        block.pages = self._take(block.group, pages)
+        self._live[id(block)] = block
+
+    def pin(self, block: Block) -> None:
+        if block.refs == 0 and self._idle.pop(id(block), None) is not None:
+            self.idle_pages -= len(block.pages)
+            self._eviction.busy(block)
+        block.refs += 1
+
+    def release(self, blocks: Iterable[Block], now: float) -> None:
+        """One holder lets go. Blocks nobody keeps are freed; kept ones become idle, ordered by
+        their place in the prompt."""
+        idle: list[Block] = []
+        for block in blocks:
+            assert block.refs > 0, block
+            block.refs -= 1
+            if block.refs:
+                continue
+            if block.node is None:
+                self._give_back(block)
+            elif block.slot is None:
+                self._idle[id(block)] = block
+                self.idle_pages += len(block.pages)
+                idle.append(block)
+        if idle:
+            self._eviction.idle(idle, now)
+
+    def next_victims(self, now: float) -> Sequence[Block]:
+        return self._eviction.victims(now) if self._idle else ()
+
+    def evict(self, block: Block) -> None:
+        """Frees an idle block's pages; its bytes are lost unless the caller has saved them."""
+        del self._idle[id(block)]
+        self.idle_pages -= len(block.pages)
+        self._eviction.busy(block)
+        self._give_back(block)
+
+    def live_blocks(self) -> Iterator[Block]:
+        return iter(self._live.values())
+
+    def check(self) -> None:
+        """Every page is free or on exactly one block; every idle block is kept and unused."""
+        seen: set[int] = set(self._returned)
+        assert len(seen) == len(self._returned), "a page was returned twice"
+        for block in self._live.values():
+            assert block.pages and block.slot is None, f"a live block without pages: {block}"
+            assert seen.isdisjoint(block.pages), f"a page has two owners: {block}"
+            seen.update(block.pages)
+            assert (id(block) in self._idle) == (block.refs == 0), block
+            assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
+        assert seen == set(range(self._fresh)), "a page leaked"
+        assert self.used_pages == self._fresh - len(self._returned)
+        assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
+        assert set(self._idle) <= set(self._live)
+        by_group = Counter[int]()
+        for block in self._live.values():
+            by_group[block.group] += len(block.pages)
+        assert by_group == +self.pages_by_group
+        assert self.capacity_pages is None or self.used_pages <= self.capacity_pages
+
+    def _take(self, group: int, pages: int) -> tuple[int, ...]:
+        assert self.has_room(pages), f"{pages} pages asked of {self.free_pages} free"
+        self.used_pages += pages
+        self.pages_by_group[group] += pages
+        reused = min(pages, len(self._returned))
+        taken = [self._returned.pop() for _ in range(reused)]
+        taken += range(self._fresh, self._fresh + pages - reused)
+        self._fresh += pages - reused
+        return tuple(taken)
+
+    def _give_back(self, block: Block) -> None:
+        del self._live[id(block)]
+        self.used_pages -= len(block.pages)
+        self.pages_by_group[block.group] -= len(block.pages)
+        # Reversed, so that the next unit of this size gets them in order and as neighbours.
+        self._returned.extend(reversed(block.pages))
+        block.pages = ()

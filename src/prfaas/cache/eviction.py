@@ -1,0 +1,226 @@
+"""Which idle blocks go first: least recently used, or least prefill time saved per byte held.
+
+A linear state weighs as much as thousands of tokens of KV and serves one length only, so what it is
+worth depends on where it lies. The cost-aware policy looks at *checkpoints* (what closing groups
+hold at a node) and scores each
+
+    reuse weight of its kind  x  prefill seconds it saves  /  bytes it alone holds  /  (age + 5 s)
+
+      branch      several continuations hang below it: prompts were seen to diverge here
+      head        nothing below it: the end of a prompt, where a conversation goes on
+      superseded  one continuation below it: the conversation has moved on to the next head
+      spare       taken on speculation and not used since
+      tail        attention blocks beyond every checkpoint: they help to find branch points only
+
+The seconds saved are those from the previous checkpoint on the path. The bytes are the checkpoint's
+own when something below still needs the attention blocks, else also the run of blocks that nobody
+else needs: all of it goes together, since without its checkpoint the run can serve nobody. 1/age
+is the hazard of a heavy-tailed return time. Marconi (MLSys 2025) adds recency to FLOPs per byte
+with a tuned factor; a product needs none, and superseded heads are told from live ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from prfaas.cache.arena import PageLayout
+from prfaas.cache.block_pool import Block
+from prfaas.cache.groups import GroupRule
+from prfaas.cache.tree import Node
+
+NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]
+
+
+class PrefillSeconds(Protocol):
+    """Time to prefill `new_tokens` after `cached_tokens`, from a profile or a fit."""
+
+    def __call__(self, new_tokens: int, cached_tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseWeights:
+    """How likely each kind is to be resumed from, relative to a head of the same age. Chosen on the
+    public Mooncake traces; docs/hybrid-cache.md says how much each matters there."""
+
+    branch: float = 4.0
+    head: float = 1.0
+    superseded: float = 0.1
+    spare: float = 0.05
+    tail: float = 0.02
+    young_s: float = 5.0  # ages are not told apart below this
+
+
+class LRU:
+    """Least recently used first; of one prompt the last block first, so that runs stay whole."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, Block] = OrderedDict()
+
+    def idle(self, blocks: Sequence[Block], now: float) -> None:
+        for block in reversed(blocks):
+            self._queue[id(block)] = block
+
+    def busy(self, block: Block) -> None:
+        self._queue.pop(id(block), None)
+
+    def victims(self, now: float) -> Sequence[Block]:
+        return (next(iter(self._queue.values())),) if self._queue else ()
+
+
+class _Class(NamedTuple):
+    """Nodes of about the same worth. Among them the least recently used is the worst, so only one
+    per class is ever compared: an eviction looks at some dozens of nodes, not at all."""
+
+    kind: NodeKind
+    magnitude: int  # log2 of seconds per byte
+
+
+class _Place(NamedTuple):
+    cls: _Class
+    density: float
+    serial: int
+
+
+class CostAware:
+    def __init__(
+        self,
+        rules: Sequence[GroupRule],
+        layout: PageLayout,
+        block_tokens: int,
+        prefill_seconds: PrefillSeconds,
+        weights: ReuseWeights | None = None,
+    ) -> None:
+        self._closing = tuple(index for index, rule in enumerate(rules) if rule.closes)
+        self._unit_bytes = tuple(
+            layout.pages(index) * layout.page_bytes for index in range(len(rules))
+        )
+        self._block_tokens = block_tokens
+        self._prefill_seconds = prefill_seconds
+        self._weights = weights or ReuseWeights()
+        self._idle: dict[int, Block] = {}
+        self._places: dict[Node, _Place] = {}
+        self._classes: dict[_Class, list[tuple[float, int, Node]]] = {}
+        self._serial = 0
+        self._above: Node | None = None  # lost what hung below it at the last eviction
+
+    def idle(self, blocks: Sequence[Block], now: float) -> None:
+        nodes: dict[Node, None] = {}
+        for block in blocks:
+            self._idle[id(block)] = block
+            assert block.node is not None
+            nodes[block.node] = None
+            # Passing through a node is no use of its checkpoint; resuming from it is.
+            if block.group in self._closing or not self._closing:
+                block.node.last_used_s = now
+        for node in nodes:
+            self._place(node)
+
+    def busy(self, block: Block) -> None:
+        self._idle.pop(id(block), None)
+        if block.node is not None:
+            self._places.pop(block.node, None)
+
+    def victims(self, now: float) -> Sequence[Block]:
+        if self._above is not None:
+            self._place(self._above)
+            self._above = None
+        while (node := self._worst(now)) is not None:
+            before = self._places[node].cls
+            self._place(node)  # its surroundings may have changed since it was placed
+            place = self._places.get(node)
+            if place is not None and place.cls == before:
+                blocks, self._above = self._removable(node)
+                return blocks
+        # Only blocks below which somebody is at work: any of them, rather than none.
+        return (next(iter(self._idle.values())),) if self._idle else ()
+
+    def _worst(self, now: float) -> Node | None:
+        worst: Node | None = None
+        lowest = math.inf
+        for cls in list(self._classes):
+            heap = self._classes[cls]
+            while heap and not self._is_current(heap[0]):
+                heapq.heappop(heap)
+            if not heap:
+                del self._classes[cls]
+                continue
+            last_used_s, _, node = heap[0]
+            age_s = max(0.0, now - last_used_s) + self._weights.young_s
+            score = getattr(self._weights, cls.kind) * self._places[node].density / age_s
+            if score < lowest:
+                worst, lowest = node, score
+        return worst
+
+    def _is_current(self, entry: tuple[float, int, Node]) -> bool:
+        place = self._places.get(entry[2])
+        return place is not None and place.serial == entry[1]
+
+    def _place(self, node: Node) -> None:
+        self._places.pop(node, None)
+        blocks, _ = self._removable(node)
+        if not blocks:
+            return
+        nbytes = sum(self._unit_bytes[block.group] for block in blocks)
+        first = self._resume_depth(node) * self._block_tokens
+        seconds = self._prefill_seconds(node.depth * self._block_tokens - first, first)
+        density = max(seconds, 1e-12) / nbytes
+        cls = _Class(self._kind(node), math.floor(math.log2(density)))
+        self._serial += 1
+        self._places[node] = _Place(cls, density, self._serial)
+        heapq.heappush(self._classes.setdefault(cls, []), (node.last_used_s, self._serial, node))
+
+    def _kind(self, node: Node) -> NodeKind:
+        checkpoint = not self._closing or any(self._checkpoint(node))
+        if not checkpoint:
+            return "tail"
+        if node.resident_children >= 2:
+            return "branch"
+        if node.spare and not node.hits:
+            return "spare"
+        return "superseded" if node.resident_children else "head"
+
+    def _checkpoint(self, node: Node) -> Iterator[Block]:
+        for group in self._closing:
+            block = node.blocks[group]
+            if block is not None and block.slot is None:
+                yield block
+
+    def _resume_depth(self, node: Node) -> int:
+        """Where a prompt would resume without this node."""
+        above = node.parent
+        while above is not None and self._closing and not any(self._checkpoint(above)):
+            above = above.parent
+        return 0 if above is None else above.depth
+
+    def _removable(self, node: Node) -> tuple[list[Block], Node | None]:
+        """What goes if this node's checkpoint goes, and the node left without it. Nothing when
+        some of it is in use."""
+        if node.resident_children:
+            blocks = list(self._checkpoint(node))
+            return (blocks, node) if self._all_idle(blocks) else ([], None)
+        blocks = _in_memory(node)
+        if not self._all_idle(blocks):
+            return [], None
+        above = node.parent
+        while (
+            self._closing
+            and above is not None
+            and above.resident_children == 1
+            and not any(self._checkpoint(above))
+            and self._all_idle(run := _in_memory(above))
+        ):
+            blocks += run
+            above = above.parent
+        return blocks, above
+
+    def _all_idle(self, blocks: Sequence[Block]) -> bool:
+        return all(id(block) in self._idle for block in blocks)
+
+
+def _in_memory(node: Node) -> list[Block]:
+    return [block for block in node.blocks if block is not None and block.slot is None]

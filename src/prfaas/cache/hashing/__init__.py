@@ -1,0 +1,14 @@
+"""Names of blocks: chained SHA-256 over token ids, and the way to them from an engine's events."""
+
+from prfaas.cache.hashing.chain import PromptHashes, Tokens, block_hashes, chain_seed, token_bytes
+from prfaas.cache.hashing.vllm import EngineHashes, hash_events
+
+__all__ = [
+    "EngineHashes",
+    "PromptHashes",
+    "Tokens",
+    "block_hashes",
+    "chain_seed",
+    "hash_events",
+    "token_bytes",
+]

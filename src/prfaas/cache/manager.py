@@ -1,0 +1,193 @@
+"""GlobalKVManager: what every cluster has cached, and what would be worth copying where.
+
+The router asks `match` once per request (paper, sections 3.2 and 3.4.3); the gateway feeds events
+and nodes' comings and goings. Copies are proposed, never made: a proposal says what, from where, to
+where and how many bytes, and the caller knows whether the link has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.cache.hot import HotPrefixes
+from prfaas.cache.index import Gap, NodeInfo, NodeMatch, PrefixIndex
+from prfaas.kvspec import KVSpec
+from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMatch:
+    """The best node of a cluster for one prompt."""
+
+    node: NodeId
+    tokens: int
+    attention_tokens: int  # longest on any of its nodes; what a cache blind to states would claim
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMatch:
+    """Cached lengths for one prompt. Nodes and clusters that hold nothing of it are left out."""
+
+    nodes: Mapping[NodeId, NodeMatch]
+    clusters: Mapping[ClusterId, ClusterMatch]
+
+    def node_tokens(self, node: NodeId) -> int:
+        match = self.nodes.get(node)
+        return 0 if match is None else match.tokens
+
+    def cluster_tokens(self, cluster: ClusterId) -> int:
+        match = self.clusters.get(cluster)
+        return 0 if match is None else match.tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        """Reuse found somewhere but lost for want of a state or a window."""
+        found = max((m.attention_tokens for m in self.nodes.values()), default=0)
+        return found - max((m.tokens for m in self.nodes.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProposal:
+    """Copy the prefix of `tokens` tokens, named by `hashes`, so that `target` can resume there."""
+
+    source: NodeId
+    target: NodeId
+    hashes: tuple[BlockHash, ...]
+    tokens: int
+    skip_tokens: int  # full-attention tokens the target holds already
+    nbytes: int
+    crosses_clusters: bool
+
+
+class GlobalKVManager:
+    """One per gateway; soft state, rebuilt from events."""
+
+    def __init__(self, spec: KVSpec, hot: HotPrefixes | None = None) -> None:
+        self._spec = spec
+        self._index = PrefixIndex()
+        self._hot = hot or HotPrefixes()
+
+    # What nodes say -------------------------------------------------------------------------------
+
+    def join(self, info: NodeInfo, next_seq: int = 0) -> None:
+        self._index.join(info, next_seq)
+
+    def leave(self, node: NodeId) -> None:
+        self._index.leave(node)
+
+    def apply(self, event: HashEvent) -> bool:
+        return self._index.apply(event)
+
+    def apply_encoded(self, payload: bytes) -> bool:
+        return self._index.apply_encoded(payload)
+
+    def announce(self, node: NodeId, next_seq: int) -> None:
+        self._index.announce(node, next_seq)
+
+    def gaps(self) -> list[Gap]:
+        return self._index.gaps()
+
+    def snapshot(
+        self, node: NodeId, held: Mapping[str, Iterable[BlockHash]], next_seq: int
+    ) -> bool:
+        return self._index.snapshot(node, held, next_seq)
+
+    def sweep(self, max_blocks: int = 10_000) -> int:
+        return self._index.sweep(max_blocks)
+
+    # What the router asks -------------------------------------------------------------------------
+
+    def match(self, prompt: PromptHashes) -> PromptMatch:
+        """Cached length per node and per cluster. Changes nothing."""
+        nodes = self._index.match({size: prompt.at(size) for size in self._index.block_sizes()})
+        clusters: dict[ClusterId, ClusterMatch] = {}
+        for node, match in nodes.items():
+            cluster = self._index.info(node).cluster
+            best = clusters.get(cluster)
+            if best is None:
+                clusters[cluster] = ClusterMatch(node, match.tokens, match.attention_tokens)
+                continue
+            better = match.tokens > best.tokens
+            clusters[cluster] = ClusterMatch(
+                node if better else best.node,
+                max(match.tokens, best.tokens),
+                max(match.attention_tokens, best.attention_tokens),
+            )
+        return PromptMatch(nodes, clusters)
+
+    def observe(self, prompt: PromptHashes, match: PromptMatch, now: float) -> None:
+        """A request for this prompt was routed: its cached prefix is that much hotter."""
+        best = max(match.nodes.items(), key=lambda item: item[1].tokens, default=None)
+        if best is not None and best[1].tokens:
+            node, found = best
+            self._hot.observe(prompt, self._index.info(node).block_tokens, found.tokens, now)
+
+    # What would be worth copying ------------------------------------------------------------------
+
+    def propose_copy(
+        self, prompt: PromptHashes, match: PromptMatch, target: NodeId
+    ) -> CopyProposal | None:
+        """The longest prefix any other node has and `target` lacks. Nodes of another block size
+        name blocks differently and are no source."""
+        here = self._index.info(target)
+        source: NodeId | None = None
+        tokens = match.node_tokens(target)
+        for node, found in match.nodes.items():
+            same_size = self._index.info(node).block_tokens == here.block_tokens
+            # At equal length a source in the target's own cluster is the cheaper one.
+            closer = (
+                source is not None
+                and found.tokens == tokens
+                and self._index.info(source).cluster != here.cluster
+                and self._index.info(node).cluster == here.cluster
+            )
+            if node != target and same_size and (found.tokens > tokens or closer):
+                source, tokens = node, found.tokens
+        if source is None:
+            return None
+        held = match.nodes.get(target)
+        skip = min(held.attention_tokens, tokens) if held is not None else 0
+        return CopyProposal(
+            source=source,
+            target=target,
+            hashes=tuple(prompt.at(here.block_tokens)[: tokens // here.block_tokens]),
+            tokens=tokens,
+            skip_tokens=skip,
+            nbytes=self._spec.kv_bytes(tokens, skip),
+            crosses_clusters=self._index.info(source).cluster != here.cluster,
+        )
+
+    def replications(
+        self, now: float, load: Callable[[NodeId], float], *, copies: int = 2, limit: int = 8
+    ) -> list[CopyProposal]:
+        """For the hottest prefixes with fewer than `copies` holders in a cluster that has one: a
+        copy onto that cluster's least loaded other node. Keeps one prefix from pinning all its
+        traffic to one node; crossing clusters is the router's choice, by `propose_copy`."""
+        proposals: list[CopyProposal] = []
+        for hot in self._hot.hottest(now):
+            match = self.match(hot.prompt)
+            for cluster in match.clusters:
+                members = [i for i in self._index.nodes() if i.cluster == cluster]
+                holders = [i for i in members if match.node_tokens(i.node) >= hot.tokens]
+                others = [
+                    info.node
+                    for info in members
+                    if info not in holders and info.block_tokens == hot.block_tokens
+                ]
+                if not 0 < len(holders) < copies or not others:
+                    continue
+                proposal = self.propose_copy(hot.prompt, match, min(others, key=load))
+                if proposal is not None:
+                    proposals.append(proposal)
+                if len(proposals) == limit:
+                    return proposals
+        return proposals
+
+    def check(self) -> None:
+        self._index.check()
+        self._hot.check()
+
+    def __repr__(self) -> str:
+        return f"GlobalKVManager({self._index!r})"

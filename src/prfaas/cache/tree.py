@@ -1,0 +1,128 @@
+"""Which prefix is where: a node per block hash, with what each group holds at that length.
+
+A flat dictionary, because hashes are chained: finding a node needs no walk, and only the policies
+ask for parents. A node stays while it holds anything or has children, so parents outlive holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prfaas.cache.block_pool import Block
+from prfaas.types import BlockHash
+
+
+class Node:
+    """The prefix of `depth` blocks that ends with the block named `hash`."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "depth",
+        "hash",
+        "hits",
+        "last_used_s",
+        "parent",
+        "resident_blocks",
+        "resident_children",
+        "spare",
+    )
+
+    def __init__(self, name: BlockHash, parent: Node | None, groups: int) -> None:
+        self.hash = name
+        self.parent = parent
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.blocks: list[Block | None] = [None] * groups
+        self.children = 0
+        self.resident_blocks = 0  # of this node, in memory
+        self.resident_children = 0  # children with anything in memory at or below them
+        self.last_used_s = 0.0
+        self.hits = 0  # times a prompt resumed exactly here
+        self.spare = False  # its checkpoint was taken on speculation only
+
+    @property
+    def resident(self) -> bool:
+        return self.resident_blocks > 0 or self.resident_children > 0
+
+    def __repr__(self) -> str:
+        return f"Node({self.hash.hex()[:8]}, depth {self.depth})"
+
+
+class PrefixTree:
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._nodes: dict[BlockHash, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, name: BlockHash) -> Node | None:
+        return self._nodes.get(name)
+
+    def add(self, name: BlockHash, parent: Node | None) -> Node:
+        """The node of that name, made under `parent` when there is none yet."""
+        node = self._nodes.get(name)
+        if node is None:
+            node = Node(name, parent, self._groups)
+            self._nodes[name] = node
+            if parent is not None:
+                parent.children += 1
+        return node
+
+    def attach(self, node: Node, block: Block) -> None:
+        assert node.blocks[block.group] is None and block.node is None
+        node.blocks[block.group] = block
+        block.node = node
+        if block.slot is None:
+            self.resident(node, +1)
+
+    def detach(self, block: Block, *, prune: bool = True) -> None:
+        """The block belongs to no prefix any more; nodes left empty go too, unless the caller is
+        about to fill this one again."""
+        node = block.node
+        assert node is not None and node.blocks[block.group] is block
+        node.blocks[block.group] = None
+        block.node = None
+        if block.slot is None:
+            self.resident(node, -1)
+        if prune:
+            self.prune(node)
+
+    def prune(self, node: Node | None) -> None:
+        while node is not None and not node.children and not any(node.blocks):
+            del self._nodes[node.hash]
+            if node.parent is not None:
+                node.parent.children -= 1
+            node = node.parent
+
+    def resident(self, node: Node, change: int) -> None:
+        """One block more or fewer of `node` is in memory: tells the ancestors that care."""
+        before = node.resident
+        node.resident_blocks += change
+        parent = node.parent
+        while before != node.resident and parent is not None:
+            change = 1 if node.resident else -1
+            before = parent.resident
+            parent.resident_children += change
+            node, parent = parent, parent.parent
+
+    def check(self) -> None:
+        children = dict.fromkeys(self._nodes, 0)
+        resident_children = dict.fromkeys(self._nodes, 0)
+        for name, node in self._nodes.items():
+            assert node.hash == name
+            assert node.children or any(node.blocks), f"an empty node stayed: {node}"
+            held = [block for block in node.blocks if block is not None]
+            assert all(block.node is node for block in held)
+            assert node.resident_blocks == sum(block.slot is None for block in held), node
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.hash) is node.parent, f"{node} lost its parent"
+                assert node.depth == node.parent.depth + 1
+                children[node.parent.hash] += 1
+                resident_children[node.parent.hash] += node.resident
+        for name, node in self._nodes.items():
+            assert node.children == children[name], node
+            assert node.resident_children == resident_children[name], node

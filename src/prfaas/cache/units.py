@@ -1,0 +1,59 @@
+"""Which units a prefill fills: pure arithmetic over lengths.
+
+A unit is one logical block of a group, or one linear state. Its key is (group index, block number),
+for a linear state (group index, length in tokens after which it was saved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from prfaas.cache.groups import GroupRule
+
+UnitKey: TypeAlias = tuple[int, int]
+
+
+class Unit(NamedTuple):
+    key: UnitKey
+    filled_from: int  # leading tokens of the block that will not be there
+
+
+def growing_units(
+    rules: Sequence[GroupRule], block_tokens: int, runs: Mapping[int, int], tokens: int
+) -> Iterator[Unit]:
+    """Full-attention blocks up to `tokens`, a partial last one included, that are not in the
+    group's run of `runs[group]` blocks."""
+    for group, run in runs.items():
+        assert rules[group].kind == "full"
+        for block in range(run, -(-tokens // block_tokens)):
+            yield Unit((group, block), 0)
+
+
+def closing_units(rules: Sequence[GroupRule], block_tokens: int, length: int) -> Iterator[Unit]:
+    """What states and windows hold after exactly `length` tokens."""
+    for group, rule in enumerate(rules):
+        if rule.kind == "linear":
+            yield Unit((group, length), 0)
+        elif rule.kind == "window":
+            first = max(0, length - (rule.window_tokens - 1))
+            for block in range(first // block_tokens, -(-length // block_tokens)):
+                if first < length:
+                    yield Unit((group, block), max(0, first - block * block_tokens))
+
+
+class Demand:
+    """The units of one reservation. Of a unit needed for two lengths the fuller form is kept."""
+
+    __slots__ = ("promotable", "units")
+
+    def __init__(self) -> None:
+        self.units: dict[UnitKey, int] = {}  # -> filled_from
+        self.promotable: set[UnitKey] = set()
+
+    def add(self, units: Iterable[Unit], *, keep: bool = False, keep_before: int = 0) -> None:
+        """`keep`: they will be prefix units; `keep_before`: those of the first so many blocks."""
+        for key, filled_from in units:
+            self.units[key] = min(filled_from, self.units.get(key, filled_from))
+            if keep or key[1] < keep_before:
+                self.promotable.add(key)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+
+from prfaas.cache.groups import rules_for
+from prfaas.cache.hashing import PromptHashes
+from prfaas.cache.hot import HotPrefixes
+from prfaas.cache.index import NodeInfo, NodeMatch
+from prfaas.cache.manager import ClusterMatch, GlobalKVManager
+from prfaas.types import ClusterId, HashEvent, NodeId
+from tests.cache.builders import BLOCK, SPECS
+
+SPEC = SPECS["hybrid"]
+PD, FAAS = ClusterId("pd"), ClusterId("prfaas")
+P0, P1, F0, F1, BIG = (NodeId(name) for name in ("p0", "p1", "f0", "f1", "big"))
+
+
+def prompt(letters: str) -> PromptHashes:
+    return PromptHashes([ord(x) for x in letters for _ in range(BLOCK)])
+
+
+class Cluster:
+    """A manager with two PD nodes and one PrfaaS node, and their sequence numbers."""
+
+    def __init__(self) -> None:
+        self.manager = GlobalKVManager(SPEC, HotPrefixes(half_life_s=10.0, threshold=2.0))
+        self.seq: dict[NodeId, int] = {}
+        for node, cluster in ((P0, PD), (P1, PD), (F0, FAAS)):
+            self.manager.join(NodeInfo(node, cluster, BLOCK, rules_for(SPEC)))
+
+    def store(self, node: NodeId, letters: str, states: int | None = None) -> None:
+        """Attention blocks of the whole prompt, a state after `states` blocks (default: all)."""
+        chain = prompt(letters).at(BLOCK)
+        state = chain[(states or len(chain)) - 1]
+        for group, hashes in (("full0", chain), ("linear0", [state])):
+            seq = self.seq.get(node, 0)
+            self.seq[node] = seq + 1
+            assert self.manager.apply(HashEvent(seq, node, group, BLOCK, tuple(hashes), "stored"))
+        self.manager.check()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def test_cached_lengths_per_node_and_cluster(cluster: Cluster) -> None:
+    cluster.store(P0, "ab")
+    cluster.store(P1, "abcd", states=3)
+    cluster.store(F0, "a")
+    match = cluster.manager.match(prompt("abcdef"))
+    assert match.nodes == {P0: NodeMatch(8, 8), P1: NodeMatch(12, 16), F0: NodeMatch(4, 4)}
+    assert match.clusters == {PD: ClusterMatch(P1, 12, 16), FAAS: ClusterMatch(F0, 4, 4)}
+    assert (match.cluster_tokens(PD), match.node_tokens(F0)) == (12, 4)
+    assert match.lost_tokens == 4
+    nothing = cluster.manager.match(prompt("xyz"))
+    assert (nothing.cluster_tokens(PD), nothing.node_tokens(P0), nothing.lost_tokens) == (0, 0, 0)
+
+
+def test_the_longest_attention_run_may_be_another_nodes(cluster: Cluster) -> None:
+    cluster.store(P0, "ab")
+    cluster.store(P1, "abcd", states=1)
+    assert cluster.manager.match(prompt("abcd")).clusters[PD] == ClusterMatch(P0, 8, 16)
+
+
+def test_a_node_that_vanishes_takes_its_entries_along(cluster: Cluster) -> None:
+    cluster.store(P0, "ab")
+    cluster.manager.leave(P0)
+    assert cluster.manager.match(prompt("ab")).clusters == {}
+    while cluster.manager.sweep():
+        pass
+    cluster.manager.check()
+
+
+def test_gaps_are_passed_on(cluster: Cluster) -> None:
+    event = HashEvent(4, P0, "full0", BLOCK, tuple(prompt("a").at(BLOCK)), "stored")
+    assert not cluster.manager.apply(event)
+    assert [gap.node for gap in cluster.manager.gaps()] == [P0]
+    cluster.manager.announce(P1, 1)
+    assert [gap.node for gap in cluster.manager.gaps()] == [P0, P1]
+    assert cluster.manager.snapshot(P1, {}, 1)
+    assert cluster.manager.snapshot(P0, {}, 4)
+    assert cluster.manager.gaps() == []
+    assert cluster.manager.match(prompt("a")).nodes == {P0: NodeMatch(0, 4)}
+
+
+def test_a_copy_says_what_from_where_to_where_and_how_much(cluster: Cluster) -> None:
+    cluster.store(P0, "abcd")
+    cluster.store(F0, "ab", states=1)
+    asked = prompt("abcdef")
+    copy = cluster.manager.propose_copy(asked, cluster.manager.match(asked), F0)
+    assert copy is not None
+    assert (copy.source, copy.target, copy.tokens, copy.skip_tokens) == (P0, F0, 16, 8)
+    assert copy.hashes == tuple(asked.at(BLOCK)[:4])
+    assert copy.nbytes == SPEC.kv_bytes(16, 8)
+    assert copy.crosses_clusters
+
+
+def test_no_copy_where_nobody_has_more(cluster: Cluster) -> None:
+    cluster.store(P0, "ab")
+    cluster.store(F0, "ab")
+    asked = prompt("abc")
+    assert cluster.manager.propose_copy(asked, cluster.manager.match(asked), F0) is None
+
+
+def test_a_source_nearby_is_preferred(cluster: Cluster) -> None:
+    cluster.store(F0, "ab")
+    cluster.store(P0, "ab")
+    asked = prompt("ab")
+    copy = cluster.manager.propose_copy(asked, cluster.manager.match(asked), P1)
+    assert copy is not None and copy.source == P0 and not copy.crosses_clusters
+    cluster.manager.leave(F0)
+    cluster.manager.join(NodeInfo(F0, FAAS, BLOCK, rules_for(SPEC)))
+    cluster.manager.join(NodeInfo(F1, FAAS, BLOCK, rules_for(SPEC)))
+    cluster.store(F1, "ab")
+    copy = cluster.manager.propose_copy(asked, cluster.manager.match(asked), F0)
+    assert copy is not None and copy.source == F1 and not copy.crosses_clusters
+
+
+def test_another_block_size_is_no_source(cluster: Cluster) -> None:
+    cluster.manager.join(NodeInfo(BIG, PD, 2 * BLOCK, rules_for(SPEC)))
+    chain = tuple(prompt("abcd").at(2 * BLOCK))
+    for seq, group in enumerate(("full0", "linear0")):
+        cluster.manager.apply(HashEvent(seq, BIG, group, 2 * BLOCK, chain, "stored"))
+    asked = prompt("abcd")
+    match = cluster.manager.match(asked)
+    assert match.cluster_tokens(PD) == 16
+    assert cluster.manager.propose_copy(asked, match, P0) is None
+
+
+def test_hot_prefixes_are_spread_to_the_least_loaded_node(cluster: Cluster) -> None:
+    cluster.store(P0, "ab")
+    load = {P0: 0.0, P1: 0.5, F0: 0.0}.__getitem__
+    for now in range(3):
+        asked = prompt("ab" + "xyz"[now])
+        cluster.manager.observe(asked, cluster.manager.match(asked), float(now))
+    (copy,) = cluster.manager.replications(3.0, load)
+    assert (copy.source, copy.target, copy.tokens) == (P0, P1, 8)
+    assert copy.hashes == tuple(prompt("ab").at(BLOCK))
+    assert cluster.manager.replications(60.0, load) == [], "no longer hot"
+    cluster.store(P1, "ab")
+    assert cluster.manager.replications(3.0, load) == [], "two holders are enough"
+    assert cluster.manager.replications(3.0, load, copies=3) == [], "nobody is left to copy to"
+
+
+def test_replications_are_limited(cluster: Cluster) -> None:
+    load = {P0: 0.0, P1: 0.5, F0: 0.0}.__getitem__
+    for letters in ("a", "b", "c"):
+        cluster.store(P0, letters)
+        for _ in range(3):
+            cluster.manager.observe(prompt(letters), cluster.manager.match(prompt(letters)), 0.0)
+    assert len(cluster.manager.replications(0.0, load)) == 3
+    assert len(cluster.manager.replications(0.0, load, limit=2)) == 2
+
+
+def test_misses_heat_nothing(cluster: Cluster) -> None:
+    for _ in range(9):
+        cluster.manager.observe(prompt("ab"), cluster.manager.match(prompt("ab")), 0.0)
+    cluster.store(P0, "ab")
+    assert cluster.manager.replications(0.0, lambda node: 0.0) == []

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import lzma
+import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas.cache.arena import choose_layout
+from prfaas.cache.checkpoints import checkpoint_policy
+from prfaas.cache.eviction import LRU
+from prfaas.cache.groups import unit_bytes
+from prfaas.cache.pool import HybridPrefixPool
+from prfaas.cache.replay import TRACE_BLOCK_TOKENS, Replayed, TraceRow, read_trace, replay
+from prfaas.errors import InputError
+from tests.cache.builders import SPECS
+
+BENCH = Path(__file__).parents[2] / "bench" / "cache.py"
+KEYS = {
+    "token_hit_rate",
+    "ideal_hit_rate",
+    "reuse_lost_tokens",
+    "bytes_by_group",
+    "evictions",
+    "ops_per_s",
+}
+
+
+def row(ids: list[int], tail: int = 0, at_ms: int = 0) -> TraceRow:
+    whole = len(ids) - (tail > 0)
+    return TraceRow(at_ms, whole * TRACE_BLOCK_TOKENS + tail, ids)
+
+
+def pool(checkpoints: str = "default", pages: int | None = None) -> HybridPrefixPool:
+    spec = SPECS["hybrid"]
+    layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
+    return HybridPrefixPool(
+        spec,
+        TRACE_BLOCK_TOKENS,
+        layout,
+        capacity_pages=pages,
+        eviction=LRU(),
+        checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
+    )
+
+
+def conversations(count: int, seed: int = 0) -> list[TraceRow]:
+    """Users who share a system prompt, talk in turns and sometimes start over."""
+    rng = random.Random(seed)
+    fresh = iter(range(100, 10**9))
+    system = list(range(12))
+    talks: list[list[int]] = [list(system) for _ in range(8)]
+    rows = []
+    for number in range(count):
+        user = rng.randrange(len(talks))
+        if rng.random() < 0.2:
+            talks[user] = list(system)
+        talks[user] += [next(fresh) for _ in range(rng.randint(1, 6))]
+        rows.append(row([*talks[user], next(fresh)], tail=100, at_ms=1000 * number))
+    return rows
+
+
+def test_hits_and_the_ideal_are_counted_in_tokens() -> None:
+    rows = [row([1, 2, 3], tail=10), row([1, 2, 3], tail=10), row([1, 9])]
+    result = replay(rows, pool("every:1"))
+    assert result.input_tokens == 2 * (1024 + 10) + 1024
+    assert result.ideal_tokens == (1024 + 10) + 512
+    assert result.hit_tokens == 1024 + 512
+    assert result.lost_tokens == 0
+
+
+def test_last_boundary_loses_what_diverges_inside() -> None:
+    rows = [row([1, 2, 3]), row([1, 2, 9]), row([1, 2, 8])]
+    assert replay(rows, pool("last")).lost_tokens == 2 * 1024
+    branch = replay(rows, pool("branch"))
+    assert (branch.lost_tokens, branch.hit_tokens) == (1024, 1024)
+    assert replay(rows, pool("every:1")).lost_tokens == 0
+
+
+def test_no_policy_beats_the_ideal_and_every_block_reaches_it() -> None:
+    rows = conversations(200)
+    results = {name: replay(rows, pool(name)) for name in ("last", "branch", "default", "every:1")}
+    rates = [results[name].token_hit_rate for name in ("last", "branch", "default", "every:1")]
+    assert rates == sorted(rates)
+    ideal = results["every:1"]
+    assert ideal.token_hit_rate == pytest.approx(ideal.ideal_hit_rate)
+    assert ideal.lost_tokens == 0
+    assert results["last"].lost_tokens > 0
+
+
+def test_peak_bytes_are_real_sizes() -> None:
+    result = replay([row([1, 2]), row([3])], pool("last"))
+    layout = pool().layout
+    page = layout.page_bytes
+    assert result.peak_bytes_by_group == {
+        "full0": 3 * layout.pages(0) * page,
+        "linear0": 2 * layout.pages(1) * page,
+    }
+    assert result.evicted_blocks == 0
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_but_served() -> None:
+    layout = pool().layout
+    small = pool("last", pages=2 * layout.pages(0) + layout.pages(1))
+    result = replay([row([1, 2]), row([1, 2, 3, 4]), row([1, 2])], small)
+    assert result.refused == 1
+    assert result.hit_tokens == 2 * 1024
+
+
+def write(path: Path, rows: list[TraceRow]) -> Path:
+    lines = "".join(
+        json.dumps(
+            {
+                "timestamp": r.timestamp,
+                "input_length": r.input_length,
+                "output_length": 5,
+                "hash_ids": r.hash_ids,
+            }
+        )
+        + "\n"
+        for r in rows
+    )
+    data = lines.encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.xz"])
+def test_traces_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
+    rows = conversations(5)
+    read = list(read_trace(write(tmp_path / name, rows)))
+    assert [(r.timestamp, r.input_length, r.hash_ids) for r in read] == [
+        (r.timestamp, r.input_length, r.hash_ids) for r in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        '{"timestamp": 1}',
+        '{"timestamp": 0, "input_length": 1000, "hash_ids": [1]}',
+        '{"timestamp": 0, "input_length": 0, "hash_ids": []}',
+        '{"timestamp": 0, "input_length": 5, "hash_ids": [-1]}',
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n\n' + line + "\n")
+    with pytest.raises(InputError, match=r"t.jsonl: line 3"):
+        list(read_trace(path))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_trace(tmp_path / "missing.jsonl"))
+    broken = tmp_path / "broken.jsonl.xz"
+    broken.write_bytes(b"not xz at all")
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_trace(broken))
+    with pytest.raises(InputError, match="no rows"):
+        replay([], pool())
+
+
+def run_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_the_benchmark_prints_the_promised_keys(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl.xz", conversations(60))
+    done = run_bench(
+        "--trace", trace, "--model", "kimi-linear-48b-a3b", "--capacity-gb", "inf", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == KEYS
+    assert 0 < result["token_hit_rate"] <= result["ideal_hit_rate"] < 1
+    assert set(result["bytes_by_group"]) == {"full0", "linear0"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--model", "nonsense"),
+        ("--capacity-gb", "-1"),
+        ("--capacity-gb", "nan"),
+        ("--checkpoints", "every:0"),
+        ("--evict", "fifo"),
+    ],
+)
+def test_the_benchmark_refuses_nonsense(tmp_path: Path, wrong: tuple[str, str]) -> None:
+    trace = write(tmp_path / "t.jsonl", conversations(3))
+    options = {"--trace": str(trace), "--model": "case-study-1t", wrong[0]: wrong[1]}
+    done = run_bench(*(text for pair in options.items() for text in pair))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.25, 0.1])
+def test_the_default_policies_beat_the_baseline_when_memory_is_scarce(fraction: float) -> None:
+    bench = runpy.run_path(str(BENCH))
+    rows = conversations(600, seed=3)
+    model = "kimi-linear-48b-a3b"
+
+    def run(capacity: float, checkpoints: str, evict: str) -> Replayed:
+        result: Replayed = bench["run_replay"](rows, model, capacity, checkpoints, evict)[0]
+        return result
+
+    working_set = sum(run(float("inf"), "default", "cost").peak_bytes_by_group.values())
+    ours = run(fraction * working_set, "default", "cost")
+    baseline = run(fraction * working_set, "last", "lru")
+    assert ours.token_hit_rate > baseline.token_hit_rate
+    assert ours.evicted_blocks > 0 or fraction == 0.5
