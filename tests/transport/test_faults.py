@@ -319,7 +319,7 @@ def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
     grant = grant_for(CONTENTS)
     listener.expect(grant, Owner())
     key = transfer_key(grant.transfer_id)
-    piece = Piece(0, 0, 10, 10)
+    piece = Piece(0, 0, 0, 10, 10)
     for transfer_id, auth in ((bytes(16), bytes(16)), (key, auth_of("guess"))):
         for frame in (
             encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=transfer_id, auth=auth),
@@ -356,7 +356,7 @@ def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
 
 def test_data_that_breaks_the_manifest(listener: Listener) -> None:
     contents = {"s0": b"x" * 10}
-    for piece, payload in ((Piece(1, 0, 10, 10), b"x" * 10), (Piece(0, 5, 5, 5), b"x" * 5)):
+    for piece, payload in ((Piece(1, 0, 0, 10, 10), b"x" * 10), (Piece(0, 0, 5, 5, 5), b"x" * 5)):
         grant, owner = grant_for(contents), Owner()
         listener.expect(grant, owner)
         key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
@@ -378,7 +378,7 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
     listener.expect(grant, owner)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frame = encode_data(
-        [Piece(0, 0, 10, 10)], [b"x" * 10], sequence=5, transfer_id=key, auth=auth, checked=True
+        [Piece(0, 0, 0, 10, 10)], [b"x" * 10], sequence=5, transfer_id=key, auth=auth, checked=True
     )
     data = bytes(frame) + b"x" * 10
     with Raw(listener) as peer:
@@ -402,10 +402,10 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frames = []
     for index in range(2):
+        pieces, payload = [Piece(index, 0, 0, 100, 100)], [b"x" * 100]
         head = encode_data(
-            [Piece(index, 0, 100, 100)], [b"x" * 100], sequence=index, transfer_id=key, auth=auth,
-            checked=True,
-        )  # fmt: skip
+            pieces, payload, sequence=index, transfer_id=key, auth=auth, checked=True
+        )
         frames.append(bytes(head) + b"x" * 100)
     with Raw(listener) as peer:
         opening = encode_message(Kind.OPEN, encode(manifest(100, 100)), transfer_id=key, auth=auth)
@@ -430,7 +430,7 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
     holder = Raw(listener)
     holder.send(encode_message(Kind.OPEN, encode(manifest(100_000)), transfer_id=key, auth=auth))
     assert holder.answer().header.kind is Kind.OPENED
-    piece = Piece(0, 0, 64 << 10, 64 << 10)
+    piece = Piece(0, 0, 0, 64 << 10, 64 << 10)
     payload = contents["s0"][: 64 << 10]
     head = encode_data([piece], [payload], sequence=0, transfer_id=key, auth=auth, checked=True)
     holder.send(bytes(head) + payload[:1000])  # and no more

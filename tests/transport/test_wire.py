@@ -35,7 +35,7 @@ ID, AUTH = bytes(range(16)), auth_of("secret")
 
 
 def data(payloads: list[bytes], *, checked: bool = True) -> tuple[bytearray, list[Piece]]:
-    pieces = [Piece(i, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
+    pieces = [Piece(i, 0, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
     head = encode_data(pieces, payloads, sequence=7, transfer_id=ID, auth=AUTH, checked=checked)
     return head, pieces
 
@@ -133,10 +133,10 @@ def test_data_beyond_its_limits_is_refused_before_anything_is_read(
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(0, 0, 5, 5, codec=1),
-        Piece(0, 0, 5, 4),
-        Piece(0, 0, 0, 0),
-        Piece(0, 0, 6, 6),
+        Piece(0, 1, 0, 5, 5),
+        Piece(0, 0, 0, 5, 4),
+        Piece(0, 0, 0, 0, 0),
+        Piece(0, 0, 0, 6, 6),
     ],
 )
 def test_tables_that_do_not_add_up(piece: Piece) -> None:

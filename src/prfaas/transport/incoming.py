@@ -42,17 +42,11 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-class Claim(NamedTuple):
-    """A piece that this frame may write."""
-
-    piece: Piece
-    quantum: int  # index into the transfer's states
-
-
 class Claims(NamedTuple):
     """What a frame's pieces turned out to be."""
 
-    mine: list[Claim]
+    mine: list[int]  # quanta that this frame writes
+    nbytes: int  # of them
     targets: list[list[memoryview] | None]  # per piece: where to write, None: drain to scratch
     busy: bool  # some piece is being written by another connection: this frame must come again
 
@@ -109,12 +103,12 @@ class Incoming:
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
         states, first_quantum = self._states, self._first_quantum
-        mine: list[Claim] = []
+        mine: list[int] = []
+        claimed_bytes = 0
         targets: list[list[memoryview] | None] = []
         busy = False
         try:
-            for piece in pieces:
-                segment, offset, raw_bytes, _, _ = piece
+            for segment, _, offset, raw_bytes, _ in pieces:
                 if segment >= len(segments):
                     raise WireError(f"segment {segment} of {len(segments)}")
                 nbytes = segments[segment].nbytes
@@ -126,7 +120,8 @@ class Incoming:
                 state = states[quantum]
                 if state == MISSING:
                     states[quantum] = CLAIMED
-                    mine.append(Claim(piece, quantum))
+                    mine.append(quantum)
+                    claimed_bytes += raw_bytes
                     targets.append(self._buffers[segment].slices(offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
@@ -135,7 +130,7 @@ class Incoming:
             self._release(mine)
             raise
         self.writers += 1
-        return Claims(mine, targets, busy)
+        return Claims(mine, claimed_bytes, targets, busy)
 
     def settle(self, claims: Claims, *, verified: bool) -> bool:
         """The caller has left the buffers. True when this completed the transfer."""
@@ -143,9 +138,9 @@ class Incoming:
         if not verified or self.state is not State.OPEN:
             self._release(claims.mine)
             return False
-        for claim in claims.mine:
-            self._states[claim.quantum] = VERIFIED
-            self.received_bytes += claim.piece.raw_bytes
+        for quantum in claims.mine:
+            self._states[quantum] = VERIFIED
+        self.received_bytes += claims.nbytes
         self._missing -= len(claims.mine)
         return self._missing == 0
 
@@ -163,6 +158,6 @@ class Incoming:
             return True
         return False
 
-    def _release(self, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            self._states[claim.quantum] = MISSING
+    def _release(self, quanta: Sequence[int]) -> None:
+        for quantum in quanta:
+            self._states[quantum] = MISSING

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prfaas.transport.laid import Laid
 from prfaas.transport.messages import Manifest
-from prfaas.transport.wire import MAX_PIECES, Piece
+from prfaas.transport.wire import MAX_PIECES, Codec, Piece
 
 # Buffers per frame: below Linux' IOV_MAX of 1,024 with header and table in front.
 MAX_VIEWS = 1_000
@@ -64,11 +64,11 @@ class Outgoing:
             assert index not in self._views, f"{name} was ready before"
             self._views[index] = Laid(name, nbytes, views)
             if nbytes <= quantum:
-                self._pending.append(Piece(index, 0, nbytes, nbytes))
+                self._pending.append(Piece(index, Codec.NONE, 0, nbytes, nbytes))
             else:
                 for offset in range(0, nbytes, quantum):
                     size = min(quantum, nbytes - offset)
-                    self._pending.append(Piece(index, offset, size, size))
+                    self._pending.append(Piece(index, Codec.NONE, offset, size, size))
             self.pending_bytes += nbytes
 
     def next_frame(self, frame_bytes: int) -> OutgoingFrame:

@@ -20,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import xxhash
@@ -81,13 +82,14 @@ class Header(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes [offset, offset + raw_bytes) of a segment, which travel as `wire_bytes`."""
+    """Bytes [offset, offset + raw_bytes) of a segment, which travel as `wire_bytes`. Fields in the
+    order of the wire."""
 
     segment: int  # index in the manifest
+    codec: int
     offset: int
     raw_bytes: int
     wire_bytes: int
-    codec: int = Codec.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +135,14 @@ def parse_header(data: Buffer) -> Header:
 
 def parse_table(table: Buffer, header: Header) -> list[Piece]:
     """The pieces of a DATA frame; their bytes must be exactly the payload."""
-    pieces = [
-        Piece(segment, offset, raw_bytes, wire_bytes, codec)
-        for segment, codec, offset, raw_bytes, wire_bytes in _PIECE.iter_unpack(table)
-    ]
+    pieces = list(map(Piece._make, _PIECE.iter_unpack(table)))
     total = 0
-    for piece in pieces:
-        if piece.codec != Codec.NONE:
-            raise WireError(f"unknown codec {piece.codec}")
-        if piece.raw_bytes != piece.wire_bytes or piece.raw_bytes == 0:
-            raise WireError(f"{piece.raw_bytes} bytes as {piece.wire_bytes} without a codec")
-        total += piece.wire_bytes
+    for _, codec, _, raw_bytes, wire_bytes in pieces:
+        if codec != Codec.NONE:
+            raise WireError(f"unknown codec {codec}")
+        if raw_bytes != wire_bytes or raw_bytes == 0:
+            raise WireError(f"{raw_bytes} bytes as {wire_bytes} without a codec")
+        total += wire_bytes
     if total != header.body_bytes - len(pieces) * PIECE_BYTES:
         raise WireError(f"pieces of {total} bytes in a body of {header.body_bytes}")
     return pieces
@@ -159,15 +158,13 @@ def encode_data(
     checked: bool,
 ) -> bytearray:
     """Header and table of a DATA frame; the payload's own buffers follow it on the wire."""
-    head = bytearray(HEADER_BYTES + len(pieces) * PIECE_BYTES)
-    body_bytes = len(pieces) * PIECE_BYTES
-    at = HEADER_BYTES
-    for piece in pieces:
-        _PIECE.pack_into(
-            head, at, piece.segment, piece.codec, piece.offset, piece.raw_bytes, piece.wire_bytes
-        )
-        at += PIECE_BYTES
-        body_bytes += piece.wire_bytes
+    table_bytes = len(pieces) * PIECE_BYTES
+    body_bytes = table_bytes + sum(piece.wire_bytes for piece in pieces)
+    head = bytearray(HEADER_BYTES + table_bytes)
+    # One call for the whole table: frames of small segments have hundreds of pieces.
+    struct.pack_into(
+        "<" + "IB3xQII" * len(pieces), head, HEADER_BYTES, *chain.from_iterable(pieces)
+    )
     flags = CHECKED if checked else 0
     _HEADER.pack_into(
         head, 0, MAGIC, VERSION, Kind.DATA, len(pieces), body_bytes, flags, sequence,
