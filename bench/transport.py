@@ -34,6 +34,7 @@ from prfaas.catalog import Catalog
 from prfaas.kvspec import handoff_segments, segment_bytes
 from prfaas.transport.certs import CertificateSet, make_certificates
 from prfaas.transport.grants import new_grant
+from prfaas.transport.laid import FileSlice
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
@@ -94,7 +95,7 @@ class Memory:
     """Takes every transfer into one region, which is larger than any cache."""
 
     def __init__(self, nbytes: int) -> None:
-        self._view = memoryview(touched(nbytes))
+        self._view = memoryview(touched(nbytes)[0])
         self.over = threading.Event()
         self.failed: str | None = None
 
@@ -113,12 +114,15 @@ class Memory:
         self.over.set()
 
 
-def touched(nbytes: int) -> mmap.mmap:
-    """Memory whose pages exist already: a first touch costs more than any transfer."""
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def touched(nbytes: int) -> tuple[mmap.mmap, int]:
+    """A memfd, as a kvd's arena is, and its descriptor. Its pages exist already: a first touch
+    costs more than any transfer."""
+    fd = os.memfd_create("bench")
+    os.ftruncate(fd, nbytes)
+    region = mmap.mmap(fd, nbytes)
     for at in range(0, nbytes, mmap.PAGESIZE):
         region[at] = 1
-    return region
+    return region, fd
 
 
 def receive(pipe: Connection, certificates: CertificateSet, nbytes: int) -> None:
@@ -152,7 +156,8 @@ class Bench:
         self._context = client_context(
             certificates.ca, certificates.client, certificates.client_key
         )
-        self._source = memoryview(touched(nbytes))
+        region, self._fd = touched(nbytes)
+        self._source = memoryview(region)
 
     def run(self, case: Case) -> tuple[float, float]:
         """GB/s from the first byte handed over to the commit, and CPU seconds per GB of both."""
@@ -175,7 +180,7 @@ class Bench:
         assert self._pipe.recv() == "expected"
         views, at = {}, 0
         for name, nbytes in segments.items():
-            views[name] = [self._source[at : at + nbytes]]
+            views[name] = [FileSlice(self._source[at : at + nbytes], self._fd, at)]
             at += nbytes
         started = time.perf_counter()
         transfer = link.open(grant, segments)

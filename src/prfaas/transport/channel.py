@@ -7,6 +7,7 @@ a thread still looks up every `TICK_S` to see whether it should stop. OS errors 
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost
+from prfaas.transport.laid import FileRange
 
 TICK_S = 0.25
 _TIMEVAL = struct.Struct("@ll")
@@ -62,19 +64,32 @@ class Channel:
     def send(self, views: list[memoryview], nbytes: int) -> None:
         """All of it (`nbytes` together), or ConnectionLost."""
         sent = self._send_some(views)
-        if sent == nbytes:
-            return
-        quiet_until = self._clock.now() + self._silence_s
-        views = list(views)
-        while True:
+        if sent != nbytes:
+            views = list(views)
             _drop(views, sent)
-            if not views:
-                return
-            if sent:
-                quiet_until = self._clock.now() + self._silence_s
-            elif self._clock.now() >= quiet_until:
-                raise ConnectionLost(f"peer took nothing for {self._silence_s:g} s")
-            sent = self._send_some(views)
+            self._send_all(views)
+
+    @property
+    def can_send_files(self) -> bool:
+        """TLS encrypts in this process: it must see the bytes."""
+        return not self._tls
+
+    def send_files(self, head: memoryview, ranges: list[FileRange]) -> None:
+        """`head` and then parts of files, which the kernel sends from its own pages."""
+        self._send_all([head], socket.MSG_MORE)
+        quiet_until = self._clock.now() + self._silence_s
+        for fd, offset, nbytes in ranges:
+            while nbytes:
+                try:
+                    sent = os.sendfile(self._sock.fileno(), fd, offset, nbytes)
+                except BlockingIOError:
+                    sent = 0
+                except (OSError, ValueError) as error:
+                    raise _lost(error) from None
+                offset += sent
+                nbytes -= sent
+                if nbytes:
+                    quiet_until = self._still_moving(sent, quiet_until)
 
     def receive(
         self,
@@ -136,11 +151,29 @@ class Channel:
                 raise ConnectionLost(f"peer sent nothing for {self._silence_s:g} s")
             got = self._receive_some(views)
 
-    def _send_some(self, views: list[memoryview]) -> int:
+    def _send_all(self, views: list[memoryview], flags: int = 0) -> None:
+        quiet_until = self._clock.now() + self._silence_s
+        while views:
+            sent = self._send_some(views, flags)
+            _drop(views, sent)
+            if views:
+                quiet_until = self._still_moving(sent, quiet_until)
+
+    def _still_moving(self, sent: int, quiet_until: float) -> float:
+        """When silence will be too long; ConnectionLost when it is."""
+        now = self._clock.now()
+        if sent:
+            return now + self._silence_s
+        if now >= quiet_until:
+            raise ConnectionLost(f"peer took nothing for {self._silence_s:g} s")
+        return quiet_until
+
+    def _send_some(self, views: list[memoryview], flags: int = 0) -> int:
         try:
             if self._tls:
                 return self._sock.send(views[0])
-            return self._sock.sendmsg(views if len(views) <= _IOV_MAX else views[:_IOV_MAX])
+            some = views if len(views) <= _IOV_MAX else views[:_IOV_MAX]
+            return self._sock.sendmsg(some, (), flags)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
         except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import TransferFailed
+from prfaas.transport.laid import FileSlice
 from prfaas.transport.messages import Ended
 from prfaas.transport.outgoing import Outgoing, OutgoingFrame
 
@@ -84,7 +85,9 @@ class Departures:
             self._transfers[transfer.transfer_id] = transfer
             self._turns.setdefault(transfer.priority, deque()).append(transfer)
 
-    def ready(self, transfer: Outgoing, segments: Mapping[str, Sequence[memoryview]]) -> None:
+    def ready(
+        self, transfer: Outgoing, segments: Mapping[str, Sequence[memoryview | FileSlice]]
+    ) -> None:
         with self._lock:
             if transfer.ended is None:
                 transfer.ready(segments)

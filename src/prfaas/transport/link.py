@@ -31,6 +31,7 @@ from prfaas.transport.departures import (
     Work,
 )
 from prfaas.transport.grants import transfer_key
+from prfaas.transport.laid import FileSlice
 from prfaas.transport.messages import (
     HELLO,
     Ended,
@@ -136,11 +137,12 @@ class Transfer:
     def acknowledged_bytes(self) -> int:
         return self._outgoing.acknowledged_bytes
 
-    def ready(self, name: str, *views: memoryview) -> None:
-        """A segment's bytes are final, and stay as they are until `done`. In any order."""
-        self.ready_all({name: views})
+    def ready(self, name: str, *parts: memoryview | FileSlice) -> None:
+        """A segment's bytes are final, and stay as they are until `done`. In any order. Bytes that
+        are a file's (`FileSlice`: an arena's) leave without being copied on this side."""
+        self.ready_all({name: parts})
 
-    def ready_all(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
+    def ready_all(self, segments: Mapping[str, Sequence[memoryview | FileSlice]]) -> None:
         """Several at once, as when a chunk of many layers is done."""
         several = iter(segments.items())
         while some := dict(islice(several, _READY_AT_ONCE)):
@@ -414,7 +416,12 @@ class _Connection:
                         checked=self._link.options.checksums,
                     )
                     began_s = self._link.clock.now()
-                    channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
+                    # Without checksums a copy is taken: what the kernel still holds of a transfer
+                    # that was given up could otherwise change and arrive unnoticed.
+                    if frame.ranges and self._link.options.checksums and channel.can_send_files:
+                        channel.send_files(memoryview(head), frame.ranges)
+                    else:
+                        channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
                     self._frame_size.took(frame.nbytes, self._link.clock.now() - began_s)
                 case SendOpen():
                     self._sent[transfer.transfer_id, 0, Kind.OPENED] = work

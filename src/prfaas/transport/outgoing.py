@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from prfaas.transport.laid import Laid
+from prfaas.transport.laid import FileRange, FileSlice, Laid, joined
 from prfaas.transport.messages import Manifest
 from prfaas.transport.wire import MAX_PIECES, Codec, Piece
 
@@ -24,6 +24,7 @@ class OutgoingFrame(NamedTuple):
     sequence: int
     pieces: list[Piece]
     views: list[memoryview]
+    ranges: list[FileRange]  # the same bytes on file, where all of them are a file's
     nbytes: int
 
 
@@ -55,7 +56,7 @@ class Outgoing:
     def can_send(self) -> bool:
         return self.opened and self.ended is None and bool(self._pending)
 
-    def ready(self, segments: Mapping[str, Sequence[memoryview]]) -> None:
+    def ready(self, segments: Mapping[str, Sequence[memoryview | FileSlice]]) -> None:
         """These segments' bytes are final, and stay so until the transfer is done."""
         quantum, announced = self.manifest.quantum_bytes, self.manifest.segments
         for name, views in segments.items():
@@ -75,17 +76,24 @@ class Outgoing:
         """Pieces of about `frame_bytes`, which are in flight from now on."""
         pieces: list[Piece] = []
         views: list[memoryview] = []
+        ranges: list[FileRange] = []
+        on_file = True
         nbytes = 0
         while self._pending and nbytes < frame_bytes and len(pieces) < MAX_PIECES:
             piece = self._pending[0]
-            found = self._views[piece.segment].slices(piece.offset, piece.raw_bytes)
+            laid = self._views[piece.segment]
+            found = laid.slices(piece.offset, piece.raw_bytes)
             if pieces and len(views) + len(found) > MAX_VIEWS:
                 break
             self._pending.popleft()
             pieces.append(piece)
             views += found
+            if on_file:
+                there = laid.file_ranges(piece.offset, piece.raw_bytes)
+                on_file = bool(there)
+                joined(ranges, there)
             nbytes += piece.raw_bytes
-        frame = OutgoingFrame(self._next_sequence, pieces, views, nbytes)
+        frame = OutgoingFrame(self._next_sequence, pieces, views, ranges if on_file else [], nbytes)
         self._next_sequence += 1
         self._in_flight[frame.sequence] = frame
         self.pending_bytes -= nbytes
