@@ -35,6 +35,7 @@ from tests.transport.ends import (
     expect,
     grant_for,
     nothing_leaks,
+    on_file,
     segments,
     send,
 )
@@ -147,6 +148,34 @@ def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> Non
     assert listener.stats().duplicate_bytes > 0
 
 
+def test_an_arena_is_not_read_after_the_transfer_is_given_up(listener: Listener) -> None:
+    """The kernel sends an arena's pages without a copy. When the sender gives up, `done` comes only
+    when it has let go of them: pages that are overwritten then never arrive anywhere."""
+    gate = threading.Event()
+    arrived = bytearray()
+
+    def hold(number: int, seen: int, data: bytes) -> bytes | None:
+        gate.wait(PATIENCE_S)
+        arrived.extend(data)
+        return data
+
+    owner, contents = Owner(), {"s0": b"a" * 4_000_000}
+    with Proxy(listener.address, backward=None, forward=hold) as proxy:
+        with on_file(contents) as slices, Link(proxy.address, options=FRAMES) as link:
+            grant = expect(listener, contents, owner)
+            transfer = link.open(grant, {"s0": 4_000_000})
+            transfer.ready_all(slices)
+            gate.set()
+            transfer.abort("changed my mind")
+            with pytest.raises(TransferFailed, match="changed my mind"):
+                transfer.done.result(PATIENCE_S)
+            for part in slices["s0"]:
+                part.view[:] = b"z" * part.view.nbytes
+        listener.cancel(grant.transfer_id, "over")
+        owner.wait()
+    assert b"zzzzzzzz" not in arrived
+
+
 def test_one_flipped_bit(listener: Listener) -> None:
     flipped = threading.Event()
 
@@ -161,6 +190,20 @@ def test_one_flipped_bit(listener: Listener) -> None:
     with Proxy(listener.address, forward=flip) as proxy:
         delivered(listener, proxy.address)
     assert flipped.is_set()
+
+
+def test_an_arenas_bytes_over_connections_that_are_cut(listener: Listener) -> None:
+    def cut_each(number: int, seen: int, data: bytes) -> bytes | None:
+        return None if number < 4 and seen > 400_000 else data
+
+    owner = Owner()
+    with Proxy(listener.address, forward=cut_each) as proxy, on_file(CONTENTS) as slices:
+        with Link(proxy.address, options=FRAMES) as link:
+            sizes = {name: len(content) for name, content in CONTENTS.items()}
+            transfer = link.open(expect(listener, CONTENTS, owner), sizes)
+            transfer.ready_all(slices)
+            transfer.done.result(PATIENCE_S)
+    assert owner.memory == CONTENTS
 
 
 def test_a_connection_that_swallows_everything(listener: Listener) -> None:

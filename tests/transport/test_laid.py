@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.transport.laid import Laid
+from prfaas.transport.laid import FileRange, FileSlice, Laid, joined
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
@@ -23,6 +23,32 @@ def test_slices_of_views_laid_end_to_end(sizes: list[int], data: st.DataObject) 
 def test_wider_items_are_bytes_all_the_same() -> None:
     numbers = memoryview(bytearray(range(16))).cast("I")
     assert bytes(Laid("x", 16, [numbers]).slices(3, 2)[0]) == bytes([3, 4])
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.data())
+def test_ranges_on_file_are_the_same_bytes(sizes: list[int], data: st.DataObject) -> None:
+    whole = random.Random(2).randbytes(1000)
+    parts, used = [], b""
+    for index, size in enumerate(sizes):
+        at = data.draw(st.integers(0, 900)) if index % 2 else index * 60
+        parts.append(FileSlice(memoryview(whole)[at : at + size], 7, at))
+        used += whole[at : at + size]
+    laid = Laid("x", len(used), parts)
+    offset = data.draw(st.integers(0, len(used) - 1))
+    nbytes = data.draw(st.integers(1, len(used) - offset))
+    ranges: list[FileRange] = []
+    joined(ranges, laid.file_ranges(offset, nbytes))
+    assert (
+        b"".join(whole[r.offset : r.offset + r.nbytes] for r in ranges)
+        == (used[offset : offset + nbytes])
+    )
+    assert Laid("x", len(used), [*parts[:-1], parts[-1].view]).file_ranges(0, 1) == []
+
+
+def test_neighbours_on_file_become_one_range() -> None:
+    ranges = [FileRange(3, 0, 10)]
+    joined(ranges, [FileRange(3, 10, 5), FileRange(4, 15, 5), FileRange(4, 30, 1)])
+    assert ranges == [(3, 0, 15), (4, 15, 5), (4, 30, 1)]
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 2], []])

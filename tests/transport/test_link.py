@@ -18,6 +18,7 @@ from tests.transport.ends import (
     expect,
     grant_for,
     nothing_leaks,
+    on_file,
     segments,
     send,
 )
@@ -44,6 +45,23 @@ def test_bytes_arrive_as_they_were(connections: int, checksums: bool, cut: int) 
             assert stats.received_bytes == sum(map(len, contents.values()))
             assert (stats.granted, stats.committed, stats.duplicate_bytes) == (0, 1, 0)
             assert transfer.acknowledged_bytes == stats.received_bytes
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_bytes_of_an_arena_arrive_as_they_were(checksums: bool) -> None:
+    contents = segments(1, 2_000_000, 16384, 40_000, 3)
+    owner = Owner()
+    options = LinkOptions(
+        connections=3, checksums=checksums, frame_bytes=200_000, quantum_bytes=65536
+    )
+    with Listener() as listener, Link(listener.address, options=options) as link:
+        with on_file(contents) as slices:
+            sizes = {name: len(content) for name, content in contents.items()}
+            transfer = link.open(expect(listener, contents, owner), sizes)
+            transfer.ready_all(slices)
+            transfer.done.result(PATIENCE_S)
+        assert owner.wait() is None
+        assert owner.memory == contents
 
 
 def test_segments_leave_as_they_become_ready_in_any_order() -> None:

@@ -1,7 +1,8 @@
 """All transfers of one link's sender, and what is to be sent next. Thread-safe, no sockets.
 
 Decides order (urgent first, equals in turn), pacing and the in-flight budget. `done` of a transfer
-is set only when no connection reads its buffers any more: its owner may then reuse them.
+is set only when nobody reads its buffers any more, neither a connection nor, for what was sent
+straight from a file, the kernel: its owner may then reuse them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Departures:
 
     def take(self, now: float, frame_bytes: int) -> Work | Nothing:
         """What to send next. A frame (of about `frame_bytes`) is in flight from now on: it must be
-        acknowledged or lost. After sending, whatever it was, the caller says `left`."""
+        acknowledged or lost. When its bytes are read no more the caller says `left`."""
         with self._lock:
             if self._aborts:
                 abort = self._aborts.popleft()

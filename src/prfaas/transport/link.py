@@ -302,6 +302,8 @@ class _Connection:
         self.idle = False
         self.channel: Channel | None = None
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
+        # Sent from a file and not answered: the kernel may still read those pages.
+        self._in_kernel: set[tuple[bytes, int]] = set()
         self._heard_s = 0.0
         self._frame_size = FrameSize(link.options)
         self._poked, self._poke = socket.socketpair()
@@ -319,7 +321,7 @@ class _Connection:
         self.poke()
         channel = self.channel
         if channel is not None:
-            channel.close()
+            channel.close(forget=True)
 
     def _run(self) -> None:
         failures = 0
@@ -403,6 +405,7 @@ class _Connection:
             whole = encode_message(kind, body, transfer_id=transfer.transfer_id, auth=transfer.auth)
             channel.send([memoryview(whole)], len(whole))
 
+        by_file = False
         try:
             match work:
                 case SendFrame(_, frame):
@@ -415,10 +418,10 @@ class _Connection:
                         auth=transfer.auth,
                         checked=self._link.options.checksums,
                     )
+                    by_file = bool(frame.ranges) and channel.can_send_files
                     began_s = self._link.clock.now()
-                    # Without checksums a copy is taken: what the kernel still holds of a transfer
-                    # that was given up could otherwise change and arrive unnoticed.
-                    if frame.ranges and self._link.options.checksums and channel.can_send_files:
+                    if by_file:
+                        self._in_kernel.add((transfer.transfer_id, frame.sequence))
                         channel.send_files(memoryview(head), frame.ranges)
                     else:
                         channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
@@ -432,41 +435,51 @@ class _Connection:
                 case SendAbort(_, reason):
                     send(Kind.ABORT, encode(Reason(reason[:1000])))
         finally:
-            self._departures.left(transfer)
+            if not by_file:
+                self._departures.left(transfer)
 
     def _answered(self, frame: Frame) -> None:
         header, now = frame.header, self._link.clock.now()
         transfer_id = header.transfer_id
-        if header.kind is Kind.ENDED:
-            for key in [key for key in self._sent if key[0] == transfer_id]:
-                del self._sent[key]
-            self._departures.ended(transfer_id, decode(frame.body, Ended))
-            return
         if header.kind is Kind.ACK:
             for sequence in parse_sequences(frame.body):
-                if self._sent.pop((transfer_id, sequence, Kind.ACK), None) is not None:
+                if self._settle(transfer_id, sequence, Kind.ACK) is not None:
                     self._departures.acknowledged(transfer_id, sequence, now)
-            return
-        expected = Kind.ACK if header.kind is Kind.NACK else header.kind
-        work = self._sent.pop((transfer_id, header.sequence, expected), None)
-        if work is None:
-            return  # of a transfer that has ended meanwhile
-        if header.kind is Kind.NACK:
-            self._departures.lost(work)
+        elif header.kind is Kind.NACK:
+            work = self._settle(transfer_id, header.sequence, Kind.ACK)
+            if work is not None:
+                self._departures.lost(work)
+        elif header.kind is Kind.ENDED:
+            # Of this frame; the transfer's others on this connection are answered one by one.
+            for expected in (Kind.ACK, Kind.OPENED, Kind.ALIVE):
+                self._settle(transfer_id, header.sequence, expected)
+            self._departures.ended(transfer_id, decode(frame.body, Ended))
+        elif self._settle(transfer_id, header.sequence, header.kind) is None:
+            pass  # of a transfer that has ended meanwhile
         elif header.kind is Kind.OPENED:
             self._departures.opened(transfer_id, now)
         elif header.kind is Kind.ALIVE:
             self._departures.alive(transfer_id, now)
-        else:
-            raise WireError(f"a {header.kind.name} from a receiver")
+
+    def _settle(self, transfer_id: bytes, sequence: int, expected: Kind) -> Work | None:
+        """What was answered; the kernel holds its bytes no more."""
+        work = self._sent.pop((transfer_id, sequence, expected), None)
+        if work is not None and (transfer_id, sequence) in self._in_kernel:
+            self._in_kernel.remove((transfer_id, sequence))
+            self._departures.left(work.transfer)
+        return work
 
     def _drop_channel(self) -> None:
         channel, self.channel = self.channel, None
         if channel is not None:
-            channel.close()
+            channel.close(forget=bool(self._in_kernel))
         lost, self._sent = self._sent, {}
         for work in lost.values():
             self._departures.lost(work)
+        for (transfer_id, sequence, kind), work in lost.items():
+            if kind is Kind.ACK and (transfer_id, sequence) in self._in_kernel:
+                self._departures.left(work.transfer)
+        self._in_kernel.clear()
         if lost:
             self._link.wake()
 

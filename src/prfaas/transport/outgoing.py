@@ -50,7 +50,7 @@ class Outgoing:
         self._views: dict[int, Laid] = {}
         self._pending: deque[Piece] = deque()
         self._in_flight: dict[int, OutgoingFrame] = {}
-        self._next_sequence = 0
+        self._next_sequence = 1  # 0 is for frames without pieces
 
     @property
     def can_send(self) -> bool:
