@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.transport.laid import FileRange, FileSlice, Laid, joined
+from prfaas.transport.laid import FileRange, FileSlice, Laid
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
@@ -37,18 +37,21 @@ def test_ranges_on_file_are_the_same_bytes(sizes: list[int], data: st.DataObject
     offset = data.draw(st.integers(0, len(used) - 1))
     nbytes = data.draw(st.integers(1, len(used) - offset))
     ranges: list[FileRange] = []
-    joined(ranges, laid.file_ranges(offset, nbytes))
+    laid.add_ranges(offset, nbytes, ranges)
     assert (
         b"".join(whole[r.offset : r.offset + r.nbytes] for r in ranges)
         == (used[offset : offset + nbytes])
     )
-    assert Laid("x", len(used), [*parts[:-1], parts[-1].view]).file_ranges(0, 1) == []
+    assert laid.on_file
+    assert not Laid("x", len(used), [*parts[:-1], parts[-1].view]).on_file
 
 
 def test_neighbours_on_file_become_one_range() -> None:
-    ranges = [FileRange(3, 0, 10)]
-    joined(ranges, [FileRange(3, 10, 5), FileRange(4, 15, 5), FileRange(4, 30, 1)])
-    assert ranges == [(3, 0, 15), (4, 15, 5), (4, 30, 1)]
+    memory = memoryview(bytes(100))
+    ranges: list[FileRange] = []
+    for fd, at, size in ((3, 0, 10), (3, 10, 5), (4, 15, 5), (4, 30, 1)):
+        Laid("x", size, [FileSlice(memory[:size], fd, at)]).add_ranges(0, size, ranges)
+    assert ranges == [FileRange(3, 0, 15), FileRange(4, 15, 5), FileRange(4, 30, 1)]
 
 
 @pytest.mark.parametrize("sizes", [[3], [2, 2], []])

@@ -78,7 +78,8 @@ class Channel:
         """`head` and then parts of files, which the kernel sends from its own pages."""
         self._send_all([head], socket.MSG_MORE)
         quiet_until = self._clock.now() + self._silence_s
-        for fd, offset, nbytes in ranges:
+        for part in ranges:
+            fd, offset, nbytes = part.fd, part.offset, part.nbytes
             while nbytes:
                 try:
                     sent = os.sendfile(self._sock.fileno(), fd, offset, nbytes)

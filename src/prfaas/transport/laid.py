@@ -1,9 +1,13 @@
-"""Buffers laid end to end, addressed as one, in memory and (where they are a file's) on file."""
+"""Buffers laid end to end, addressed as one, in memory and (where they are a file's) on file.
+
+Most segments lie in one buffer, and there may be tens of thousands: that case is kept cheap.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,73 +20,81 @@ class FileSlice(NamedTuple):
     offset: int  # where the view begins in the file
 
 
-class FileRange(NamedTuple):
+@dataclass(slots=True)
+class FileRange:
     fd: int
     offset: int
     nbytes: int
 
 
 class Laid:
-    """A segment's bytes, in one view or (as in pages) in several. Most have one: that is cheap."""
-
     __slots__ = ("_files", "_starts", "_views")
 
+    _files: Sequence[FileSlice]  # empty unless all parts are a file's
+    _starts: Sequence[int]
+    _views: Sequence[memoryview]
+
     def __init__(self, name: str, nbytes: int, parts: Sequence[memoryview | FileSlice]) -> None:
-        views = [part.view if isinstance(part, FileSlice) else part for part in parts]
-        self._files = [part for part in parts if isinstance(part, FileSlice)]
-        if len(self._files) != len(parts):
-            self._files = []  # some bytes are in memory only: all are sent from there
-        if len(views) == 1:
-            held = views[0].nbytes
+        if len(parts) == 1:
+            part = parts[0]
+            if type(part) is FileSlice:
+                self._files, view = (part,), part.view
+            else:
+                assert isinstance(part, memoryview)
+                self._files, view = (), part
+            self._views = (view if view.format == "B" and view.ndim == 1 else view.cast("B"),)
+            held = view.nbytes
         else:
+            views = [part.view if isinstance(part, FileSlice) else part for part in parts]
+            self._views = [view.cast("B") for view in views]
             self._starts = list(accumulate((view.nbytes for view in views), initial=0))
+            files = [part for part in parts if isinstance(part, FileSlice)]
+            self._files = files if len(files) == len(parts) else ()
             held = self._starts[-1]
         assert held == nbytes, f"{name}: {nbytes} bytes announced, buffers of {held} given"
-        self._views = [view.cast("B") for view in views]
+
+    @property
+    def on_file(self) -> bool:
+        return bool(self._files)
 
     def slices(self, offset: int, nbytes: int) -> list[memoryview]:
         """[offset, offset + nbytes), in as many views as it takes."""
-        views = self._views
-        if len(views) == 1:
-            view = views[0]
+        if len(self._views) == 1:
+            view = self._views[0]
             return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
-        index = bisect_right(self._starts, offset) - 1
-        found = []
-        while nbytes:
-            within = offset - self._starts[index]
-            taken = min(nbytes, views[index].nbytes - within)
-            found.append(views[index][within : within + taken])
-            offset += taken
-            nbytes -= taken
-            index += 1
-        return found
+        return [
+            self._views[index][within : within + taken]
+            for index, within, taken in self._spread(offset, nbytes)
+        ]
 
-    def file_ranges(self, offset: int, nbytes: int) -> list[FileRange]:
-        """The same bytes on file; empty where they are in memory only."""
-        if not self._files:
-            return []
+    def add_ranges(self, offset: int, nbytes: int, ranges: list[FileRange]) -> None:
+        """The same bytes on file, appended; neighbours in the file become one range."""
         if len(self._files) == 1:
             file = self._files[0]
-            return [FileRange(file.fd, file.offset + offset, nbytes)]
+            _append(ranges, file.fd, file.offset + offset, nbytes)
+            return
+        for index, within, taken in self._spread(offset, nbytes):
+            file = self._files[index]
+            _append(ranges, file.fd, file.offset + within, taken)
+
+    def _spread(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """Which parts, from where in each, how many bytes."""
         index = bisect_right(self._starts, offset) - 1
         found = []
         while nbytes:
-            file = self._files[index]
             within = offset - self._starts[index]
-            taken = min(nbytes, file.view.nbytes - within)
-            found.append(FileRange(file.fd, file.offset + within, taken))
+            taken = min(nbytes, self._views[index].nbytes - within)
+            found.append((index, within, taken))
             offset += taken
             nbytes -= taken
             index += 1
         return found
 
 
-def joined(ranges: list[FileRange], more: list[FileRange]) -> None:
-    """Appends `more`; what lies next to each other in the file becomes one range."""
-    for item in more:
-        if ranges:
-            last = ranges[-1]
-            if (last.fd, last.offset + last.nbytes) == (item.fd, item.offset):
-                ranges[-1] = FileRange(last.fd, last.offset, last.nbytes + item.nbytes)
-                continue
-        ranges.append(item)
+def _append(ranges: list[FileRange], fd: int, offset: int, nbytes: int) -> None:
+    if ranges:
+        last = ranges[-1]
+        if last.offset + last.nbytes == offset and last.fd == fd:
+            last.nbytes += nbytes
+            return
+    ranges.append(FileRange(fd, offset, nbytes))

@@ -69,7 +69,7 @@ class LinkOptions:
     connections: int = 4
     frame_bytes: int = 4 << 20  # at most; a connection that is slow sends smaller ones
     quantum_bytes: int = 1 << 20  # what is acknowledged, and sent again, as a whole
-    checksums: bool = True
+    checksums: bool = True  # of payloads; TLS authenticates every byte, and goes without
     rate_bps: float | None = None  # pacing; None: as fast as it goes
     in_flight_bytes: int = 256 << 20  # sent and not yet acknowledged
     connect_s: float = 5.0
@@ -134,6 +134,11 @@ class Transfer:
         return self._outgoing.done
 
     @property
+    def opened(self) -> bool:
+        """The receiver has accepted the manifest; bytes may flow."""
+        return self._outgoing.opened
+
+    @property
     def acknowledged_bytes(self) -> int:
         return self._outgoing.acknowledged_bytes
 
@@ -177,6 +182,7 @@ class Link:
             probe_s=self.options.probe_s,
         )
         self._tls = tls
+        self.checksums = self.options.checksums and tls is None
         self._budget = budget or ConnectionBudget(self.options.connections - 1)
         self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
         self._lock = threading.Lock()  # of the set below
@@ -416,7 +422,7 @@ class _Connection:
                         sequence=frame.sequence,
                         transfer_id=transfer.transfer_id,
                         auth=transfer.auth,
-                        checked=self._link.options.checksums,
+                        checked=self._link.checksums,
                     )
                     by_file = bool(frame.ranges) and channel.can_send_files
                     began_s = self._link.clock.now()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from prfaas.transport.laid import FileRange, FileSlice, Laid, joined
+from prfaas.transport.laid import FileRange, FileSlice, Laid
 from prfaas.transport.messages import Manifest
 from prfaas.transport.wire import MAX_PIECES, Codec, Piece
 
@@ -88,10 +88,9 @@ class Outgoing:
             self._pending.popleft()
             pieces.append(piece)
             views += found
+            on_file = on_file and laid.on_file
             if on_file:
-                there = laid.file_ranges(piece.offset, piece.raw_bytes)
-                on_file = bool(there)
-                joined(ranges, there)
+                laid.add_ranges(piece.offset, piece.raw_bytes, ranges)
             nbytes += piece.raw_bytes
         frame = OutgoingFrame(self._next_sequence, pieces, views, ranges if on_file else [], nbytes)
         self._next_sequence += 1
