@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, WireError
@@ -330,23 +331,23 @@ class _Session:
 
     def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
         """Where the payload goes: the owner's buffers, or scratch for what came before."""
+        if len(claims.mine) == len(pieces):
+            return list(chain.from_iterable(filter(None, claims.targets)))
         drained = sum(
             piece.wire_bytes
             for piece, target in zip(pieces, claims.targets, strict=True)
             if target is None
         )
-        scratch = self._scratch_of(drained) if drained else None
+        self._arrivals.drained(drained)
+        scratch = self._scratch_of(drained)
         views: list[memoryview] = []
         at = 0
         for piece, target in zip(pieces, claims.targets, strict=True):
             if target is not None:
                 views += target
             else:
-                assert scratch is not None
                 views.append(scratch[at : at + piece.wire_bytes])
                 at += piece.wire_bytes
-        if drained:
-            self._arrivals.drained(drained)
         return views
 
     def _measured(self, header: Header) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _HEADER = struct.Struct("<4sBBHIIQ16s16sQ")
 _COVERED_BYTES = HEADER_BYTES - 8  # the header up to its checksum
 _PIECE = struct.Struct("<IB3xQII")
 assert _HEADER.size == HEADER_BYTES and _PIECE.size == PIECE_BYTES
+
+_WIRE_BYTES = operator.itemgetter(4)  # of a Piece
 
 NO_TRANSFER = bytes(16)
 CHECKED = 1  # flag: `checksum` is set; without it the network is trusted, as a bare peer would
@@ -159,7 +162,7 @@ def encode_data(
 ) -> bytearray:
     """Header and table of a DATA frame; the payload's own buffers follow it on the wire."""
     table_bytes = len(pieces) * PIECE_BYTES
-    body_bytes = table_bytes + sum(piece.wire_bytes for piece in pieces)
+    body_bytes = table_bytes + sum(map(_WIRE_BYTES, pieces))
     head = bytearray(HEADER_BYTES + table_bytes)
     # One call for the whole table: frames of small segments have hundreds of pieces.
     struct.pack_into(
