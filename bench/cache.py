@@ -22,12 +22,14 @@ import click
 from prfaas.cache.arena import choose_layout
 from prfaas.cache.block_pool import Eviction
 from prfaas.cache.checkpoints import checkpoint_policy
-from prfaas.cache.eviction import LRU, CostAware
+from prfaas.cache.eviction import LRU, CostAware, PrefillSeconds
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.replay import TRACE_BLOCK_TOKENS, Replayed, TraceRow, read_trace, replay
+from prfaas.catalog import Catalog
 from prfaas.errors import InputError
-from prfaas.kvspec import MLA, KVSpec, Linear, build_spec
+from prfaas.kvspec import KVSpec
+from prfaas.planner.problem import prefill_profile
 
 FRACTIONS = (0.25, 0.10, 0.05)
 # name -> (checkpoints, eviction); the first is the product's default, the last the baseline.
@@ -39,33 +41,26 @@ POLICIES = {
 }
 
 
-def spec_for(model_name: str) -> KVSpec:
-    """KV geometry of a KDA:MLA model: layers, heads and dimensions as published."""
-    mla_layers, kda_layers, kda_heads = {
-        "case-study-1t": (15, 42, 64),
-        "kimi-linear-48b-a3b": (7, 20, 32),
-    }.get(model_name, (0, 0, 0))
-    if not mla_layers:
+def spec_for(model: str) -> KVSpec:
+    return Catalog.builtin().model(model).spec()
+
+
+def prefill_cost(model: str) -> PrefillSeconds:
+    """What a cached prefix saves, by the model's profile on 8 x H200; the tokens after a prefix pay
+    for attention to it. Only ratios matter to the policy, so the constant part is left out."""
+    catalog = Catalog.builtin()
+    record = catalog.profile(model, "h200", 8)
+    if record is None:
         raise InputError(
-            f"unknown model {model_name!r}", fix="use case-study-1t or kimi-linear-48b-a3b"
+            f"no prefill profile of {model!r} on 8 x h200", fix="use --evict lru, or add one"
         )
-    mla = MLA(tuple(range(mla_layers)), kv_lora_rank=512, rope_dim=64)
-    kda = Linear(
-        tuple(range(mla_layers, mla_layers + kda_layers)),
-        k_heads=kda_heads,
-        v_heads=kda_heads,
-        k_dim=128,
-        v_dim=128,
-        conv_kernel=4,
-    )
-    return build_spec((mla, kda))
+    linear_s, quadratic_s = prefill_profile(catalog, record).marginal
 
+    def seconds(new_tokens: int, cached_tokens: int) -> float:
+        total = cached_tokens + new_tokens
+        return linear_s * new_tokens + quadratic_s * (total**2 - cached_tokens**2)
 
-def prefill_seconds(new_tokens: int, cached_tokens: int) -> float:
-    """The paper's 1T hybrid on 8 x H200 (fit of Table 5), without the constant part: the tokens
-    after a cached prefix pay for attention to it. Only ratios matter to the policy."""
-    total = cached_tokens + new_tokens
-    return 4.272e-5 * new_tokens + 8.67e-11 * (total**2 - cached_tokens**2)
+    return seconds
 
 
 def run_replay(
@@ -76,7 +71,7 @@ def run_replay(
     layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
     eviction: Eviction = LRU()
     if evict == "cost":
-        eviction = CostAware(rules_for(spec), layout, TRACE_BLOCK_TOKENS, prefill_seconds)
+        eviction = CostAware(rules_for(spec), layout, TRACE_BLOCK_TOKENS, prefill_cost(model))
     pool = HybridPrefixPool(
         spec,
         TRACE_BLOCK_TOKENS,

@@ -42,7 +42,7 @@ class _Curve:
         at_points = self.trend(new)
         if not np.all(np.diff(at_points) > 0):
             # The same time at every length: any rising coordinate will do.
-            self._coefficients = np.array([1.0, 1.0 / new[-1], 0.0])
+            self.coefficients = np.array([1.0, 1.0 / new[-1], 0.0])
             at_points = self.trend(new)
         self._low, self._high = at_points[0], at_points[-1]
         self._seconds_low, self._seconds_high = seconds[0], seconds[-1]
@@ -52,10 +52,10 @@ class _Curve:
     @property
     def quadratic_s(self) -> float:
         """Seconds per token squared: the attention term."""
-        return float(self._coefficients[2])
+        return float(self.coefficients[2])
 
     def trend(self, new: Array) -> Array:
-        constant, linear, quadratic = self._coefficients
+        constant, linear, quadratic = self.coefficients
         return np.asarray(constant + new * (linear + new * quadratic))
 
     def __call__(self, new: Array) -> Array:
@@ -74,7 +74,7 @@ class _Curve:
         relative, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
         coefficients = np.zeros(3)
         coefficients[: len(relative)] = relative / scale ** np.arange(len(relative))
-        self._coefficients = coefficients
+        self.coefficients = coefficients
 
 
 class PrefillProfile:
@@ -114,6 +114,13 @@ class PrefillProfile:
     def measured_cached(self) -> int:
         """Longest cached prefix measured."""
         return int(self._cached[-1])
+
+    @property
+    def marginal(self) -> tuple[float, float]:
+        """Seconds per token and per token squared of the fitted trend: what one more token costs,
+        the constant part left out."""
+        _, linear, quadratic = self._curves[0].coefficients
+        return float(linear), float(quadratic)
 
     def seconds(self, new: Array | float, cached: Array | float = 0.0) -> Array:
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
