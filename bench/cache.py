@@ -25,8 +25,9 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU, CostAware, PrefillSeconds
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import TRACE_BLOCK_TOKENS, Replayed, TraceRow, read_trace, replay
+from prfaas.cache.replay import Replayed, replay
 from prfaas.catalog import Catalog
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.problem import prefill_profile

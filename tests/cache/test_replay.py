@@ -15,7 +15,8 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU
 from prfaas.cache.groups import unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import TRACE_BLOCK_TOKENS, Replayed, TraceRow, read_trace, replay
+from prfaas.cache.replay import Replayed, replay
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from tests.cache.builders import SPECS
 
@@ -32,7 +33,7 @@ KEYS = {
 
 def row(ids: list[int], tail: int = 0, at_ms: int = 0) -> TraceRow:
     whole = len(ids) - (tail > 0)
-    return TraceRow(at_ms, whole * TRACE_BLOCK_TOKENS + tail, ids)
+    return TraceRow(at_ms, whole * TRACE_BLOCK_TOKENS + tail, 5, ids)
 
 
 def pool(checkpoints: str = "default", pages: int | None = None) -> HybridPrefixPool:
@@ -129,39 +130,7 @@ def write(path: Path, rows: list[TraceRow]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.xz"])
-def test_traces_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
-    rows = conversations(5)
-    read = list(read_trace(write(tmp_path / name, rows)))
-    assert [(r.timestamp, r.input_length, r.hash_ids) for r in read] == [
-        (r.timestamp, r.input_length, r.hash_ids) for r in rows
-    ]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "nonsense",
-        '{"timestamp": 1}',
-        '{"timestamp": 0, "input_length": 1000, "hash_ids": [1]}',
-        '{"timestamp": 0, "input_length": 0, "hash_ids": []}',
-        '{"timestamp": 0, "input_length": 5, "hash_ids": [-1]}',
-    ],
-)
-def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n\n' + line + "\n")
-    with pytest.raises(InputError, match=r"t.jsonl: line 3"):
-        list(read_trace(path))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
-        list(read_trace(tmp_path / "missing.jsonl"))
-    broken = tmp_path / "broken.jsonl.xz"
-    broken.write_bytes(b"not xz at all")
-    with pytest.raises(InputError, match="cannot be read"):
-        list(read_trace(broken))
+def test_a_trace_without_rows() -> None:
     with pytest.raises(InputError, match="no rows"):
         replay([], pool())
 

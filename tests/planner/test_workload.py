@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
+from prfaas.config.trace import parse_rows
 from prfaas.errors import InputError
 from prfaas.planner.workload import (
     Part,
@@ -13,7 +14,7 @@ from prfaas.planner.workload import (
     empirical,
     lognormal,
     mixture,
-    parse_mooncake,
+    uncached,
 )
 
 
@@ -88,7 +89,7 @@ def test_uncached_lengths_of_a_trace() -> None:
         row(600, [7, 2]),  # block 2 is known, but only behind block 1: a run starts at the start
         "",
     ]
-    assert parse_mooncake(lines, 512) == [
+    assert uncached(parse_rows(lines, 512), 512) == [
         TraceRequest(1300, 0, 10),
         TraceRequest(176, 1024, 10),
         TraceRequest(388, 512, 10),
@@ -106,24 +107,6 @@ def test_an_empirical_workload_is_the_trace() -> None:
     assert empirical([TraceRequest(1, 0, 5)], output_tokens=80).output_tokens == 80
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[]", "line 2: .*each line needs timestamp"),
-        ('{"timestamp": 0}', "line 2: .*input_length.*each line needs"),
-        (row(0, []), "line 2: input_length is 0"),
-        (row(-5, []), "line 2: input_length is -5"),
-        (row(10, [], output=0), "line 2: output_length is 0"),
-        (row(512, [1, 2]), "line 2: 2 hash_ids for 512 tokens; .*block_tokens = 512"),
-        ('{"timestamp":0,"input_length":"9","output_length":1,"hash_ids":[]}', "line 2: .*`int`"),
-    ],
-)
-def test_a_bad_line_is_named(line: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_mooncake([row(10, []), line], 512)
-
-
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(InputError, match="no request"):
-        parse_mooncake(["", "  "], 512)
+        uncached([], 512)

@@ -6,33 +6,13 @@ each request is committed before the next arrives, as a cache in front of a fast
 
 from __future__ import annotations
 
-import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from prfaas.cache.pool import HybridPrefixPool
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, known_blocks
 from prfaas.errors import InputError
 from prfaas.types import BlockHash, NotNow
-
-TRACE_BLOCK_TOKENS = 512
-
-
-class TraceRow(msgspec.Struct, frozen=True):
-    """One request of a Mooncake trace."""
-
-    timestamp: float  # ms
-    input_length: int
-    hash_ids: list[int]
-    output_length: int = 0
-
-    @property
-    def hashes(self) -> tuple[BlockHash, ...]:
-        """Of whole blocks only: the last id often names a partial one, which no cache keeps."""
-        whole = self.input_length // TRACE_BLOCK_TOKENS
-        return tuple(BlockHash(i.to_bytes(8, "big")) for i in self.hash_ids[:whole])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +35,6 @@ class Replayed:
         return self.ideal_tokens / self.input_tokens
 
 
-def read_trace(path: Path) -> Iterator[TraceRow]:
-    """Rows of a `.jsonl` or `.jsonl.xz` file, in its order."""
-    decoder = msgspec.json.Decoder(TraceRow)
-    try:
-        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = decoder.decode(line)
-                except msgspec.MsgspecError as error:
-                    raise InputError(str(error), file=path, where=f"line {number}") from None
-                blocks = -(-row.input_length // TRACE_BLOCK_TOKENS)
-                if row.input_length < 1 or len(row.hash_ids) != blocks or min(row.hash_ids) < 0:
-                    raise InputError(
-                        f"{len(row.hash_ids)} block ids for {row.input_length} tokens",
-                        file=path,
-                        where=f"line {number}",
-                        fix=f"one id of 0 or more per {TRACE_BLOCK_TOKENS} tokens is needed",
-                    )
-                yield row
-    except (OSError, lzma.LZMAError, EOFError) as error:
-        raise InputError(f"cannot be read: {error}", file=path) from None
-
-
 def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
     """Runs every row through the pool: reserve, commit, release. A prompt that does not fit is
     served from what is cached and leaves nothing behind."""
@@ -90,8 +45,9 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
     for row in rows:
         now = row.timestamp / 1e3
         input_tokens += row.input_length
-        ideal_tokens += _ideal(row, seen)
-        hashes = row.hashes
+        known_tokens = known_blocks(row, seen) * TRACE_BLOCK_TOKENS
+        ideal_tokens += min(known_tokens, row.input_length)
+        hashes = block_hashes(row)
         calls += 1
         if not hashes:
             continue
@@ -123,9 +79,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
     )
 
 
-def _ideal(row: TraceRow, seen: set[int]) -> int:
-    run = 0
-    while run < len(row.hash_ids) and row.hash_ids[run] in seen:
-        run += 1
-    seen.update(row.hash_ids)
-    return min(run * TRACE_BLOCK_TOKENS, row.input_length)
+def block_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
+    """Of whole blocks only: the last id often names a partial one, which no cache keeps."""
+    whole = row.input_length // TRACE_BLOCK_TOKENS
+    return tuple(BlockHash(i.to_bytes(8, "big")) for i in row.hash_ids[:whole])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ from prfaas.catalog.hf_config import ConfigGeometry, geometry_of
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
 from prfaas.config.strict import read_text
+from prfaas.config.trace import read_trace
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
 from prfaas.planner.curves import Reading
 from prfaas.planner.plan import Plan, Planner
 from prfaas.planner.problem import Problem, build_problem
-from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, parse_mooncake
+from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached
 
 
 class Study:
@@ -95,23 +95,11 @@ class Study:
                 return mixture(parts, output_tokens=output)
         path = self._file.parent / section.path
         try:
-            requests = parse_mooncake(read_lines(path), section.block_tokens)
+            rows = read_trace(path, section.block_tokens)
+            requests = uncached(rows, section.block_tokens)
         except InputError as error:
             raise error.in_file(path) from None
         return empirical(requests, output_tokens=section.output_tokens)
-
-
-def read_lines(path: Path) -> list[str]:
-    """Text lines of a plain or .xz file."""
-    if path.suffix != ".xz":
-        return read_text(path).splitlines()
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") as stream:
-            return stream.read().splitlines()
-    except FileNotFoundError:
-        raise InputError("no such file", file=path, fix="check the path") from None
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError):
-        raise InputError("is not an intact .xz text file", file=path) from None
 
 
 def read_hf_config(path: Path) -> ConfigGeometry:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
+from prfaas.config.trace import TraceRow, known_blocks
 from prfaas.errors import InputError
 
 Array = npt.NDArray[np.float64]
@@ -100,61 +100,18 @@ def empirical(requests: Sequence[TraceRequest], *, output_tokens: float | None =
     return Workload(table[:, 0], table[:, 1], weight, mean, variance / mean**2)
 
 
-class _Row(msgspec.Struct):
-    """One line of a Mooncake-format trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-
-
-def parse_mooncake(lines: Iterable[str], block_tokens: int) -> list[TraceRequest]:
-    """Uncached lengths of a Mooncake-format trace: each prompt is matched against all earlier ones
-    (an infinite cache, the longest contiguous run of known block ids from the start). At least one
-    token is always computed."""
-    decoder = msgspec.json.Decoder(_Row)
+def uncached(rows: Iterable[TraceRow], block_tokens: int) -> list[TraceRequest]:
+    """Uncached lengths of a trace: each prompt is matched against all earlier ones (an infinite
+    cache, the longest contiguous run of known blocks from the start). At least one token is always
+    computed."""
     seen: set[int] = set()
     requests = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _checked_row(decoder, line, number, block_tokens)
-        run = 0
-        for block in row.hash_ids:
-            if block not in seen:
-                break
-            run += 1
-        seen.update(row.hash_ids)
-        cached = min(run * block_tokens, row.input_length - 1)
+    for row in rows:
+        cached = min(known_blocks(row, seen) * block_tokens, row.input_length - 1)
         requests.append(TraceRequest(row.input_length - cached, cached, row.output_length))
     if not requests:
         raise InputError("the trace holds no request")
     return requests
-
-
-def _checked_row(
-    decoder: msgspec.json.Decoder[_Row], line: str, number: int, block_tokens: int
-) -> _Row:
-    where = f"line {number}"
-    try:
-        row = decoder.decode(line)
-    except msgspec.ValidationError as error:
-        fix = "each line needs timestamp, input_length, output_length, hash_ids"
-        raise InputError(str(error).replace("$.", ""), where=where, fix=fix) from None
-    except msgspec.DecodeError as error:
-        raise InputError(f"not JSON: {error}", where=where, fix="mend or remove it") from None
-    if row.input_length < 1:
-        raise InputError(f"input_length is {row.input_length}", where=where, fix="must be >= 1")
-    if row.output_length < 1:
-        raise InputError(f"output_length is {row.output_length}", where=where, fix="must be >= 1")
-    if len(row.hash_ids) > -(-row.input_length // block_tokens):
-        raise InputError(
-            f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens",
-            where=where,
-            fix=f"one id covers block_tokens = {block_tokens} tokens; set it to the trace's own",
-        )
-    return row
 
 
 def _lognormal_atoms(mu: float, sigma: float, low: int, high: int) -> tuple[Array, Array]:
