@@ -20,9 +20,12 @@ def test_slices_of_views_laid_end_to_end(sizes: list[int], data: st.DataObject) 
     assert b"".join(laid.slices(offset, nbytes)) == whole[offset : offset + nbytes]
 
 
-def test_wider_items_are_bytes_all_the_same() -> None:
+def test_views_are_of_bytes() -> None:
     numbers = memoryview(bytearray(range(16))).cast("I")
-    assert bytes(Laid("x", 16, [numbers]).slices(3, 2)[0]) == bytes([3, 4])
+    for parts in ([numbers], [numbers[:2], numbers[2:]]):
+        with pytest.raises(AssertionError, match="cast them to bytes"):
+            Laid("x", 16, parts)
+    assert bytes(Laid("x", 16, [numbers.cast("B")]).slices(3, 2)[0]) == bytes([3, 4])
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.data())

@@ -27,7 +27,8 @@ class Receiver(Protocol):
     while a lock is held; must not block for long."""
 
     def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview]] | str:
-        """For each segment, writable views that together hold exactly its bytes; or why not."""
+        """For each segment, writable views of bytes that together hold exactly its bytes; or why
+        not."""
 
     def committed(self) -> None:
         """Every byte of every segment is in place and verified; nobody writes any more."""

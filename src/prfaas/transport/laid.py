@@ -28,39 +28,41 @@ class FileRange:
 
 
 class Laid:
-    __slots__ = ("_files", "_starts", "_views")
+    """Views must be of bytes."""
 
-    _files: Sequence[FileSlice]  # empty unless all parts are a file's
-    _starts: Sequence[int]
-    _views: Sequence[memoryview]
+    __slots__ = ("_file", "_files", "_starts", "_view", "_views")
 
     def __init__(self, name: str, nbytes: int, parts: Sequence[memoryview | FileSlice]) -> None:
+        self._file: FileSlice | None = None
+        self._view: memoryview | None = None
         if len(parts) == 1:
             part = parts[0]
             if type(part) is FileSlice:
-                self._files, view = (part,), part.view
+                self._file = part
+                self._view = part.view
             else:
                 assert isinstance(part, memoryview)
-                self._files, view = (), part
-            self._views = (view if view.format == "B" and view.ndim == 1 else view.cast("B"),)
-            held = view.nbytes
+                self._view = part
+            held, item_bytes = self._view.nbytes, self._view.itemsize
         else:
-            views = [part.view if isinstance(part, FileSlice) else part for part in parts]
-            self._views = [view.cast("B") for view in views]
-            self._starts = list(accumulate((view.nbytes for view in views), initial=0))
+            self._views = [part.view if isinstance(part, FileSlice) else part for part in parts]
+            self._starts = list(accumulate((view.nbytes for view in self._views), initial=0))
             files = [part for part in parts if isinstance(part, FileSlice)]
-            self._files = files if len(files) == len(parts) else ()
+            self._files = files if len(files) == len(parts) else []
             held = self._starts[-1]
+            item_bytes = max((view.itemsize for view in self._views), default=1)
+        assert item_bytes == 1, f"{name}: views of {item_bytes}-byte items; cast them to bytes"
         assert held == nbytes, f"{name}: {nbytes} bytes announced, buffers of {held} given"
 
     @property
     def on_file(self) -> bool:
-        return bool(self._files)
+        """Whether all of it is a file's."""
+        return self._file is not None or (self._view is None and bool(self._files))
 
     def slices(self, offset: int, nbytes: int) -> list[memoryview]:
         """[offset, offset + nbytes), in as many views as it takes."""
-        if len(self._views) == 1:
-            view = self._views[0]
+        view = self._view
+        if view is not None:
             return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
         return [
             self._views[index][within : within + taken]
@@ -69,9 +71,8 @@ class Laid:
 
     def add_ranges(self, offset: int, nbytes: int, ranges: list[FileRange]) -> None:
         """The same bytes on file, appended; neighbours in the file become one range."""
-        if len(self._files) == 1:
-            file = self._files[0]
-            _append(ranges, file.fd, file.offset + offset, nbytes)
+        if self._file is not None:
+            _append(ranges, self._file.fd, self._file.offset + offset, nbytes)
             return
         for index, within, taken in self._spread(offset, nbytes):
             file = self._files[index]

@@ -59,17 +59,18 @@ class Outgoing:
     def ready(self, segments: Mapping[str, Sequence[memoryview | FileSlice]]) -> None:
         """These segments' bytes are final, and stay so until the transfer is done."""
         quantum, announced = self.manifest.quantum_bytes, self.manifest.segments
+        pending, none = self._pending, int(Codec.NONE)
         for name, views in segments.items():
             index = self._index[name]
             nbytes = announced[index].nbytes
             assert index not in self._views, f"{name} was ready before"
             self._views[index] = Laid(name, nbytes, views)
             if nbytes <= quantum:
-                self._pending.append(Piece(index, Codec.NONE, 0, nbytes, nbytes))
+                pending.append(Piece(index, none, 0, nbytes, nbytes))
             else:
                 for offset in range(0, nbytes, quantum):
                     size = min(quantum, nbytes - offset)
-                    self._pending.append(Piece(index, Codec.NONE, offset, size, size))
+                    pending.append(Piece(index, none, offset, size, size))
             self.pending_bytes += nbytes
 
     def next_frame(self, frame_bytes: int) -> OutgoingFrame:
