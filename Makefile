@@ -45,8 +45,13 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# TRACE=conversation.jsonl.xz adds the cache's hit rates on that trace.
 bench: setup
-	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
+	$(BIN)/prfaas bench planner
+	$(BIN)/prfaas bench transport --rounds 3
+	$(BIN)/prfaas bench wan
+	$(BIN)/prfaas bench index
+	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 
 FRAMES ?= 1000000
 fuzz: setup

@@ -48,6 +48,11 @@ def test_a_quadratic_is_recovered_also_beyond_its_points(a: float, b: float, c: 
         assert float(curve.seconds(n)) == pytest.approx(true(n), rel=1e-6)
 
 
+def test_what_one_more_token_costs() -> None:
+    curve = profile([(n, 0.5 + 2e-5 * n + 3e-10 * n * n) for n in (1000, 8000, 30_000)])
+    assert curve.marginal == pytest.approx((2e-5, 3e-10), rel=1e-6)
+
+
 def test_extrapolation_is_flagged() -> None:
     curve = profile(TABLE_5)
     new = np.array([1000, 1024, 50_000, 130_000, 130_001])
