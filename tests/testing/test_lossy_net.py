@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from prfaas.testing import netns
 from prfaas.testing.lossy_net import LossyNet
 from prfaas.testing.netns import NetworkError, add_namespace, inside, why_not
+from tests.waiting import wait_until
 
 TIMEOUT_S = 30.0
 MIB = 1024 * 1024
@@ -216,10 +217,3 @@ def same(name: str, net: LossyNet) -> bool:
 
 def children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.005)

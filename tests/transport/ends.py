@@ -16,8 +16,7 @@ from prfaas.transport.link import Link, Transfer
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.types import Grant
-
-PATIENCE_S = 30.0  # how long a test waits for what must happen; never how long it takes
+from tests.waiting import PATIENCE_S
 
 
 class Owner:

@@ -30,7 +30,6 @@ from prfaas.transport.wire import (
     parse_sequences,
 )
 from tests.transport.ends import (
-    PATIENCE_S,
     Owner,
     expect,
     grant_for,
@@ -40,6 +39,7 @@ from tests.transport.ends import (
     send,
 )
 from tests.transport.proxy import Proxy
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 FRAMES = LinkOptions(
@@ -232,8 +232,7 @@ def test_the_receiver_is_killed() -> None:
                 transfer = link.open(grant, {n: len(c) for n, c in CONTENTS.items()})
                 first = next(iter(CONTENTS))
                 transfer.ready(first, memoryview(CONTENTS[first]))
-                while transfer.acknowledged_bytes == 0:  # it has begun
-                    assert not transfer.done.done()
+                wait_until(lambda: transfer.acknowledged_bytes > 0)  # it has begun
                 process.kill()
                 with pytest.raises(TransferFailed, match="nothing acknowledged for 8 s"):
                     transfer.done.result(PATIENCE_S)

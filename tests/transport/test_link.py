@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from prfaas.transport.grants import new_grant
 from prfaas.transport.link import MIGRATION, ConnectionBudget, Link, LinkOptions
 from prfaas.transport.listener import Listener
 from tests.transport.ends import (
-    PATIENCE_S,
     Owner,
     expect,
     grant_for,
@@ -22,6 +20,7 @@ from tests.transport.ends import (
     segments,
     send,
 )
+from tests.waiting import PATIENCE_S, wait_until
 
 SMALL = LinkOptions(connections=3, frame_bytes=64 << 10, quantum_bytes=16 << 10)
 
@@ -72,8 +71,7 @@ def test_segments_leave_as_they_become_ready_in_any_order() -> None:
         for name in reversed(list(contents)[1:]):
             transfer.ready(name, memoryview(contents[name])[:7], memoryview(contents[name])[7:])
         missing = next(iter(contents))
-        while transfer.acknowledged_bytes < 19 * 50_000:
-            assert not transfer.done.done()
+        wait_until(lambda: transfer.acknowledged_bytes == 19 * 50_000)
         assert transfer.opened
         assert not owner.over.is_set()
         assert not transfer.done.done()
@@ -226,12 +224,7 @@ def test_a_link_without_work_keeps_no_connection() -> None:
     options = LinkOptions(connections=2, idle_s=0.2)
     with Listener() as listener, Link(listener.address, options=options) as link:
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
-        deadline = threading.Event()
-        for _ in range(int(PATIENCE_S / 0.05)):
-            if link.stats().connections == 0:
-                break
-            deadline.wait(0.05)
-        assert link.stats().connections == 0
+        wait_until(lambda: link.stats().connections == 0)
         # and makes a new one when there is work again
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
 

@@ -13,8 +13,9 @@ from prfaas.transport.certs import CertificateSet, make_certificates
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
-from tests.transport.ends import PATIENCE_S, Owner, expect, nothing_leaks, segments, send
+from tests.transport.ends import Owner, expect, nothing_leaks, segments, send
 from tests.transport.proxy import Proxy
+from tests.waiting import PATIENCE_S
 
 CONTENTS = segments(2_000_000, 1, 70_000, 16_384, 300_000)
 OPTIONS = LinkOptions(connections=3, frame_bytes=150_000, quantum_bytes=50_000, open_s=3)

@@ -13,7 +13,8 @@ from prfaas.testing.lossy_net import LossyNet
 from prfaas.testing.netns import why_not
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener
-from tests.transport.ends import PATIENCE_S, Owner, expect, segments, send
+from tests.transport.ends import Owner, expect, segments, send
+from tests.waiting import PATIENCE_S
 
 RATE_BPS = 100e6
 REPORT_S = 0.25

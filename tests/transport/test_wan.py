@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +16,7 @@ from prfaas.transport.address import Address
 from prfaas.transport.wan import Relay, describe
 from prfaas.transport.wan_path import Conditions, Recurring
 from tests.transport.wan_peers import TIMEOUT_S, receive, reset, turned_away, wan, was_reset
+from tests.waiting import wait_until
 
 MIB = 1024 * 1024
 
@@ -345,10 +345,3 @@ def take_all(sock: socket.socket) -> bytes:
 
 def wait_for_connections(relay: Relay, count: int) -> None:
     wait_until(lambda: relay.stats.connections == count)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.002)

@@ -379,16 +379,17 @@ class _Connection:
         self._heard_s = worked_s = clock.now()
         while not self._link.closing.is_set():
             now = clock.now()
+            self.idle = True  # before looking: work that comes after the look then pokes us
             work = self._departures.take(now, self._frame_size.nbytes)
             if isinstance(work, Nothing):
-                self.idle = True
-                readable = channel.wait(min(work.wait_s, TICK_S) if not self._sent else TICK_S)
+                readable = channel.wait(min(work.wait_s, TICK_S))
                 self.idle = False
                 if now - worked_s >= options.idle_s and not self._sent:
                     if not self._departures.busy:
                         return
                     worked_s = now
             else:
+                self.idle = False
                 worked_s = now
                 self._send(channel, work)
                 self._link.wake()  # there may be more than one connection can carry

@@ -1,0 +1,15 @@
+"""Waiting for a condition that has no event to wait on. Bounded; never a fixed pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 30.0  # how long a test waits for what must happen; never how long it takes
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until_s, "it never came true"
+        time.sleep(0.002)
