@@ -504,6 +504,16 @@ def test_connections_are_bounded() -> None:
             delivered(listener, listener.address)
 
 
+def test_closing_while_connections_come_in() -> None:
+    with nothing_leaks():
+        for _ in range(20):
+            listener = Listener()
+            peers = [socket.create_connection(listener.address) for _ in range(3)]
+            listener.close()
+            for peer in peers:
+                peer.close()
+
+
 def test_measurements_are_bounded() -> None:
     options = ListenerOptions(measure_bytes_per_minute=100_000)
     with Listener(options=options) as listener, Raw(listener) as peer:

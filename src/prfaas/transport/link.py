@@ -253,13 +253,13 @@ class Link:
     def close(self) -> None:
         """Fails what is under way and waits for every thread. Idempotent."""
         self.closing.set()
+        self._keeper.join(timeout=2 * TICK_S + 1)  # it makes connections: none come after it
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             connection.hang_up()
         for connection in connections:
             connection.thread.join(timeout=self.options.connect_s + self.options.silence_s)
-        self._keeper.join(timeout=2 * TICK_S + 1)
         self.departures.fail_all("link closed")
 
     def connect(self) -> Channel:

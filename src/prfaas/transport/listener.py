@@ -108,13 +108,18 @@ class Listener:
         """Ends every transfer and waits for every thread. Idempotent."""
         self._closing.set()
         self._server.close()
-        with self._lock:
-            sockets, threads = list(self._sockets), list(self._threads)
-        for sock in sockets:
-            _hang_up(sock)
-        for thread in threads:
-            if thread is not threading.current_thread():
+        stuck = False
+        while not stuck:  # a connection may still have come in while the first ones were joined
+            with self._lock:
+                sockets = list(self._sockets)
+                threads = [t for t in self._threads if t is not threading.current_thread()]
+            if not threads:
+                break
+            for sock in sockets:
+                _hang_up(sock)
+            for thread in threads:
                 thread.join(timeout=self._options.silence_s + 1)
+            stuck = any(thread.is_alive() for thread in threads)
         self._arrivals.end_all("receiver is shutting down")
 
     def _start(self, target: Callable[[], None]) -> None:
@@ -126,9 +131,10 @@ class Listener:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name="prfaas-listener", daemon=True)
+        # Started under the lock: `close` finds it running, or it finds `close` and ends at once.
         with self._lock:
             self._threads.add(thread)
-        thread.start()
+            thread.start()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
