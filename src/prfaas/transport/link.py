@@ -185,8 +185,9 @@ class Link:
         self.checksums = self.options.checksums and tls is None
         self._budget = budget or ConnectionBudget(self.options.connections - 1)
         self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
-        self._lock = threading.Lock()  # of the set below
+        self._lock = threading.Lock()  # of the two sets below
         self._connections: set[_Connection] = set()
+        self._threads: set[threading.Thread] = set()  # theirs, also while they end
         self._keeper = threading.Thread(target=self._keep, name="prfaas-link", daemon=True)
         self._keeper.start()
 
@@ -255,11 +256,11 @@ class Link:
         self.closing.set()
         self._keeper.join(timeout=2 * TICK_S + 1)  # it makes connections: none come after it
         with self._lock:
-            connections = list(self._connections)
+            connections, threads = list(self._connections), list(self._threads)
         for connection in connections:
             connection.hang_up()
-        for connection in connections:
-            connection.thread.join(timeout=self.options.connect_s + self.options.silence_s)
+        for thread in threads:
+            thread.join(timeout=self.options.connect_s + self.options.silence_s)
         self.departures.fail_all("link closed")
 
     def connect(self) -> Channel:
@@ -289,11 +290,14 @@ class Link:
                     return
                 connection = _Connection(self, extra)
                 self._connections.add(connection)
+                self._threads.add(connection.thread)
                 connection.thread.start()
 
     def _keep(self) -> None:
         while not self.closing.wait(TICK_S):
             self.departures.fail_stalled(self.clock.now())
+            with self._lock:
+                self._threads = {thread for thread in self._threads if thread.is_alive()}
             if self.departures.busy:
                 self._staff()
 

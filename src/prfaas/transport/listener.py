@@ -112,7 +112,8 @@ class Listener:
         while not stuck:  # a connection may still have come in while the first ones were joined
             with self._lock:
                 sockets = list(self._sockets)
-                threads = [t for t in self._threads if t is not threading.current_thread()]
+                threads = [t for t in self._threads if t.is_alive()]
+                threads = [t for t in threads if t is not threading.current_thread()]
             if not threads:
                 break
             for sock in sockets:
@@ -123,14 +124,7 @@ class Listener:
         self._arrivals.end_all("receiver is shutting down")
 
     def _start(self, target: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                target()
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name="prfaas-listener", daemon=True)
+        thread = threading.Thread(target=target, name="prfaas-listener", daemon=True)
         # Started under the lock: `close` finds it running, or it finds `close` and ends at once.
         with self._lock:
             self._threads.add(thread)
@@ -162,6 +156,8 @@ class Listener:
     def _keep(self) -> None:
         while not self._closing.wait(TICK_S):
             self._arrivals.tidy()
+            with self._lock:
+                self._threads = {thread for thread in self._threads if thread.is_alive()}
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
