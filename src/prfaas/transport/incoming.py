@@ -64,7 +64,6 @@ class Incoming:
         self.expires_s = now + grant.deadline_s
         self.manifest: Manifest | None = None
         self.received_bytes = 0  # verified
-        self.duplicate_bytes = 0  # drained to scratch
         self._buffers: Sequence[Laid] = ()
         self._first_quantum: list[int] = []
         self._states = bytearray()
