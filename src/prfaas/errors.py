@@ -2,6 +2,7 @@
 
     PrfaasError
     ├── InputError          a file, key, line or flag is wrong: says which one, and what to do
+    ├── EngineError         one job could not be computed; other jobs are unharmed
     └── PeerError           another process broke a rule, or went away
         ├── ConnectionLost  a connection that cannot be made, broke, or fell silent
         ├── WireError       bytes that are not our protocol, or break its limits
@@ -45,6 +46,11 @@ class InputError(PrfaasError):
     def in_file(self, file: str | Path) -> InputError:
         """The same error, said of `file`; an error that already names its file keeps it."""
         return InputError(self.problem, file=self.file or file, where=self.where, fix=self.fix)
+
+
+class EngineError(PrfaasError):
+    """One job could not be computed: its sink or source failed, or its state is not its prompt's.
+    Other jobs are unharmed."""
 
 
 class PeerError(PrfaasError):

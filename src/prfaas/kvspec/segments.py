@@ -14,7 +14,7 @@ of the group, layer after layer, so that one layer's tokens of a block are conti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -55,11 +55,19 @@ class BlockSlice(NamedTuple):
 class SegmentSink(Protocol):
     """Where an engine writes finished state. kvd's client implements it over arena pages."""
 
-    def buffer(self, segment: Segment) -> memoryview:
-        """A writable view of exactly `segment_bytes(spec, segment)` bytes, valid until `ready`."""
+    def buffers(self, segment: Segment) -> Sequence[memoryview]:
+        """Writable views, `segment_bytes(spec, segment)` in all and in the segment's order, valid
+        until `ready`. Several, because blocks and pages of an arena need not be neighbours."""
 
     def ready(self, segment: Segment) -> None:
         """The bytes are final; the segment may leave at once. Called once per segment."""
+
+
+class SegmentSource(Protocol):
+    """Where an engine reads state that exists already."""
+
+    def views(self, segment: Segment) -> Sequence[memoryview]:
+        """The segment's bytes, in order; valid and unchanging until the job that reads ends."""
 
 
 def segment_bytes(spec: KVSpec, segment: Segment) -> int:

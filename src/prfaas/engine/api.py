@@ -1,0 +1,223 @@
+"""The contract between an engine and whoever drives it (a node, a profiler, a test). Torch-free.
+
+One job is one sequence: prefill its prompt, perhaps from state that exists already, perhaps handing
+state over while computing, then generate. A prefill node's job exports and generates nothing; a
+decode node's job resumes and generates; a job of one process does neither or both.
+
+    submit(job, emit) ──► Prefilled ──► Token ... Token ──► Finished     every export is ready
+                      └─────────┴───────── Failed ─────────┘             before Prefilled
+
+An engine runs on a thread of its own. `emit` is called there, in order, and must neither block nor
+raise. After Finished or Failed the engine touches neither the job's source nor its sink again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.errors import InputError
+from prfaas.kvspec import FullAttention, KVSpec, SegmentSink, SegmentSource
+from prfaas.types import Compat, NotNow
+
+# What to do -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Stop *strings* are the business of whoever detokenises: cancel."""
+
+    max_tokens: int = 16  # 0: prefill only
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    seed: int | None = None  # the same seed gives the same tokens, whatever else is in the batch
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    want_logits: bool = False  # Token events carry them
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """State after exactly the first `tokens` tokens of the prompt, to be read from `source`."""
+
+    tokens: int
+    source: SegmentSource
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """State to hand over while the prompt is computed.
+
+    Full attention up to `tokens` travels as it is computed, from where the receiver's
+    `skip_tokens` or the job's resume point ends; windows and linear states are written as they are
+    after exactly `tokens` tokens, and after each of `checkpoint_tokens`.
+    """
+
+    sink: SegmentSink
+    tokens: int
+    checkpoint_tokens: tuple[int, ...] = ()
+    skip_tokens: Mapping[str, int] = field(default_factory=dict)  # per full-attention group
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    id: str
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    resume: Resume | None = None
+    export: Export | None = None
+
+
+# What came of it --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is computed and every segment of the export is ready."""
+
+    resumed_tokens: int
+    computed_tokens: int
+    exported_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    logits: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    reason: Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: Exception
+
+
+Event: TypeAlias = Prefilled | Token | Finished | Failed
+Emit: TypeAlias = Callable[[Event], None]
+
+
+# The engine -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine accepts. Everything beyond is refused at `submit`."""
+
+    max_tokens: int  # of prompt and generated tokens together
+    vocab_size: int
+    max_running: int  # sequences decoded together
+    max_waiting: int  # jobs that wait for their prefill; one more is told "not now"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    waiting: int
+    prefilling: int
+    running: int
+    kv_tokens: int  # tokens of all sequences held now
+
+
+class Engine(Protocol):
+    @property
+    def spec(self) -> KVSpec:
+        """Of the canonical wire form: what `source` and `sink` are asked for."""
+
+    @property
+    def compat(self) -> Compat: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+        """Queues the job; InputError when it can never run. Any thread."""
+
+    def cancel(self, job_id: str) -> None:
+        """Ends the job soon, with Finished("cancelled"); nothing when it has ended. Any thread."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Cancels what is left and waits for the engine's thread."""
+
+
+def check_job(job: Job, spec: KVSpec, limits: Limits) -> None:
+    """What every engine asks of a job before it is queued."""
+    prompt_tokens, sampling = len(job.prompt), job.sampling
+    if not prompt_tokens:
+        raise InputError("an empty prompt", where="prompt", fix="send at least one token")
+    total = prompt_tokens + sampling.max_tokens
+    if total > limits.max_tokens:
+        raise InputError(
+            f"{prompt_tokens} prompt tokens and {sampling.max_tokens} to generate are more than "
+            f"the model's {limits.max_tokens}",
+            where="prompt",
+            fix="shorten the prompt or lower max_tokens",
+        )
+    ids = np.asarray(job.prompt)
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        raise InputError(
+            f"a token id outside 0 to {limits.vocab_size - 1}",
+            where="prompt",
+            fix="tokenise with this model's tokenizer",
+        )
+    _check_sampling(sampling)
+    if job.resume is not None and not 0 < job.resume.tokens < prompt_tokens:
+        raise InputError(
+            f"state after {job.resume.tokens} of {prompt_tokens} tokens",
+            where="resume.tokens",
+            fix="resume after at least one token and before the prompt's last",
+        )
+    if job.export is not None:
+        _check_export(job.export, job, spec)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    ranges = (
+        ("max_tokens", sampling.max_tokens >= 0, "0 or more"),
+        ("temperature", 0.0 <= sampling.temperature <= 100.0, "from 0 to 100"),
+        ("top_p", 0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
+    )
+    for name, good, wanted in ranges:
+        if not good:
+            raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
+
+
+def _check_export(export: Export, job: Job, spec: KVSpec) -> None:
+    first = job.resume.tokens if job.resume else 0
+    for length in (*export.checkpoint_tokens, export.tokens):
+        if not first < length <= len(job.prompt):
+            raise InputError(
+                f"state after {length} tokens of a prompt computed from {first} to "
+                f"{len(job.prompt)}",
+                where="export",
+                fix="export lengths that this job computes",
+            )
+    if max(export.checkpoint_tokens, default=0) > export.tokens:
+        raise InputError(
+            "a checkpoint behind the hand-off", where="export.checkpoint_tokens", fix="leave it out"
+        )
+    growing = {group.name: group for group in spec.groups if isinstance(group, FullAttention)}
+    for name, skip in export.skip_tokens.items():
+        if name not in growing or skip < 0:
+            raise InputError(
+                f"{skip} tokens of {name!r}",
+                where="export.skip_tokens",
+                fix=f"full-attention groups are: {', '.join(growing) or 'none'}",
+            )
+    for name in growing:
+        # What neither the receiver holds nor this job computes would be a hole in the hand-off.
+        if first > export.skip_tokens.get(name, 0):
+            raise InputError(
+                f"the job resumes after {first} tokens, the receiver holds only "
+                f"{export.skip_tokens.get(name, 0)} of {name}",
+                where="export.skip_tokens",
+                fix="resume no later than the receiver's own prefix",
+            )
