@@ -11,8 +11,9 @@ import click
 from rich.table import Table
 
 from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog.hf_file import read_hf_config
 from prfaas.cli.output import console, print_json
-from prfaas.cli.wiring import config_spec, read_hf_config
+from prfaas.cli.wiring import config_spec
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps

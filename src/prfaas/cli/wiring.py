@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from prfaas.catalog import Catalog
-from prfaas.catalog.hf_config import ConfigGeometry, geometry_of
+from prfaas.catalog.hf_config import ConfigGeometry
+from prfaas.catalog.hf_file import read_hf_config
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
-from prfaas.config.strict import read_text
 from prfaas.config.trace import read_trace
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
@@ -100,20 +98,6 @@ class Study:
         except InputError as error:
             raise error.in_file(path) from None
         return empirical(requests, output_tokens=section.output_tokens)
-
-
-def read_hf_config(path: Path) -> ConfigGeometry:
-    """Reads a `config.json`, or the one in a checkpoint directory."""
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        raw: Any = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"not valid JSON: {error}", file=path) from None
-    try:
-        return geometry_of(raw)
-    except InputError as error:
-        raise error.in_file(path) from None
 
 
 def config_spec(config: ConfigGeometry, kv_dtype: str | None) -> KVSpec:

@@ -1,0 +1,6 @@
+"""HFEngine: any Hugging Face causal LM whose cache transformers keeps in its standard layers."""
+
+from prfaas.engine.hf.engine import HFEngine
+from prfaas.engine.hf.load import LoadedModel, load_model
+
+__all__ = ["HFEngine", "LoadedModel", "load_model"]

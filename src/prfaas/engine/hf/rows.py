@@ -1,0 +1,129 @@
+"""Tensors as rows of canonical bytes, and back.
+
+A row is what one token leaves in one layer (keys, then values), or one whole linear state (the
+state, then the convolution's remembered columns). transformers keeps heads before tokens, the wire
+tokens before heads; the turn is made in the same pass that copies, so a page is written once:
+
+    keys   [1, H, n, Dk] ─┐ part 0: n x (H * Dk * size) bytes ┐
+    values [1, H, n, Dv] ─┘ part 1: n x (H * Dv * size) bytes ┴─► rows [n, row_bytes]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from prfaas.engine.hf.shapes import StateShape, TokenShape
+from prfaas.errors import EngineError
+
+Rows = tuple[torch.Tensor, ...]  # parts, each uint8 [n, ..., bytes], in the order of a row
+
+
+def token_rows(keys: torch.Tensor, values: torch.Tensor) -> Rows:
+    """[1, heads, n, dim] each, n rows; views, nothing is copied."""
+    return tuple(_bytes(part[0].transpose(0, 1)) for part in (keys, values))
+
+
+def state_rows(layer: Any, shape: StateShape) -> Rows:
+    """One row: the state as it is now, without the column that is never read again."""
+    state = layer.recurrent_states[0].to(shape.wire_dtype)
+    parts = [_bytes(state)]
+    if shape.conv_channels:
+        parts.append(_bytes(layer.conv_states[0][..., 1:]))
+    return tuple(parts)
+
+
+def row_bytes(rows: Rows) -> int:
+    return sum(part[0].numel() for part in rows)
+
+
+def write(rows: Rows, buffers: Sequence[memoryview]) -> None:
+    """Host tensors into a segment's buffers. Buffers that hold whole rows are written directly;
+    pages that cut a row in two are filled from one packed copy."""
+    width = row_bytes(rows)
+    if all(view.nbytes % width == 0 for view in buffers):
+        first = 0
+        for view in buffers:
+            count = view.nbytes // width
+            target = torch.frombuffer(view, dtype=torch.uint8).view(count, width)
+            _fill(target, tuple(part[first : first + count] for part in rows))
+            first += count
+    else:
+        scatter(pack(rows), buffers)
+
+
+def pack(rows: Rows) -> torch.Tensor:
+    """One contiguous [n, row_bytes], where the tensors are."""
+    packed = torch.empty((len(rows[0]), row_bytes(rows)), dtype=torch.uint8, device=rows[0].device)
+    _fill(packed, rows)
+    return packed
+
+
+def scatter(packed: torch.Tensor, buffers: Sequence[memoryview]) -> None:
+    source = _host_view(packed)
+    at = 0
+    for view in buffers:
+        view[:] = source[at : at + view.nbytes]
+        at += view.nbytes
+
+
+def gather(views: Sequence[memoryview], count: int, width: int, *, pinned: bool) -> torch.Tensor:
+    """[count, width] bytes of `count` rows, copied once."""
+    packed = torch.empty((count, width), dtype=torch.uint8, pin_memory=pinned)
+    target = _host_view(packed)
+    found = sum(view.nbytes for view in views)
+    if found != target.nbytes:
+        raise EngineError(f"{found} bytes of state where {target.nbytes} are needed")
+    at = 0
+    for view in views:
+        target[at : at + view.nbytes] = view
+        at += view.nbytes
+    return packed
+
+
+def as_tokens(
+    rows: torch.Tensor, shape: TokenShape, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [1, heads, n, dim] over the very same bytes."""
+    k_bytes = shape.k_heads * shape.k_dim * dtype.itemsize
+    keys = rows[:, :k_bytes].view(dtype).unflatten(1, (shape.k_heads, shape.k_dim))
+    values = rows[:, k_bytes:].view(dtype).unflatten(1, (shape.v_heads, shape.v_dim))
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
+def as_state(row: torch.Tensor, shape: StateShape) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """State and convolution columns [1, ...], copied: layers update both in place. The oldest
+    column, which did not travel, is zero."""
+    conv_bytes = shape.conv_channels * (shape.conv_columns - 1) * shape.conv_dtype.itemsize
+    split = row.numel() - conv_bytes
+    state = row.flatten()[:split].view(shape.wire_dtype).view(1, *shape.state)
+    state = state.to(shape.kept_dtype, copy=True)
+    if not shape.conv_channels:
+        return state, None
+    columns = row.flatten()[split:].view(shape.conv_dtype)
+    conv = torch.zeros(
+        (1, shape.conv_channels, shape.conv_columns), dtype=shape.conv_dtype, device=row.device
+    )
+    conv[0, :, 1:] = columns.view(shape.conv_channels, shape.conv_columns - 1)
+    return state, conv
+
+
+def _host_view(packed: torch.Tensor) -> memoryview:
+    array: Any = packed.numpy()
+    return memoryview(array).cast("B")
+
+
+def _fill(target: torch.Tensor, rows: Rows) -> None:
+    at = 0
+    for part in rows:
+        width = part[0].numel()
+        target[:, at : at + width].view(part.shape).copy_(part)
+        at += width
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()
+    return tensor.view(torch.uint8)

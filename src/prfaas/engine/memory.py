@@ -1,0 +1,82 @@
+"""State of one sequence in plain memory: a sink and a source in one, and bytes to carry elsewhere.
+
+What a hand-off looks like without arena, pool or network. The profiler resumes from it, tests carry
+it between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prfaas.errors import EngineError
+from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
+
+
+class MemorySegments:
+    """Keeps every segment written to it; serves any range of tokens that ready ones cover."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self._written: dict[Segment, bytearray] = {}
+        self._ready: list[Segment] = []
+
+    # As a sink ------------------------------------------------------------------------------------
+
+    def buffers(self, segment: Segment) -> Sequence[memoryview]:
+        assert segment not in self._written, f"{segment.name} is written twice"
+        self._written[segment] = bytearray(segment_bytes(self.spec, segment))
+        return (memoryview(self._written[segment]),)
+
+    def ready(self, segment: Segment) -> None:
+        self._ready.append(segment)
+
+    # As a source ----------------------------------------------------------------------------------
+
+    def views(self, segment: Segment) -> Sequence[memoryview]:
+        if isinstance(self.spec[segment.group], LinearState):
+            return (self._piece(segment, 0, segment_bytes(self.spec, segment)),)
+        return tuple(self._covering(segment))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """In the order in which they became ready."""
+        return tuple(self._ready)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment_bytes(self.spec, segment) for segment in self._ready)
+
+    def dump(self) -> dict[str, bytes]:
+        """By segment name, as it would travel."""
+        return {segment.name: bytes(self._written[segment]) for segment in self._ready}
+
+    @classmethod
+    def load(cls, spec: KVSpec, dumped: dict[str, bytes]) -> MemorySegments:
+        state = cls(spec)
+        for name, data in dumped.items():
+            segment = Segment.parse(name)
+            (view,) = state.buffers(segment)
+            view[:] = data
+            state.ready(segment)
+        return state
+
+    def _covering(self, wanted: Segment) -> Iterator[memoryview]:
+        per_token = segment_bytes(self.spec, wanted) // (wanted.stop - wanted.start)
+        at = wanted.start
+        while at < wanted.stop:
+            piece = next((s for s in self._ready if self._serves(s, wanted, at)), None)
+            if piece is None:
+                raise EngineError(f"segment {wanted.name}: token {at} is not there")
+            stop = min(piece.stop, wanted.stop)
+            yield self._piece(piece, (at - piece.start) * per_token, (stop - at) * per_token)
+            at = stop
+
+    @staticmethod
+    def _serves(piece: Segment, wanted: Segment, at: int) -> bool:
+        same_layer = (piece.group, piece.layer) == (wanted.group, wanted.layer)
+        return same_layer and piece.start <= at < piece.stop
+
+    def _piece(self, segment: Segment, offset: int, nbytes: int) -> memoryview:
+        if segment not in self._written:
+            raise EngineError(f"segment {segment.name} is not there")
+        return memoryview(self._written[segment])[offset : offset + nbytes]
