@@ -1,0 +1,72 @@
+"""`prfaas model make`: a small checkpoint made on the spot, for whatever needs a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from prfaas.cli.output import print_json
+from prfaas.engine.checkpoint.architectures import (
+    ARCHITECTURES,
+    DEFAULT_ARCH,
+    DEFAULT_SEED,
+    DEFAULT_SIZE,
+    SIZES,
+    Size,
+)
+from prfaas.errors import InputError
+
+
+@click.group()
+def model() -> None:
+    """Models that need no download."""
+
+
+@model.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--arch",
+    type=click.Choice(tuple(ARCHITECTURES)),
+    default=DEFAULT_ARCH,
+    show_default=True,
+    help="Architecture.",
+)
+@click.option(
+    "--size",
+    type=click.Choice(SIZES),
+    default=DEFAULT_SIZE,
+    show_default=True,
+    help="tiny for tests, small for benchmarks.",
+)
+@click.option("--seed", default=DEFAULT_SEED, show_default=True, help="Of the random weights.")
+@click.option("--force", is_flag=True, help="Replace what is in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def make(directory: Path, arch: str, size: Size, seed: int, force: bool, as_json: bool) -> None:
+    """Make a small checkpoint in DIR: random weights, a byte-level tokenizer, a chat template.
+
+    What it says makes no sense, but depends on everything it has read: a state that is lost,
+    late or damaged on the way shows in the tokens. The same seed gives the same files.
+
+    \b
+      prfaas model make ./tiny-kimi
+      prfaas model make ./small-qwen --arch qwen3 --size small
+    """
+    if not 0 <= seed < 2**63:
+        raise InputError(f"{seed}", where="--seed", fix="give 0 or more, below 2^63")
+    # Not at the top: torch takes seconds to import, and may be absent.
+    try:
+        from prfaas.engine.checkpoint.make import make_checkpoint
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"models need {error.name}", fix="install the extra: pip install 'prfaas[engine]'"
+        ) from None
+    made = make_checkpoint(directory, arch, size, seed, force=force)
+    if as_json:
+        print_json({**dataclasses.asdict(made), "directory": str(directory)})
+        return
+    click.echo(
+        f"{made.directory}: {made.arch} ({made.model_type}), {made.layers} layers, "
+        f"{made.parameters:,} parameters in float32, up to {made.max_tokens:,} tokens"
+    )
