@@ -4,7 +4,7 @@ Every token's bytes depend on all tokens up to it, on the group and on the layer
 does; so whoever holds the prompt can tell whether state is that prompt's, complete and in place.
 
     prefix[i]     sum of mix(token j, j) over j <= i          (64 bits, wrapping)
-    token i       mix(prefix[i] ^ salt(group, layer)) + k * STEP for its k-th eight bytes
+    token i       (prefix[i] ^ salt(group, layer)) + k * STEP for its k-th eight bytes
     state after l the same with prefix[l - 1]
 """
 
@@ -39,7 +39,7 @@ class Content:
             prefix, width = self._prefix[segment.start : segment.stop], group.bytes_per_token
         salt = np.uint64(xxhash.xxh64_intdigest(f"{segment.group}/{segment.layer}".encode()))
         words = -(-width // 8)
-        filled = _mixed(prefix ^ salt)[:, None] + np.arange(words, dtype=np.uint64) * STEP
+        filled = (prefix ^ salt)[:, None] + np.arange(words, dtype=np.uint64) * STEP
         return filled.view(np.uint8)[:, :width].reshape(-1)
 
     def write(self, segment: Segment, buffers: Sequence[memoryview]) -> int:
