@@ -1,14 +1,14 @@
 # make demo   set up and run the main job        make test    set up and run the tests
 # make check  lint, types and tests              make format  rewrite in the house style
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
-# make clean  forget the environment
+# make test-slow  the rest of the tests        make clean  forget the environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check lint types format bench fuzz clean
+.PHONY: setup demo test test-slow check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -30,7 +30,10 @@ demo: setup
 	$(BIN)/prfaas plan configs/case_study.toml --reading exact
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 check: lint types test
 

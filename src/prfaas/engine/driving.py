@@ -1,0 +1,62 @@
+"""Runs one job and waits: for profilers, tests and whoever has no event loop."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.engine.api import Engine, Event, Failed, Finished, Job, Prefilled, Token
+from prfaas.errors import EngineError
+from prfaas.types import NotNow
+
+PATIENCE_S = 300.0  # between two events
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    tokens: tuple[int, ...]
+    prefilled: Prefilled | None  # None: cancelled before
+    finished: Finished
+    logits: npt.NDArray[np.float32] | None  # [tokens, vocab], where the job wanted them
+
+
+class Running:
+    """A job under way; `result` may be called once."""
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._job = job
+        refused = engine.submit(job, self._events.put)
+        if isinstance(refused, NotNow):
+            raise EngineError(f"not now: {refused.reason}")
+
+    def next_event(self, timeout_s: float = PATIENCE_S) -> Event:
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            raise EngineError(f"job {self._job.id}: nothing for {timeout_s:g} s") from None
+
+    def result(self, timeout_s: float = PATIENCE_S) -> Outcome:
+        """Raises what the job failed with."""
+        tokens: list[Token] = []
+        prefilled: Prefilled | None = None
+        while True:
+            match self.next_event(timeout_s):
+                case Token() as token:
+                    tokens.append(token)
+                case Prefilled() as prefilled:
+                    pass
+                case Failed(error):
+                    raise error
+                case Finished() as finished:
+                    rows = [token.logits for token in tokens if token.logits is not None]
+                    logits = np.stack(rows) if rows else None
+                    ids = tuple(token.id for token in tokens)
+                    return Outcome(ids, prefilled, finished, logits)
+
+
+def run(engine: Engine, job: Job, timeout_s: float = PATIENCE_S) -> Outcome:
+    return Running(engine, job).result(timeout_s)

@@ -1,0 +1,74 @@
+"""When are two generations the same? One rule, used wherever tokens are compared.
+
+Batching and kernels change the order of floating-point sums, and a near tie may then fall the other
+way. So: every token is equal, or the first difference lies where the reference's two best logits
+are closer than twice the largest difference of logits seen before it; and that largest difference
+is itself small, so that a corrupted state can never pass for rounding. Without logits (over HTTP)
+every token must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+LARGEST_ROUNDING = 0.02  # of logits, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    tokens: Sequence[int]
+    logits: npt.NDArray[np.float32] | None = None  # [tokens, vocab], before sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    identical: bool
+    first_difference: int | None  # index of the token
+    largest_rounding: float  # of logits, over the tokens before the first difference
+    margin: float | None  # between the reference's two best logits at the first difference
+
+    def __str__(self) -> str:
+        if self.first_difference is None:
+            return f"equal; logits differ by {self.largest_rounding:.2g} at most"
+        verdict = "a near tie" if self.identical else "not the same"
+        margin = "unknown" if self.margin is None else f"{self.margin:.2g}"
+        return (
+            f"{verdict}: token {self.first_difference} differs, where the reference's margin is "
+            f"{margin}; logits differed by {self.largest_rounding:.2g} at most before"
+        )
+
+
+def compare(reference: Generation, other: Generation) -> Comparison:
+    first = _first_difference(reference.tokens, other.tokens)
+    if reference.logits is None or other.logits is None:
+        return Comparison(first is None, first, 0.0, None)
+    # Behind the first difference the two went on from different tokens.
+    before = len(reference.tokens) if first is None else first
+    gap = np.abs(reference.logits[:before] - other.logits[:before])
+    rounding = float(gap.max()) if before else 0.0
+    small = not np.isnan(rounding) and rounding < LARGEST_ROUNDING
+    if first is None:
+        return Comparison(small, None, rounding, None)
+    if first >= min(len(reference.tokens), len(other.tokens)):
+        return Comparison(False, first, rounding, None)  # one of them ended early
+    second, best = np.partition(reference.logits[first], -2)[-2:]
+    margin = float(best - second)
+    return Comparison(small and margin < 2 * rounding, first, rounding, margin)
+
+
+def assert_token_identical(reference: Generation, other: Generation, what: str = "") -> Comparison:
+    """Raises AssertionError that says where and by how much; returns what was seen."""
+    seen = compare(reference, other)
+    assert seen.identical, f"{what}: {seen}" if what else str(seen)
+    return seen
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return at
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

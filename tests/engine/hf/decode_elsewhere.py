@@ -1,0 +1,31 @@
+"""A process of its own: loads a checkpoint, imports states that came as bytes, decodes.
+
+python -m tests.engine.hf.decode_elsewhere CHECKPOINT CASES ANSWERS
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+from prfaas.engine.api import Job, Resume, Sampling
+from prfaas.engine.driving import run
+from prfaas.engine.hf import HFEngine, load_model
+from prfaas.engine.memory import MemorySegments
+
+
+def main(directory: str, cases: str, answers: str) -> None:
+    engine = HFEngine(load_model(directory))
+    tokens = []
+    for prompt, length, dumped in pickle.loads(Path(cases).read_bytes()):
+        state = MemorySegments.load(engine.spec, dumped)
+        sampling = Sampling(max_tokens=64, ignore_eos=True)
+        job = Job("decode", prompt, sampling, resume=Resume(length, state))
+        tokens.append(run(engine, job).tokens)
+    engine.close()
+    Path(answers).write_bytes(pickle.dumps(tokens))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
