@@ -42,7 +42,7 @@ def model() -> None:
     help="tiny for tests, small for benchmarks.",
 )
 @click.option("--seed", default=DEFAULT_SEED, show_default=True, help="Of the random weights.")
-@click.option("--force", is_flag=True, help="Replace what is in DIR.")
+@click.option("--force", is_flag=True, help="Replace the checkpoint that is in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def make(directory: Path, arch: str, size: Size, seed: int, force: bool, as_json: bool) -> None:
     """Make a small checkpoint in DIR: random weights, a byte-level tokenizer, a chat template.

@@ -1,2 +1,2 @@
-"""Engines: what computes KV and continues from it. `api` is the contract; torch is imported by the
-Hugging Face engine's own files alone."""
+"""Engines: what computes KV and continues from it. `api` is the contract. torch is imported by `hf`,
+`checkpoint.make` and `hardware` alone; contract, emulation and profiling work without it."""

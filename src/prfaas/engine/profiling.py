@@ -29,6 +29,7 @@ from prfaas.engine.api import (
     Sampling,
     Token,
 )
+from prfaas.engine.driving import run
 from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import KVSpec, Segment, segment_bytes
@@ -142,15 +143,15 @@ class Profiler:
         if cached:
             job = Job(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
         started_s = self._clock.now()
-        run = _Run(self._engine, job, self._clock)
-        run.wait()
-        return run.at(Prefilled)[0] - started_s
+        timed = _Timed(self._engine, job, self._clock)
+        timed.wait()
+        return timed.at(Prefilled)[0] - started_s
 
     def _export_once(self, tokens: int) -> int:
         sink = _Counting(self._engine.spec)
         export = Export(sink, tokens)
         job = Job(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
-        _Run(self._engine, job, self._clock).wait()
+        run(self._engine, job, PATIENCE_S)
         return sink.nbytes
 
     def _state(self, tokens: int) -> MemorySegments:
@@ -158,7 +159,7 @@ class Profiler:
             state = MemorySegments(self._engine.spec)
             prompt = self._prompt[:tokens]
             job = Job(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
-            _Run(self._engine, job, self._clock).wait()
+            run(self._engine, job, PATIENCE_S)
             self._states[tokens] = state
         return self._states[tokens]
 
@@ -169,15 +170,15 @@ class Profiler:
         resume = Resume(len(common), self._state(len(common))) if common else None
         # The first to come has decoded once per newcomer before the last one has begun.
         sampling = Sampling(batch + WARM_STEPS + TIMED_STEPS, ignore_eos=True)
-        runs = []
+        together = []
         for number in range(batch):
             prompt = [*common, number % self._engine.limits.vocab_size]
             job = Job(f"decode {number} of {batch}", prompt, sampling, resume)
-            runs.append(_Run(self._engine, job, self._clock))
-        for run in runs:
-            run.wait()
-        last = max(runs, key=lambda run: run.at(Token)[0])
-        until_s = min(run.at(Finished)[0] for run in runs)
+            together.append(_Timed(self._engine, job, self._clock))
+        for one in together:
+            one.wait()
+        last = max(together, key=lambda one: one.at(Token)[0])
+        until_s = min(one.at(Finished)[0] for one in together)
         times = [at_s for at_s in last.at(Token) if at_s <= until_s][WARM_STEPS:]
         if len(times) < 2:
             raise EngineError(f"{batch} sequences never ran together")
@@ -195,8 +196,8 @@ def levelled(times: Sequence[float]) -> list[float]:
     return [statistics.fmean(pool) for pool in pools for _ in pool]
 
 
-class _Run:
-    """One job; the moments of its events."""
+class _Timed:
+    """One job; the moments of its events, taken on the engine's thread."""
 
     def __init__(self, engine: Engine, job: Job, clock: Clock) -> None:
         self._job = job

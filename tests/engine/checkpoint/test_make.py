@@ -124,8 +124,11 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not empty"):
         make_checkpoint(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("another model's")
     make_checkpoint(tmp_path, force=True)
-    assert not (tmp_path / "kept.txt").exists() and (tmp_path / "config.json").exists()
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    assert (tmp_path / "config.json").exists()
 
 
 def test_names_nobody_knows(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Knows nothing of the engine. The same architecture, size and seed give the same 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ def make_checkpoint(
     force: bool = False,
 ) -> Made:
     """Writes config, weights (float32), generation config and tokenizer into `directory`, which
-    must be new or empty, unless `force`: then what it holds is removed first."""
+    must be new or empty, unless `force`: then a checkpoint in it is replaced."""
     if arch not in ARCHITECTURES:
         raise InputError(f"unknown architecture {arch!r}", fix=f"known: {', '.join(ARCHITECTURES)}")
     if size not in SIZES:
@@ -108,15 +107,16 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _make_room(directory: Path, *, force: bool) -> None:
+    """Weights of another model are removed, since loaders take every file of them; the rest is
+    overwritten, and what is no part of a checkpoint stays."""
     try:
-        occupied = directory.exists() and any(directory.iterdir())
-        if occupied and not force:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()) and not force:
             raise InputError(
                 "the directory is not empty", file=directory, fix="name a new one, or use --force"
             )
-        if occupied:
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob("*.safetensors*"):
+            path.unlink()
     except OSError as error:
         raise InputError(
             f"cannot be written: {error.strerror}", file=directory, fix="name another directory"
