@@ -1,2 +1,2 @@
-"""Engines: what computes KV and continues from it. `api` is the contract. torch is imported by `hf`,
-`checkpoint.make` and `hardware` alone; contract, emulation and profiling work without it."""
+"""Engines: what computes KV and continues from it. `api` is the contract. `hf`, `checkpoint.make`
+and `hardware` alone import torch; contract, emulation and profiling work without it."""
