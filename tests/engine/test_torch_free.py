@@ -11,5 +11,6 @@ print({"torch", "transformers"} & set(sys.modules))
 
 
 def test_emulation_and_profiling_do_not_import_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
