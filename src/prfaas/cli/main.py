@@ -16,6 +16,7 @@ COMMANDS = {
     "kv": "KV size, prefill time and KV throughput of models; egress of a cluster.",
     "plan": "Is it worth it? Best threshold and split, beside three baselines.",
     "model": "Make a small model that needs no download.",
+    "profile": "Measure a model here: prefill, KV size, decode steps.",
     "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
     "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
     "certs": "Make a test CA and certificates for mutual TLS.",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from prfaas.cli.extras import engine_extra
 from prfaas.cli.output import print_json
 from prfaas.engine.checkpoint.architectures import (
     ARCHITECTURES,
@@ -55,13 +56,8 @@ def make(directory: Path, arch: str, size: Size, seed: int, force: bool, as_json
     """
     if not 0 <= seed < 2**63:
         raise InputError(f"{seed}", where="--seed", fix="give 0 or more, below 2^63")
-    # Not at the top: torch takes seconds to import, and may be absent.
-    try:
+    with engine_extra():
         from prfaas.engine.checkpoint.make import make_checkpoint
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"models need {error.name}", fix="install the extra: pip install 'prfaas[engine]'"
-        ) from None
     made = make_checkpoint(directory, arch, size, seed, force=force)
     if as_json:
         print_json({**dataclasses.asdict(made), "directory": str(directory)})

@@ -1,0 +1,202 @@
+"""`prfaas profile`: measures a model on the hardware at hand, for the planner and for emulation."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from prfaas.catalog import Accelerator, Catalog, ProfileRecord
+from prfaas.catalog.hardware import DecodePoint, PrefillPoint
+from prfaas.catalog.write import profile_toml
+from prfaas.cli.extras import engine_extra
+from prfaas.cli.output import console, print_json, with_progress
+from prfaas.clock import MonotonicClock
+from prfaas.engine.profiling import Measured, Profiler
+from prfaas.errors import InputError
+from prfaas.planner.equations import eq1_kv_throughput_bps
+
+DEFAULT_LENGTHS = "256,1024,4096"
+DEFAULT_BATCHES = "1,4,16"
+DEFAULT_ROUNDS = 5
+
+
+@click.command()
+@click.option(
+    "--model",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A checkpoint directory, or a config.json alone: random weights, same times.",
+)
+@click.option("--device", help="cpu, cuda or cuda:N; the best there is when absent.")
+@click.option(
+    "--lengths", default=DEFAULT_LENGTHS, show_default=True, help="New tokens, comma-separated."
+)
+@click.option("--cached", default="", help="Also after cached prefixes of these lengths.")
+@click.option(
+    "--batches", default=DEFAULT_BATCHES, show_default=True, help="Sequences decoded together."
+)
+@click.option("--rounds", default=DEFAULT_ROUNDS, show_default=True, help="The median counts.")
+@click.option("--accelerator", help="Name in the profile; the hardware's own when absent.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a catalog file (TOML).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def profile(
+    model: Path,
+    device: str | None,
+    lengths: str,
+    cached: str,
+    batches: str,
+    rounds: int,
+    accelerator: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure T_prefill(new, cached), S_kv and decode steps of a model on this machine.
+
+    The machine should have nothing else to do. First runs are not counted; where noise makes a
+    longer prompt look faster than a shorter one, both get their mean, and the source says so. Name
+    the file under `catalog = [...]` in a deployment, and `prfaas plan` reads it.
+
+    \b
+      prfaas profile --model ./tiny-kimi --lengths 256,1024,4096 --out tiny.toml
+      prfaas profile --model ./kimi-48b/config.json --device cuda --lengths 1024,8192,32768,131072
+      prfaas profile --model ./tiny-kimi --lengths 256,2048 --cached 1024,4096 --batches 1,8
+    """
+    wanted_lengths = _numbers(lengths, "--lengths")
+    wanted_cached = _numbers(cached, "--cached") if cached else []
+    wanted_batches = _numbers(batches, "--batches") if batches else []
+    if not 1 <= rounds <= 1000:
+        raise InputError(f"{rounds}", where="--rounds", fix="give 1 to 1000")
+    if out is not None and not out.parent.is_dir():
+        raise InputError("no such directory", file=out.parent, fix="make it first")
+    with engine_extra():
+        from prfaas.engine.hardware import hardware
+        from prfaas.engine.hf import HFEngine, load_model
+
+    loaded = load_model(model, device=device, random_weights=model.is_file())
+    engine = HFEngine(loaded, max_running=max(wanted_batches, default=1))
+    try:
+        profiler = Profiler(
+            engine,
+            lengths=wanted_lengths,
+            cached=wanted_cached,
+            batches=wanted_batches,
+            rounds=rounds,
+            clock=MonotonicClock(),
+        )
+        for task in with_progress(profiler.tasks, "measuring"):
+            profiler.perform(task)
+    finally:
+        engine.close()
+    measured, machine = profiler.measured(), hardware(loaded.device)
+    builtin = Catalog.builtin().accelerators
+    name = accelerator or machine.name
+    record = ProfileRecord(
+        model=_model_name(model),
+        accelerator=name,
+        gpus=1,
+        engine=f"prfaas HFEngine, {machine.software}",
+        status="measured",
+        source=_source(measured, machine.title, engine.compat.kv_dtype),
+        prefill=[PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds) for p in measured.prefill],
+        decode=[DecodePoint(step.batch, step.step_s) for step in measured.decode],
+    )
+    if out is not None:
+        unknown = Accelerator(name, title=machine.title) if name not in builtin else None
+        out.write_text(profile_toml(record, unknown), encoding="utf-8")
+    if as_json:
+        print_json(_as_dict(record, measured))
+    else:
+        _show(record, measured, out)
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{text!r}", where=where, fix="give plain numbers, comma-separated: 1024,8192"
+        ) from None
+
+
+def _model_name(model: Path) -> str:
+    path = model.resolve()
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+def _source(measured: Measured, title: str, dtype: str) -> str:
+    parts = [
+        f"prfaas profile, {datetime.date.today().isoformat()}, {title}, {dtype}",
+        f"median of {measured.rounds}",
+    ]
+    if measured.decode:
+        parts.append(f"decode after {measured.context_tokens} tokens")
+    if measured.levelled:
+        parts.append(f"times levelled by up to {measured.levelled:.1%} to rise with length")
+    return "; ".join(parts)
+
+
+def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
+    return {
+        "model": record.model,
+        "accelerator": record.accelerator,
+        "gpus": record.gpus,
+        "engine": record.engine,
+        "status": record.status,
+        "source": record.source,
+        "prefill": [
+            {
+                "new": point.new_tokens,
+                "cached": point.cached_tokens,
+                "t_prefill_s": point.seconds,
+                **_throughput(measured, point.new_tokens, point.cached_tokens, point.seconds),
+            }
+            for point in measured.prefill
+        ],
+        "decode": [{"batch": step.batch, "step_s": step.step_s} for step in measured.decode],
+        "decode_context_tokens": measured.context_tokens,
+        "levelled": measured.levelled,
+    }
+
+
+def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> dict[str, Any]:
+    """S_kv and Phi_kv are of whole prompts (eq. 1)."""
+    if cached:
+        return {"kv_bytes": None, "phi_kv_gbps": None}
+    kv_bytes = measured.kv_bytes[new]
+    phi_bps = float(eq1_kv_throughput_bps(kv_bytes, seconds))
+    return {"kv_bytes": kv_bytes, "phi_kv_gbps": phi_bps / 1e9}
+
+
+def _show(record: ProfileRecord, measured: Measured, out: Path | None) -> None:
+    screen = console()
+    table = Table(title=f"{record.model} on {record.accelerator}", title_justify="left")
+    for column in ("new tokens", "cached", "T_prefill (ms)", "S_kv (MiB)", "Phi_kv (Gbps)"):
+        table.add_column(column, justify="right")
+    for point in measured.prefill:
+        found = _throughput(measured, point.new_tokens, point.cached_tokens, point.seconds)
+        whole = found["kv_bytes"] is not None
+        table.add_row(
+            f"{point.new_tokens:,}",
+            f"{point.cached_tokens:,}",
+            f"{point.seconds * 1e3:,.2f}",
+            f"{found['kv_bytes'] / 2**20:,.3f}" if whole else "-",
+            f"{found['phi_kv_gbps']:,.4f}" if whole else "-",
+        )
+    screen.print(table)
+    if measured.decode:
+        steps = Table(
+            title=f"decode after {measured.context_tokens:,} tokens", title_justify="left"
+        )
+        for column in ("batch", "step (ms)", "tokens/s"):
+            steps.add_column(column, justify="right")
+        for step in measured.decode:
+            rate = step.batch / step.step_s
+            steps.add_row(str(step.batch), f"{step.step_s * 1e3:,.2f}", f"{rate:,.0f}")
+        screen.print(steps)
+    screen.print(record.provenance)
+    if out is not None:
+        screen.print(f"wrote {out}")

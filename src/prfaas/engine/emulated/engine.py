@@ -1,0 +1,312 @@
+"""EmulatedEngine: the engines' contract at a profile's pace, on one thread, without torch.
+
+Prefill serves jobs one after another, in chunks; each layer's state becomes ready at its share of
+the chunk. Running sequences advance together, by one step between chunks. The schedule is absolute:
+work begins when the work before it was due to end, so that late wake-ups do not add up.
+
+    chunk     layer 0 | layer 1 | ... | layer L-1       layer i is ready at (i + 1) / L of the chunk
+    step      one token of every running sequence       T_decode of as many as there are
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.engine.api import (
+    Emit,
+    EngineStats,
+    Failed,
+    Finished,
+    Job,
+    Limits,
+    check_job,
+)
+from prfaas.engine.chunks import chunk_ends
+from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
+from prfaas.engine.emulated.sequence import Sequence
+from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.kvspec import KVSpec
+from prfaas.planner.profile import DecodeStep, PrefillProfile
+from prfaas.types import Compat, NotNow
+
+RETRY_S = 1.0
+CLOSE_S = 60.0
+CHUNK_TOKENS = 8192
+# Layers that become ready within this time are handed over together: a dozen engines on two cores
+# must not spend them on waking up.
+TOGETHER_S = 0.002
+
+
+class EmulatedEngine:
+    def __init__(
+        self,
+        spec: KVSpec,
+        profile: PrefillProfile,
+        decode_steps: Several[DecodeStep],
+        *,
+        model: str,
+        limits: Limits,
+        block_tokens: int,
+        chunk_tokens: int = CHUNK_TOKENS,
+        scales: Scales | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`limits.max_running` may be 0: an instance that only prefills, whose jobs get their first
+        token and no more."""
+        scales = scales or Scales()
+        self._pace = Pace(profile, decode_steps, scales)
+        if limits.max_running > self._pace.largest_batch:
+            raise InputError(
+                f"{limits.max_running} sequences at once; the profile has decode steps of up to "
+                f"{self._pace.largest_batch}",
+                where="max_running",
+                fix="measure larger batches or lower it",
+            )
+        self._spec = scaled_spec(spec, scales.bytes)
+        self._layers = 1 + max(max(group.layers) for group in spec.groups)
+        self._limits = limits
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock or MonotonicClock()
+        self._compat = Compat(
+            model=model,
+            revision=f"bytes x {scales.bytes:g}",
+            kv_dtype="bytes",
+            state_dtype="bytes",
+            block_tokens=block_tokens,
+            layout="emulated",
+        )
+        self._changed = threading.Condition()  # its lock may be taken twice
+        self._waiting: deque[Sequence] = deque()  # guarded, as are the next two
+        self._cancelled: set[str] = set()
+        self._closing = False
+        self._prefilling: Sequence | None = None  # the thread's own, as are the next two;
+        self._running: list[Sequence] = []  # changed under the lock, for `stats`
+        self._free_s = self._clock.now()  # when what was begun is due to end
+        self._thread = threading.Thread(target=self._work, name="prfaas-emulated", daemon=True)
+        self._thread.start()
+
+    @property
+    def spec(self) -> KVSpec:
+        return self._spec
+
+    @property
+    def compat(self) -> Compat:
+        return self._compat
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+        check_job(job, self._spec, self._limits)
+        if job.sampling.max_tokens > 1 and not self._limits.max_running:
+            raise InputError(
+                f"{job.sampling.max_tokens} tokens of an engine that only prefills",
+                where="max_tokens",
+                fix="give its profile decode steps",
+            )
+        sequence = Sequence(job, emit, self._spec, self._clock.now())
+        with self._changed:
+            if self._closing:
+                return NotNow("the engine is closing", RETRY_S)
+            if len(self._waiting) >= self._limits.max_waiting:
+                return NotNow(f"{len(self._waiting)} jobs are waiting", RETRY_S)
+            self._cancelled.discard(job.id)  # an earlier job's, which had ended
+            self._waiting.append(sequence)
+            self._changed.notify()
+        return None
+
+    def cancel(self, job_id: str) -> None:
+        with self._changed:
+            self._cancelled.add(job_id)
+            self._changed.notify()
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            prefilling = [self._prefilling] if self._prefilling is not None else []
+            return EngineStats(
+                waiting=len(self._waiting),
+                prefilling=len(prefilling),
+                running=len(self._running),
+                kv_tokens=sum(sequence.tokens for sequence in (*self._running, *prefilling)),
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    # The engine's thread --------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while self._wait_for_work():
+            self._end_cancelled()
+            self._admit()
+            if self._prefilling is not None:
+                self._guarded_chunk(self._prefilling)
+            if self._running:
+                self._step()
+        with self._changed:
+            ended = self._removed(lambda sequence: True)
+        for sequence in ended:
+            sequence.emit(Finished("cancelled"))
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            while not (self._closing or self._waiting or self._prefilling or self._running):
+                self._cancelled.clear()  # of jobs that have ended before
+                self._changed.wait()
+            return not self._closing
+
+    def _sleep(self, until_s: float, chunk_of: Sequence | None = None) -> None:
+        """Until then, ending cancelled jobs as they come; shorter where the engine closes, or the
+        job whose chunk it is has ended."""
+        while True:
+            self._end_cancelled()
+            with self._changed:
+                left_s = until_s - self._clock.now()
+                if self._closing or left_s <= 0:
+                    return
+                if chunk_of is not None and self._prefilling is not chunk_of:
+                    return
+                if not self._cancelled:
+                    self._changed.wait(left_s)
+
+    def _end_cancelled(self) -> None:
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            if not cancelled:
+                return
+            ended = self._removed(lambda sequence: sequence.job.id in cancelled)
+        for sequence in ended:
+            sequence.emit(Finished("cancelled"))
+
+    def _removed(self, which: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Takes jobs out of wherever they are; under the lock."""
+        ended = [sequence for sequence in (*self._waiting, *self._running) if which(sequence)]
+        self._waiting = deque(sequence for sequence in self._waiting if not which(sequence))
+        self._running = [sequence for sequence in self._running if not which(sequence)]
+        if self._prefilling is not None and which(self._prefilling):
+            ended.append(self._abandon_prefill())
+        return ended
+
+    def _abandon_prefill(self) -> Sequence:
+        with self._changed:
+            sequence, self._prefilling = self._prefilling, None
+        assert sequence is not None
+        self._free_s = min(self._free_s, self._clock.now())  # the rest is not computed
+        return sequence
+
+    # Prefill --------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """First come, first served: the head of the queue begins when there is room for it."""
+        while (sequence := self._take_head()) is not None:
+            try:
+                sequence.read_state()
+            except Exception as error:  # a job whose state is not its own fails alone
+                sequence.emit(Failed(_as_ours(error)))
+                continue
+            with self._changed:
+                if self._rides(sequence):
+                    self._running.append(sequence)
+                else:
+                    self._prefilling = sequence
+
+    def _take_head(self) -> Sequence | None:
+        with self._changed:
+            if not self._waiting:
+                return None
+            sequence = self._waiting[0]
+            busy = len(self._running) + int(self._prefilling is not None)
+            will_run = sequence.job.sampling.max_tokens > 1 or self._rides(sequence)
+            if will_run and busy >= self._limits.max_running:
+                return None
+            if self._prefilling is not None and not self._rides(sequence):
+                return None
+            if not busy:
+                self._free_s = max(self._free_s, sequence.submitted_s)  # idle until then
+            return self._waiting.popleft()
+
+    def _rides(self, sequence: Sequence) -> bool:
+        return sequence.rides and self._limits.max_running > 0
+
+    def _guarded_chunk(self, sequence: Sequence) -> None:
+        try:
+            self._chunk(sequence)
+        except Exception as error:  # its sink failed: this job ends, others go on
+            self._abandon_prefill()
+            sequence.emit(Failed(_as_ours(error)))
+
+    def _chunk(self, sequence: Sequence) -> None:
+        job = sequence.job
+        if sequence.ends is None:
+            tokens, chunk = len(job.prompt), self._chunk_tokens
+            sequence.ends = chunk_ends(
+                sequence.resumed, tokens, chunk_tokens=chunk, export=job.export
+            )
+        start, stop = sequence.tokens, next(sequence.ends)
+        begin_s = self._free_s
+        self._free_s += self._pace.prefill_s(sequence.resumed, start, stop)
+        layer_s = (self._free_s - begin_s) / self._layers
+        together = self._layers
+        if layer_s * self._layers > TOGETHER_S:
+            together = max(1, round(TOGETHER_S / layer_s))
+        for first in range(0, self._layers, together):
+            layers = range(first, min(first + together, self._layers))
+            # Written ahead of time, ready when the layer is due.
+            owed = [s for layer in layers for s in sequence.write_layer(layer, start, stop)]
+            if owed or layers.stop == self._layers:
+                self._sleep(begin_s + layers.stop * layer_s, chunk_of=sequence)
+            if self._closing or self._prefilling is not sequence:
+                return
+            for segment in owed:
+                sequence.ready(segment)
+        sequence.tokens = stop
+        if stop == len(job.prompt):
+            self._prefilled(sequence)
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        """The first token comes from the prompt's last position: it needs no decode step."""
+        finished = sequence.prefilled(self._limits.vocab_size) or sequence.next_token()
+        with self._changed:
+            self._prefilling = None
+            if finished is None:
+                self._running.append(sequence)
+        if finished is not None:
+            sequence.emit(finished)
+
+    # Decode ---------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._free_s += self._pace.step_s(len(self._running))
+        self._sleep(self._free_s)
+        if self._closing:
+            return
+        ended: dict[Sequence, Finished] = {}
+        for sequence in self._running:
+            if sequence.tokens < len(sequence.job.prompt):
+                sequence.prefilled(self._limits.vocab_size)  # it rode along
+            else:
+                sequence.tokens += 1
+            finished = sequence.next_token()
+            if finished is not None:
+                ended[sequence] = finished
+        if ended:
+            with self._changed:
+                self._running = [one for one in self._running if one not in ended]
+        for sequence, finished in ended.items():
+            sequence.emit(finished)
+
+
+def _as_ours(error: Exception) -> Exception:
+    if isinstance(error, PrfaasError):
+        return error
+    ours = EngineError(f"{type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours

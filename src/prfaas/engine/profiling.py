@@ -1,0 +1,266 @@
+"""Measures an engine through its contract: T_prefill(new, cached), S_kv(l), decode step by batch.
+
+Torch-free; any engine will do, and it must be idle. Every point is run once unmeasured (first runs
+compile and allocate), then all points in turn, round after round, so that drift of the machine
+meets all alike; the median of the rounds counts. T_prefill ends with the prompt's state complete,
+nothing exported; with a cached prefix it begins with reading that state from host memory. Paper:
+the profile of section 3.4.1, Tables 3 and 5.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from prfaas.clock import Clock
+from prfaas.engine.api import (
+    Engine,
+    Event,
+    Export,
+    Failed,
+    Finished,
+    Job,
+    Prefilled,
+    Resume,
+    Sampling,
+    Token,
+)
+from prfaas.engine.memory import MemorySegments
+from prfaas.errors import EngineError, InputError
+from prfaas.kvspec import KVSpec, Segment, segment_bytes
+from prfaas.planner.profile import DecodeStep, PrefillTime
+from prfaas.types import NotNow
+
+PATIENCE_S = 600.0  # for one job; a first run at a new shape may compile for minutes
+WARM_STEPS = 4
+TIMED_STEPS = 24
+PREFILL_ONLY = Sampling(max_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    new_tokens: int
+    cached_tokens: int
+    warm_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTask:
+    batch: int
+    warm_up: bool
+
+
+Task: TypeAlias = PrefillTask | DecodeTask
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    prefill: tuple[PrefillTime, ...]
+    kv_bytes: dict[int, int]  # S_kv as exported, by length; nothing cached
+    decode: tuple[DecodeStep, ...]
+    context_tokens: int  # at which decode steps were timed
+    rounds: int
+    levelled: float  # the largest relative change that made times rise with length; 0: none
+
+
+class Profiler:
+    """Perform `tasks` in order; `measured` then has the answer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        lengths: Sequence[int],
+        cached: Sequence[int],
+        batches: Sequence[int],
+        rounds: int,
+        clock: Clock,
+    ) -> None:
+        _check(engine, lengths, cached, batches)
+        self._engine = engine
+        self._clock = clock
+        self._points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
+        self._batches = sorted(batches)
+        self._rounds = rounds
+        # Between the short prompts, which decode fastest, and the long ones, which fit least often.
+        self._context = sorted(lengths)[(len(lengths) - 1) // 2]
+        longest = max(new + kept for new, kept in self._points)
+        self._prompt = random.Random(0).choices(range(engine.limits.vocab_size), k=longest)
+        self._states: dict[int, MemorySegments] = {}
+        self._kv_bytes: dict[int, int] = {}
+        self._prefill_s: dict[tuple[int, int], list[float]] = {point: [] for point in self._points}
+        self._step_s: dict[int, list[float]] = {batch: [] for batch in self._batches}
+
+    @property
+    def tasks(self) -> list[Task]:
+        made: list[Task] = []
+        for number in range(self._rounds + 1):
+            made += [PrefillTask(new, kept, warm_up=number == 0) for new, kept in self._points]
+            made += [DecodeTask(batch, warm_up=number == 0) for batch in self._batches]
+        return made
+
+    def perform(self, task: Task) -> None:
+        if isinstance(task, DecodeTask):
+            step_s = self._time_steps(task.batch)
+            if not task.warm_up:
+                self._step_s[task.batch].append(step_s)
+            return
+        point = (task.new_tokens, task.cached_tokens)
+        if task.warm_up and not task.cached_tokens:
+            self._kv_bytes[task.new_tokens] = self._export_once(task.new_tokens)
+        seconds = self._time_prefill(*point)
+        if not task.warm_up:
+            self._prefill_s[point].append(seconds)
+
+    def measured(self) -> Measured:
+        prefill: list[PrefillTime] = []
+        changed = 0.0
+        for kept in sorted({kept for _, kept in self._points}):
+            row = [new for new, of in self._points if of == kept]
+            medians = [statistics.median(self._prefill_s[new, kept]) for new in row]
+            rising = levelled(medians)
+            changed = max(changed, *(abs(a / b - 1) for a, b in zip(rising, medians, strict=True)))
+            prefill += [PrefillTime(new, kept, s) for new, s in zip(row, rising, strict=True)]
+        steps = [DecodeStep(b, statistics.median(self._step_s[b])) for b in self._batches]
+        return Measured(
+            prefill=tuple(prefill),
+            kv_bytes=dict(self._kv_bytes),
+            decode=tuple(steps),
+            context_tokens=self._context,
+            rounds=self._rounds,
+            levelled=changed,
+        )
+
+    # One run each ---------------------------------------------------------------------------------
+
+    def _time_prefill(self, new: int, cached: int) -> float:
+        job = Job(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
+        if cached:
+            job = Job(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
+        started_s = self._clock.now()
+        run = _Run(self._engine, job, self._clock)
+        run.wait()
+        return run.at(Prefilled)[0] - started_s
+
+    def _export_once(self, tokens: int) -> int:
+        sink = _Counting(self._engine.spec)
+        export = Export(sink, tokens)
+        job = Job(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
+        _Run(self._engine, job, self._clock).wait()
+        return sink.nbytes
+
+    def _state(self, tokens: int) -> MemorySegments:
+        if tokens not in self._states:
+            state = MemorySegments(self._engine.spec)
+            prompt = self._prompt[:tokens]
+            job = Job(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
+            _Run(self._engine, job, self._clock).wait()
+            self._states[tokens] = state
+        return self._states[tokens]
+
+    def _time_steps(self, batch: int) -> float:
+        """Sequences that share all but their last prompt token, so that each begins at once and
+        goes its own way. The mean step while all of them run."""
+        common = self._prompt[: self._context - 1]
+        resume = Resume(len(common), self._state(len(common))) if common else None
+        # The first to come has decoded once per newcomer before the last one has begun.
+        sampling = Sampling(batch + WARM_STEPS + TIMED_STEPS, ignore_eos=True)
+        runs = []
+        for number in range(batch):
+            prompt = [*common, number % self._engine.limits.vocab_size]
+            job = Job(f"decode {number} of {batch}", prompt, sampling, resume)
+            runs.append(_Run(self._engine, job, self._clock))
+        for run in runs:
+            run.wait()
+        last = max(runs, key=lambda run: run.at(Token)[0])
+        until_s = min(run.at(Finished)[0] for run in runs)
+        times = [at_s for at_s in last.at(Token) if at_s <= until_s][WARM_STEPS:]
+        if len(times) < 2:
+            raise EngineError(f"{batch} sequences never ran together")
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def levelled(times: Sequence[float]) -> list[float]:
+    """The nearest non-decreasing times (least squares): where noise makes a longer prompt look
+    faster, neighbours take their mean. A profile must rise, and means keep the total."""
+    pools: list[list[float]] = []
+    for time_s in times:
+        pools.append([time_s])
+        while len(pools) > 1 and statistics.fmean(pools[-2]) > statistics.fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [statistics.fmean(pool) for pool in pools for _ in pool]
+
+
+class _Run:
+    """One job; the moments of its events."""
+
+    def __init__(self, engine: Engine, job: Job, clock: Clock) -> None:
+        self._job = job
+        self._clock = clock
+        self._events: list[tuple[Event, float]] = []
+        self._ended = threading.Event()
+        refused = engine.submit(job, self._emit)
+        if isinstance(refused, NotNow):
+            raise EngineError(f"{job.id}: not now: {refused.reason}")
+
+    def _emit(self, event: Event) -> None:
+        self._events.append((event, self._clock.now()))
+        if isinstance(event, Finished | Failed):
+            self._ended.set()
+
+    def wait(self) -> None:
+        if not self._ended.wait(PATIENCE_S):
+            raise EngineError(f"{self._job.id}: no end after {PATIENCE_S:g} s")
+        last, _ = self._events[-1]
+        if isinstance(last, Failed):
+            raise last.error
+
+    def at(self, kind: type[Event]) -> list[float]:
+        return [at_s for event, at_s in self._events if isinstance(event, kind)]
+
+
+class _Counting:
+    """A sink that forgets: a full-size model's state need not fit beside it."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self._spec = spec
+        self._open: dict[Segment, bytearray] = {}
+        self.nbytes = 0
+
+    def buffers(self, segment: Segment) -> Sequence[memoryview]:
+        self._open[segment] = bytearray(segment_bytes(self._spec, segment))
+        return (memoryview(self._open[segment]),)
+
+    def ready(self, segment: Segment) -> None:
+        self.nbytes += len(self._open.pop(segment))
+
+
+def _check(
+    engine: Engine, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]
+) -> None:
+    for where, values in (("lengths", lengths), ("cached", cached), ("batches", batches)):
+        if len(set(values)) != len(values):
+            raise InputError("a value twice", where=where, fix="name each once")
+        if min(values, default=1) < 1:
+            raise InputError(f"{min(values)}", where=where, fix="give 1 or more")
+    if len(lengths) < 2:
+        raise InputError(
+            "one length", where="lengths", fix="give at least two: a profile is a curve"
+        )
+    longest = max(lengths) + max(cached, default=0)
+    if longest > engine.limits.max_tokens:
+        raise InputError(
+            f"{longest} tokens are more than the model's {engine.limits.max_tokens}",
+            where="lengths",
+            fix="measure shorter prompts",
+        )
+    if max(batches, default=0) > engine.limits.max_running:
+        raise InputError(
+            f"{max(batches)} sequences at once; the engine runs {engine.limits.max_running}",
+            where="batches",
+            fix="measure smaller batches",
+        )

@@ -1,0 +1,126 @@
+"""From a model on this machine to a plan: what `profile` writes, others read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prfaas.catalog import Catalog
+from prfaas.engine.api import Job, Limits, Prefilled, Sampling
+from prfaas.engine.checkpoint.make import make_checkpoint
+from prfaas.engine.emulated import EmulatedEngine
+from prfaas.kvspec import GQA, build_spec
+from prfaas.planner.problem import prefill_profile
+from prfaas.planner.profile import DecodeStep
+from tests.cli.runner import Result
+from tests.engine.watching import Watched
+
+Run = Callable[..., Result]
+DEPLOYMENT = """
+catalog = ["profile.toml"]
+[model]
+name = "tiny"
+config = "tiny/config.json"
+[workload]
+kind = "lognormal"
+mu = 3.0
+sigma = 0.5
+min_tokens = 8
+max_tokens = 64
+output_tokens = 16
+[slo]
+output_tokens_per_s = 0.01
+[[clusters]]
+name = "far"
+kind = "prfaas"
+accelerator = "this-machine"
+gpus = 2
+gpus_per_instance = 1
+[[clusters]]
+name = "near"
+kind = "pd"
+accelerator = "this-machine"
+gpus = 4
+gpus_per_instance = 1
+[[links]]
+from = "far"
+to = "near"
+gbps = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("profiled") / "tiny", "qwen3").directory
+
+
+def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> None:
+    out = tiny.parent / "profile.toml"
+    arguments = ("--lengths", "16,48", "--cached", "32", "--batches", "1,2", "--rounds", "2")
+    shown = prfaas(
+        "profile", "--model", tiny, *arguments, "--accelerator", "this-machine", "--out", out
+    )
+    assert shown.code == 0
+    assert "tiny on this-machine" in shown.out and "decode after 16 tokens" in shown.out
+
+    (tiny.parent / "deployment.toml").write_text(DEPLOYMENT)
+    plan = prfaas("plan", tiny.parent / "deployment.toml", "--json").json
+    assert plan["prfaas_pd"]["lambda_max_rps"] > 0
+
+    catalog = Catalog.builtin().extended([out])
+    record = catalog.profile("tiny", "this-machine", 1)
+    assert record is not None and record.provenance.startswith("measured: prfaas profile, 20")
+    assert "median of 2" in record.source and "torch" in record.engine
+    engine = EmulatedEngine(
+        build_spec([GQA((0,), 1, 1, 1)]),
+        prefill_profile(catalog, record),
+        [DecodeStep(point.batch, point.step_s) for point in record.decode],
+        model=record.model,
+        limits=Limits(max_tokens=100, vocab_size=10, max_running=2, max_waiting=2),
+        block_tokens=64,
+    )
+    try:
+        done = Watched(engine, Job("one", [1, 2, 3] * 12, Sampling(max_tokens=3)))
+        assert len(done.tokens) == 3 and done.prefilled == Prefilled(0, 36, 0)
+    finally:
+        engine.close()
+
+
+def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
+    measured = prfaas(
+        "profile", "--model", tiny / "config.json", "--lengths", "8,24", "--batches", "1",
+        "--rounds", "1", "--device", "cpu", "--json",
+    ).json  # fmt: skip
+    assert measured["model"] == "tiny" and measured["status"] == "measured"
+    assert [point["new"] for point in measured["prefill"]] == [8, 24]
+    # 8 layers of 2 heads of 16, keys and values, float32
+    assert [point["kv_bytes"] for point in measured["prefill"]] == [8 * 2048, 24 * 2048]
+    for point in measured["prefill"]:
+        gbps = point["kv_bytes"] * 8 / point["t_prefill_s"] / 1e9
+        assert point["phi_kv_gbps"] == pytest.approx(gbps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lengths", "1K,2K"), "--lengths: '1K,2K'; give plain numbers"),
+        (("--lengths", "64"), "one length; give at least two"),
+        (("--lengths", "64,40000"), "40000 tokens are more than the model's 32768"),
+        (("--rounds", "0"), "--rounds: 0"),
+        (("--device", "abacus"), "use cpu, cuda or cuda:N"),
+        (("--out", "nowhere/at/all.toml"), "nowhere/at: no such directory"),
+    ],
+)
+def test_mistakes_are_one_line(
+    prfaas: Run, tiny: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = prfaas("profile", "--model", tiny, *arguments)
+    assert result.code == 2
+    assert message in result.err.splitlines()[-1] and not result.out
+
+
+def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
+    result = prfaas("profile", "--model", tmp_path / "gone")
+    assert result.code == 2 and "no such directory" in result.err
