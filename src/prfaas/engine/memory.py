@@ -80,3 +80,25 @@ class MemorySegments:
         if segment not in self._written:
             raise EngineError(f"segment {segment.name} is not there")
         return memoryview(self._written[segment])[offset : offset + nbytes]
+
+
+class ScratchSink:
+    """One block of memory, written over and over: for measurements that need no result."""
+
+    def __init__(self, spec: KVSpec, nbytes: int) -> None:
+        self._spec = spec
+        self._memory = memoryview(bytearray(nbytes))
+        self._at = 0
+        self.nbytes = 0  # ready so far
+
+    def buffers(self, segment: Segment) -> Sequence[memoryview]:
+        size = segment_bytes(self._spec, segment)
+        assert size <= self._memory.nbytes, f"{segment.name} is larger than the scratch memory"
+        if self._at + size > self._memory.nbytes:
+            self._at = 0
+        view = self._memory[self._at : self._at + size]
+        self._at += size
+        return (view,)
+
+    def ready(self, segment: Segment) -> None:
+        self.nbytes += segment_bytes(self._spec, segment)

@@ -30,9 +30,8 @@ from prfaas.engine.api import (
     Token,
 )
 from prfaas.engine.driving import run
-from prfaas.engine.memory import MemorySegments
+from prfaas.engine.memory import MemorySegments, ScratchSink
 from prfaas.errors import EngineError, InputError
-from prfaas.kvspec import KVSpec, Segment, segment_bytes
 from prfaas.planner.profile import DecodeStep, PrefillTime
 from prfaas.types import NotNow
 
@@ -148,7 +147,7 @@ class Profiler:
         return timed.at(Prefilled)[0] - started_s
 
     def _export_once(self, tokens: int) -> int:
-        sink = _Counting(self._engine.spec)
+        sink = ScratchSink(self._engine.spec, self._engine.spec.kv_bytes(tokens))
         export = Export(sink, tokens)
         job = Job(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
         run(self._engine, job, PATIENCE_S)
@@ -222,22 +221,6 @@ class _Timed:
 
     def at(self, kind: type[Event]) -> list[float]:
         return [at_s for event, at_s in self._events if isinstance(event, kind)]
-
-
-class _Counting:
-    """A sink that forgets: a full-size model's state need not fit beside it."""
-
-    def __init__(self, spec: KVSpec) -> None:
-        self._spec = spec
-        self._open: dict[Segment, bytearray] = {}
-        self.nbytes = 0
-
-    def buffers(self, segment: Segment) -> Sequence[memoryview]:
-        self._open[segment] = bytearray(segment_bytes(self._spec, segment))
-        return (memoryview(self._open[segment]),)
-
-    def ready(self, segment: Segment) -> None:
-        self.nbytes += len(self._open.pop(segment))
 
 
 def _check(

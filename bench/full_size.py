@@ -1,0 +1,176 @@
+"""A full-size hybrid model beside a dense one of similar active size, on a GPU (Table 3's trend).
+
+\b
+    prfaas bench full_size [--model kimi-linear-48b-a3b --model qwen3-4b] [--out DIR]
+
+Weights are random, shapes and arithmetic are the real ones (bench/models/*.json; Kimi-Linear-48B
+takes 98 GB in bfloat16). For each model, prints JSON and, with --out, writes after every stage:
+
+\b
+  exact      greedy tokens of a run resumed from exported bytes equal those of a local run
+  profile    T_prefill(new, cached), decode steps and S_kv, warm-up excluded, as catalog TOML
+  phi_gbps   KV throughput S_kv / T_prefill per length (eq. 1), beside the paper's
+  export     prefill with state streamed out over prefill without, minus 1
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog.hardware import DecodePoint, PrefillPoint
+from prfaas.catalog.write import profile_toml
+from prfaas.clock import MonotonicClock
+from prfaas.engine.api import Export, Job, Resume, Sampling
+from prfaas.engine.driving import run
+from prfaas.engine.hardware import hardware
+from prfaas.engine.hf import HFEngine, LoadedModel, load_model
+from prfaas.engine.memory import MemorySegments, ScratchSink
+from prfaas.engine.profiling import Measured, Profiler
+from prfaas.planner.equations import eq1_kv_throughput_bps
+
+MODELS = Path(__file__).parent / "models"
+NAMES = ("kimi-linear-48b-a3b", "qwen3-4b")
+LENGTHS = (1_024, 8_192, 32_768, 131_072)
+CACHED = (32_768,)
+BATCHES = (1, 8, 32)
+EXPORT_LENGTHS = (32_768, 131_072)
+PAPER_HYBRID, PAPER_DENSE = "kimi-linear-48b-a3b", "qwen3-235b-a22b"
+
+
+def exact(engine: HFEngine, tokens: int = 3_000, generated: int = 64) -> dict[str, Any]:
+    """bfloat16 and a random model: equal only if every bit of the state arrived."""
+    prompt = [(7 * token * token + token) % engine.limits.vocab_size for token in range(tokens)]
+    sampling = Sampling(max_tokens=generated, ignore_eos=True)
+    state, handoff = MemorySegments(engine.spec), tokens - 1
+    # Exporting cuts the local run where the other one resumes: bfloat16 sums depend on the cut.
+    local = run(engine, Job("local", prompt, sampling, export=Export(state, handoff))).tokens
+    carried = MemorySegments.load(engine.spec, state.dump())
+    resumed = run(engine, Job("import", prompt, sampling, Resume(handoff, carried))).tokens
+    return {
+        "prompt_tokens": tokens,
+        "generated": generated,
+        "distinct": len(set(local)),
+        "equal": resumed == local,
+        "first_difference": next(
+            (n for n, (a, b) in enumerate(zip(local, resumed, strict=True)) if a != b), None
+        ),
+        "kv_bytes_exact": state.nbytes == engine.spec.kv_bytes(handoff),
+    }
+
+
+def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int) -> dict[str, Any]:
+    prompt = [token % loaded.vocab_size for token in range(tokens)]
+    nbytes = loaded.spec.kv_bytes(tokens)
+    sink = ScratchSink(loaded.spec, nbytes)
+    plain = Job("plain", prompt, Sampling(max_tokens=0))
+    streaming = Job("streaming", prompt, Sampling(max_tokens=0), export=Export(sink, tokens))
+    times: dict[str, list[float]] = {"plain": [], "streaming": []}
+    for number in range(rounds):
+        for job in (plain, streaming) if number % 2 else (streaming, plain):
+            before_s = time.perf_counter()
+            run(engine, job)
+            times[job.id].append(time.perf_counter() - before_s)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {
+        "tokens": tokens,
+        "gigabytes": round(nbytes / 1e9, 3),
+        **{f"{name}_s": round(seconds, 4) for name, seconds in medians.items()},
+        "overhead": round(medians["streaming"] / medians["plain"] - 1, 4),
+    }
+
+
+def profiled(engine: HFEngine, rounds: int) -> Measured:
+    profiler = Profiler(
+        engine,
+        lengths=LENGTHS,
+        cached=CACHED,
+        batches=BATCHES,
+        rounds=rounds,
+        clock=MonotonicClock(),
+    )
+    for task in profiler.tasks:
+        profiler.perform(task)
+    return profiler.measured()
+
+
+def as_record(name: str, loaded: LoadedModel, measured: Measured) -> ProfileRecord:
+    machine = hardware(loaded.device)
+    return ProfileRecord(
+        model=name,
+        accelerator=machine.name,
+        gpus=1,
+        engine=f"prfaas HFEngine, {machine.software}, random weights",
+        status="measured",
+        source=(
+            f"bench/full_size.py, {datetime.date.today().isoformat()}, {machine.title}, bfloat16; "
+            f"median of {measured.rounds}; decode after {measured.context_tokens} tokens"
+        ),
+        prefill=[PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds) for p in measured.prefill],
+        decode=[DecodePoint(step.batch, step.step_s) for step in measured.decode],
+    )
+
+
+def phi_gbps(loaded: LoadedModel, measured: Measured) -> dict[str, float]:
+    return {
+        str(p.new_tokens): round(
+            float(eq1_kv_throughput_bps(loaded.spec.kv_bytes(p.new_tokens), p.seconds)) / 1e9, 2
+        )
+        for p in measured.prefill
+        if not p.cached_tokens
+    }
+
+
+def paper_phi(name: str) -> dict[str, float | None]:
+    record = Catalog.builtin().profile(name, "h200", 8)
+    assert record is not None
+    return {str(point.new): point.phi_gbps for point in record.prefill}
+
+
+@click.command(help=__doc__)
+@click.option("--model", "names", multiple=True, default=NAMES, show_default=True)
+@click.option("--device", default=None)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write results here as they come.")
+def main(names: tuple[str, ...], device: str | None, rounds: int, out: Path | None) -> None:
+    results: dict[str, Any] = {
+        "paper_phi_gbps": {name: paper_phi(name) for name in (PAPER_HYBRID, PAPER_DENSE)}
+    }
+
+    def keep(name: str, stage: str, result: Any) -> None:
+        results.setdefault(name, {})[stage] = result
+        if out is not None:
+            (out / "full_size.json").write_text(json.dumps(results, indent=2))
+        click.echo(f"{name}: {stage}: {json.dumps(result)}", err=True)
+
+    for name in names:
+        before_s = time.perf_counter()
+        loaded = load_model(MODELS / f"{name}.json", device=device, random_weights=True)
+        parameters = sum(p.numel() for p in loaded.model.parameters())
+        keep(name, "load_s", round(time.perf_counter() - before_s, 1))
+        keep(name, "parameters_b", round(parameters / 1e9, 2))
+        engine = HFEngine(loaded, max_running=max(BATCHES))
+        try:
+            keep(name, "exact", exact(engine))
+            measured = profiled(engine, rounds)
+            record = as_record(name, loaded, measured)
+            keep(name, "profile", profile_toml(record))
+            keep(name, "levelled", measured.levelled)
+            keep(name, "phi_gbps", phi_gbps(loaded, measured))
+            costs = [export_cost(engine, loaded, tokens, rounds) for tokens in EXPORT_LENGTHS]
+            keep(name, "export", costs)
+        finally:
+            engine.close()
+        del engine, loaded
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
