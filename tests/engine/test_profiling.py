@@ -13,6 +13,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.engine.emulated import EmulatedEngine, Scales
 from prfaas.engine.profiling import TIMED_STEPS, Measured, Profiler, levelled
 from prfaas.errors import InputError
+from prfaas.planner.profile import DecodeStep, PrefillTime
 from tests.engine.emulated.builders import PROFILE, SPEC, STEPS, emulated
 
 TIME_SCALE, OUTPUT_SCALE = 0.005, 0.1
@@ -88,6 +89,14 @@ def test_levelled_times_rise_and_keep_their_sum(times: list[float]) -> None:
 def test_noise_is_levelled_and_owned_up_to() -> None:
     assert levelled([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert levelled([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    times = (PrefillTime(10, 0, 1.0), PrefillTime(20, 0, 1.0))
+    measured = Measured(times, {}, (DecodeStep(1, 0.5),), 10, rounds=3, levelled=0.25)
+    record = measured.record(model="m", accelerator="a", engine="e", by="me, today")
+    assert record.provenance == (
+        "measured: me, today; median of 3; decode after 10 tokens; "
+        "times levelled by up to 25.0% to rise with length"
+    )
+    assert [point.seconds for point in record.prefill] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

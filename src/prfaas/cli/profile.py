@@ -10,7 +10,6 @@ import click
 from rich.table import Table
 
 from prfaas.catalog import Accelerator, Catalog, ProfileRecord
-from prfaas.catalog.hardware import DecodePoint, PrefillPoint
 from prfaas.catalog.write import profile_toml
 from prfaas.cli.extras import engine_extra
 from prfaas.cli.output import console, print_json, with_progress
@@ -94,15 +93,12 @@ def profile(
     measured, machine = profiler.measured(), hardware(loaded.device)
     builtin = Catalog.builtin().accelerators
     name = accelerator or machine.name
-    record = ProfileRecord(
+    today, dtype = datetime.date.today().isoformat(), engine.compat.kv_dtype
+    record = measured.record(
         model=_model_name(model),
         accelerator=name,
-        gpus=1,
         engine=f"prfaas HFEngine, {machine.software}",
-        status="measured",
-        source=_source(measured, machine.title, engine.compat.kv_dtype),
-        prefill=[PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds) for p in measured.prefill],
-        decode=[DecodePoint(step.batch, step.step_s) for step in measured.decode],
+        by=f"prfaas profile, {today}, {machine.title}, {dtype}",
     )
     if out is not None:
         unknown = Accelerator(name, title=machine.title) if name not in builtin else None
@@ -125,18 +121,6 @@ def _numbers(text: str, where: str) -> list[int]:
 def _model_name(model: Path) -> str:
     path = model.resolve()
     return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
-
-
-def _source(measured: Measured, title: str, dtype: str) -> str:
-    parts = [
-        f"prfaas profile, {datetime.date.today().isoformat()}, {title}, {dtype}",
-        f"median of {measured.rounds}",
-    ]
-    if measured.decode:
-        parts.append(f"decode after {measured.context_tokens} tokens")
-    if measured.levelled:
-        parts.append(f"times levelled by up to {measured.levelled:.1%} to rise with length")
-    return "; ".join(parts)
 
 
 def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from prfaas.catalog import DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.clock import Clock
 from prfaas.engine.api import (
     Engine,
@@ -65,6 +66,24 @@ class Measured:
     context_tokens: int  # at which decode steps were timed
     rounds: int
     levelled: float  # the largest relative change that made times rise with length; 0: none
+
+    def record(self, *, model: str, accelerator: str, engine: str, by: str) -> ProfileRecord:
+        """For a catalog. `by` says who measured, when and on what."""
+        parts = [by, f"median of {self.rounds}"]
+        if self.decode:
+            parts.append(f"decode after {self.context_tokens} tokens")
+        if self.levelled:
+            parts.append(f"times levelled by up to {self.levelled:.1%} to rise with length")
+        return ProfileRecord(
+            model=model,
+            accelerator=accelerator,
+            gpus=1,
+            engine=engine,
+            status="measured",
+            source="; ".join(parts),
+            prefill=[PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds) for p in self.prefill],
+            decode=[DecodePoint(step.batch, step.step_s) for step in self.decode],
+        )
 
 
 class Profiler:
