@@ -103,6 +103,7 @@ class HFEngine:
                 return NotNow("the engine is closing", RETRY_S)
             if len(self._waiting) >= self._limits.max_waiting:
                 return NotNow(f"{len(self._waiting)} jobs are waiting", RETRY_S)
+            self._cancelled.discard(job.id)  # meant for an earlier job of that name
             self._waiting.append(_Sequence(job, emit))
             self._changed.notify()
         return None

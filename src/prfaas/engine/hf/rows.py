@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from prfaas.engine.hf.shapes import StateShape, TokenShape
@@ -62,23 +63,24 @@ def pack(rows: Rows) -> torch.Tensor:
 
 
 def scatter(packed: torch.Tensor, buffers: Sequence[memoryview]) -> None:
-    source = _host_view(packed)
+    """numpy copies without the GIL: the thread that launches kernels must not wait for it."""
+    source = packed.numpy().reshape(-1)
     at = 0
     for view in buffers:
-        view[:] = source[at : at + view.nbytes]
+        np.frombuffer(view, dtype=np.uint8)[:] = source[at : at + view.nbytes]
         at += view.nbytes
 
 
 def gather(views: Sequence[memoryview], count: int, width: int, *, pinned: bool) -> torch.Tensor:
     """[count, width] bytes of `count` rows, copied once."""
     packed = torch.empty((count, width), dtype=torch.uint8, pin_memory=pinned)
-    target = _host_view(packed)
+    target = packed.numpy().reshape(-1)
     found = sum(view.nbytes for view in views)
     if found != target.nbytes:
         raise EngineError(f"{found} bytes of state where {target.nbytes} are needed")
     at = 0
     for view in views:
-        target[at : at + view.nbytes] = view
+        target[at : at + view.nbytes] = np.frombuffer(view, dtype=np.uint8)
         at += view.nbytes
     return packed
 
@@ -108,11 +110,6 @@ def as_state(row: torch.Tensor, shape: StateShape) -> tuple[torch.Tensor, torch.
     )
     conv[0, :, 1:] = columns.view(shape.conv_channels, shape.conv_columns - 1)
     return state, conv
-
-
-def _host_view(packed: torch.Tensor) -> memoryview:
-    array: Any = packed.numpy()
-    return memoryview(array).cast("B")
 
 
 def _fill(target: torch.Tensor, rows: Rows) -> None:
