@@ -19,6 +19,7 @@ import datetime
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,11 @@ def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int)
     }
 
 
-def profiled(engine: HFEngine, rounds: int) -> Measured:
+def profiled(engine: HFEngine, cached: Sequence[int], rounds: int) -> Measured:
     profiler = Profiler(
         engine,
         lengths=LENGTHS,
-        cached=CACHED,
+        cached=cached,
         batches=BATCHES,
         rounds=rounds,
         clock=MonotonicClock(),
@@ -144,6 +145,8 @@ def paper_phi(name: str) -> dict[str, float | None]:
 @click.option("--model", "names", multiple=True, default=NAMES, show_default=True)
 @click.option("--device", default=None)
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--cached", multiple=True, default=CACHED, show_default=True, help="Tokens.")
+@click.option("--export-tokens", multiple=True, default=EXPORT_LENGTHS, show_default=True)
 @click.option(
     "--stage", "stages", multiple=True, default=STAGES, type=click.Choice(STAGES), show_default=True
 )
@@ -152,6 +155,8 @@ def main(
     names: tuple[str, ...],
     device: str | None,
     rounds: int,
+    cached: tuple[int, ...],
+    export_tokens: tuple[int, ...],
     stages: tuple[str, ...],
     out: Path | None,
 ) -> None:
@@ -176,11 +181,11 @@ def main(
             if "exact" in stages:
                 keep(name, "exact", [exact(engine, tokens) for tokens in EXACT_LENGTHS])
             if "profile" in stages:
-                measured = profiled(engine, rounds)
+                measured = profiled(engine, [tokens for tokens in cached if tokens], rounds)
                 keep(name, "profile", profile_toml(as_record(name, loaded, measured)))
                 keep(name, "phi_gbps", phi_gbps(loaded, measured))
             if "export" in stages:
-                costs = [export_cost(engine, loaded, tokens, rounds) for tokens in EXPORT_LENGTHS]
+                costs = [export_cost(engine, loaded, tokens, rounds) for tokens in export_tokens]
                 keep(name, "export", costs)
         finally:
             engine.close()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prfaas.engine.api import (
     Emit,
@@ -39,6 +40,11 @@ from prfaas.types import Compat, NotNow
 IDLE_S = 1.0  # an idle engine looks up this often even when nobody wakes it
 CLOSE_S = 60.0
 RETRY_S = 1.0
+REPRODUCIBLE_ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # enough to fill the device, short enough to interleave
 
 
@@ -132,8 +138,12 @@ class HFEngine:
 
     # The engine's thread --------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _work(self) -> None:
+        # cuDNN's attention gives other bits from run to run; the other kernels do not.
+        with torch.inference_mode(), sdpa_kernel(REPRODUCIBLE_ATTENTION):
+            self._serve()
+
+    def _serve(self) -> None:
         while self._wait_for_work():
             self._end_cancelled()
             if self._prefilling is None:
@@ -218,6 +228,8 @@ class HFEngine:
         cache, job = sequence.cache, sequence.job
         assert cache is not None and sequence.sampler is not None
         cache.finish()
+        if self._loaded.device.type == "cuda":
+            torch.cuda.current_stream(self._loaded.device).synchronize()  # launched is not computed
         resumed = job.resume.tokens if job.resume is not None else 0
         sequence.emit(Prefilled(resumed, len(job.prompt) - resumed, cache.exported_bytes))
         ended = (
