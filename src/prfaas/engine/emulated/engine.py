@@ -11,7 +11,6 @@ work begins when the work before it was due to end, so that late wake-ups do not
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 
@@ -26,14 +25,14 @@ from prfaas.engine.api import (
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
+from prfaas.engine.desk import JobDesk, as_ours
 from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
 from prfaas.engine.emulated.sequence import Sequence
-from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import DecodeStep, PrefillProfile
 from prfaas.types import Compat, NotNow
 
-RETRY_S = 1.0
 CLOSE_S = 60.0
 CHUNK_TOKENS = 8192
 # Layers that become ready within this time are handed over together: a dozen engines on two cores
@@ -79,12 +78,9 @@ class EmulatedEngine:
             block_tokens=block_tokens,
             layout="emulated",
         )
-        self._changed = threading.Condition()  # its lock may be taken twice
-        self._waiting: deque[Sequence] = deque()  # guarded, as are the next two
-        self._cancelled: set[str] = set()
-        self._closing = False
+        self._desk: JobDesk[Sequence] = JobDesk(limits.max_waiting)
         self._prefilling: Sequence | None = None  # the thread's own, as are the next two;
-        self._running: list[Sequence] = []  # changed under the lock, for `stats`
+        self._running: list[Sequence] = []  # changed under the desk's lock, for `stats`
         self._free_s = self._clock.now()  # when what was begun is due to end
         self._thread = threading.Thread(target=self._work, name="prfaas-emulated", daemon=True)
         self._thread.start()
@@ -110,93 +106,74 @@ class EmulatedEngine:
                 fix="give its profile decode steps",
             )
         sequence = Sequence(job, emit, self._spec, self._clock.now())
-        with self._changed:
-            if self._closing:
-                return NotNow("the engine is closing", RETRY_S)
-            if len(self._waiting) >= self._limits.max_waiting:
-                return NotNow(f"{len(self._waiting)} jobs are waiting", RETRY_S)
-            self._cancelled.discard(job.id)  # an earlier job's, which had ended
-            self._waiting.append(sequence)
-            self._changed.notify()
-        return None
+        return self._desk.put(sequence)
 
     def cancel(self, job_id: str) -> None:
-        with self._changed:
-            self._cancelled.add(job_id)
-            self._changed.notify()
+        self._desk.cancel(job_id)
 
     def stats(self) -> EngineStats:
-        with self._changed:
+        with self._desk.changed:
             prefilling = [self._prefilling] if self._prefilling is not None else []
             return EngineStats(
-                waiting=len(self._waiting),
+                waiting=len(self._desk.waiting),
                 prefilling=len(prefilling),
                 running=len(self._running),
                 kv_tokens=sum(sequence.tokens for sequence in (*self._running, *prefilling)),
             )
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._desk.close()
         self._thread.join(CLOSE_S)
 
     # The engine's thread --------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._wait_for_work():
+        while self._desk.wait_for_work(busy=bool(self._prefilling or self._running)):
             self._end_cancelled()
             self._admit()
             if self._prefilling is not None:
                 self._guarded_chunk(self._prefilling)
             if self._running:
                 self._step()
-        with self._changed:
+        with self._desk.changed:
             ended = self._removed(lambda sequence: True)
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
-
-    def _wait_for_work(self) -> bool:
-        with self._changed:
-            while not (self._closing or self._waiting or self._prefilling or self._running):
-                self._cancelled.clear()  # of jobs that have ended before
-                self._changed.wait()
-            return not self._closing
 
     def _sleep(self, until_s: float, chunk_of: Sequence | None = None) -> None:
         """Until then, ending cancelled jobs as they come; shorter where the engine closes, or the
         job whose chunk it is has ended."""
         while True:
             self._end_cancelled()
-            with self._changed:
+            with self._desk.changed:
                 left_s = until_s - self._clock.now()
-                if self._closing or left_s <= 0:
+                if self._desk.closing or left_s <= 0:
                     return
                 if chunk_of is not None and self._prefilling is not chunk_of:
                     return
-                if not self._cancelled:
-                    self._changed.wait(left_s)
+                if not self._desk.has_cancelled:
+                    self._desk.changed.wait(left_s)
 
     def _end_cancelled(self) -> None:
-        with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
-            if not cancelled:
-                return
+        cancelled = self._desk.take_cancelled()
+        if not cancelled:
+            return
+        with self._desk.changed:
             ended = self._removed(lambda sequence: sequence.job.id in cancelled)
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
     def _removed(self, which: Callable[[Sequence], bool]) -> list[Sequence]:
         """Takes jobs out of wherever they are; under the lock."""
-        ended = [sequence for sequence in (*self._waiting, *self._running) if which(sequence)]
-        self._waiting = deque(sequence for sequence in self._waiting if not which(sequence))
+        ended = self._desk.remove(which)
+        ended += [sequence for sequence in self._running if which(sequence)]
         self._running = [sequence for sequence in self._running if not which(sequence)]
         if self._prefilling is not None and which(self._prefilling):
             ended.append(self._abandon_prefill())
         return ended
 
     def _abandon_prefill(self) -> Sequence:
-        with self._changed:
+        with self._desk.changed:
             sequence, self._prefilling = self._prefilling, None
         assert sequence is not None
         self._free_s = min(self._free_s, self._clock.now())  # the rest is not computed
@@ -210,19 +187,19 @@ class EmulatedEngine:
             try:
                 sequence.read_state()
             except Exception as error:  # a job whose state is not its own fails alone
-                sequence.emit(Failed(_as_ours(error)))
+                sequence.emit(Failed(as_ours(error)))
                 continue
-            with self._changed:
+            with self._desk.changed:
                 if self._rides(sequence):
                     self._running.append(sequence)
                 else:
                     self._prefilling = sequence
 
     def _take_head(self) -> Sequence | None:
-        with self._changed:
-            if not self._waiting:
+        with self._desk.changed:
+            if not self._desk.waiting:
                 return None
-            sequence = self._waiting[0]
+            sequence = self._desk.waiting[0]
             busy = len(self._running) + int(self._prefilling is not None)
             will_run = sequence.job.sampling.max_tokens > 1 or self._rides(sequence)
             if will_run and busy >= self._limits.max_running:
@@ -231,7 +208,7 @@ class EmulatedEngine:
                 return None
             if not busy:
                 self._free_s = max(self._free_s, sequence.submitted_s)  # idle until then
-            return self._waiting.popleft()
+            return self._desk.waiting.popleft()
 
     def _rides(self, sequence: Sequence) -> bool:
         return sequence.rides and self._limits.max_running > 0
@@ -241,7 +218,7 @@ class EmulatedEngine:
             self._chunk(sequence)
         except Exception as error:  # its sink failed: this job ends, others go on
             self._abandon_prefill()
-            sequence.emit(Failed(_as_ours(error)))
+            sequence.emit(Failed(as_ours(error)))
 
     def _chunk(self, sequence: Sequence) -> None:
         job = sequence.job
@@ -263,7 +240,7 @@ class EmulatedEngine:
             owed = [s for layer in layers for s in sequence.write_layer(layer, start, stop)]
             if owed or layers.stop == self._layers:
                 self._sleep(begin_s + layers.stop * layer_s, chunk_of=sequence)
-            if self._closing or self._prefilling is not sequence:
+            if self._desk.closing or self._prefilling is not sequence:
                 return
             for segment in owed:
                 sequence.ready(segment)
@@ -274,7 +251,7 @@ class EmulatedEngine:
     def _prefilled(self, sequence: Sequence) -> None:
         """The first token comes from the prompt's last position: it needs no decode step."""
         finished = sequence.prefilled(self._limits.vocab_size) or sequence.next_token()
-        with self._changed:
+        with self._desk.changed:
             self._prefilling = None
             if finished is None:
                 self._running.append(sequence)
@@ -286,7 +263,7 @@ class EmulatedEngine:
     def _step(self) -> None:
         self._free_s += self._pace.step_s(len(self._running))
         self._sleep(self._free_s)
-        if self._closing:
+        if self._desk.closing:
             return
         ended: dict[Sequence, Finished] = {}
         for sequence in self._running:
@@ -298,15 +275,7 @@ class EmulatedEngine:
             if finished is not None:
                 ended[sequence] = finished
         if ended:
-            with self._changed:
+            with self._desk.changed:
                 self._running = [one for one in self._running if one not in ended]
         for sequence, finished in ended.items():
             sequence.emit(finished)
-
-
-def _as_ours(error: Exception) -> Exception:
-    if isinstance(error, PrfaasError):
-        return error
-    ours = EngineError(f"{type(error).__name__}: {error}")
-    ours.__cause__ = error
-    return ours

@@ -9,8 +9,7 @@ sequence, so a long prefill delays a running sequence by one chunk at most.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,18 +27,17 @@ from prfaas.engine.api import (
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
+from prfaas.engine.desk import JobDesk, as_ours
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.sampling import Sampler
 from prfaas.engine.hf.slots import SlotCache
-from prfaas.errors import EngineError, PrfaasError
+from prfaas.errors import EngineError
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NotNow
 
-IDLE_S = 1.0  # an idle engine looks up this often even when nobody wakes it
 CLOSE_S = 60.0
-RETRY_S = 1.0
 REPRODUCIBLE_ATTENTION = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -81,12 +79,9 @@ class HFEngine:
             torch.empty(0, dtype=loaded.dtype, device=loaded.device),
             additive_masks=loaded.model.config._attn_implementation == "eager",
         )
-        self._changed = threading.Condition()
-        self._waiting: deque[_Sequence] = deque()  # guarded, as are the next two
-        self._cancelled: set[str] = set()
-        self._closing = False
-        self._prefilling: _Sequence | None = None  # the engine thread's own, as is the next
-        self._running: list[_Sequence] = []  # row by row
+        self._desk: JobDesk[_Sequence] = JobDesk(max_waiting)
+        self._prefilling: _Sequence | None = None  # the thread's own, as is the next; changed
+        self._running: list[_Sequence] = []  # (row by row) under the desk's lock, for `stats`
         self._thread = threading.Thread(target=self._work, name="prfaas-engine", daemon=True)
         self._thread.start()
 
@@ -104,36 +99,24 @@ class HFEngine:
 
     def submit(self, job: Job, emit: Emit) -> NotNow | None:
         check_job(job, self.spec, self._limits)
-        with self._changed:
-            if self._closing:
-                return NotNow("the engine is closing", RETRY_S)
-            if len(self._waiting) >= self._limits.max_waiting:
-                return NotNow(f"{len(self._waiting)} jobs are waiting", RETRY_S)
-            self._cancelled.discard(job.id)  # meant for an earlier job of that name
-            self._waiting.append(_Sequence(job, emit))
-            self._changed.notify()
-        return None
+        return self._desk.put(_Sequence(job, emit))
 
     def cancel(self, job_id: str) -> None:
-        with self._changed:
-            self._cancelled.add(job_id)
-            self._changed.notify()
+        self._desk.cancel(job_id)
 
     def stats(self) -> EngineStats:
-        with self._changed:
+        with self._desk.changed:
             prefilling, running = self._prefilling, list(self._running)
             held = running + ([prefilling] if prefilling is not None else [])
             return EngineStats(
-                waiting=len(self._waiting),
+                waiting=len(self._desk.waiting),
                 prefilling=int(prefilling is not None),
                 running=len(running),
                 kv_tokens=sum(sequence.tokens for sequence in held),
             )
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._desk.close()
         self._thread.join(CLOSE_S)
 
     # The engine's thread --------------------------------------------------------------------------
@@ -144,7 +127,7 @@ class HFEngine:
             self._serve()
 
     def _serve(self) -> None:
-        while self._wait_for_work():
+        while self._desk.wait_for_work(busy=bool(self._prefilling or self._running)):
             self._end_cancelled()
             if self._prefilling is None:
                 self._admit()
@@ -152,43 +135,29 @@ class HFEngine:
                 self._guarded_chunk(self._prefilling)
             if self._running:
                 self._guarded_step()
-        self._end_all()
-
-    def _wait_for_work(self) -> bool:
-        with self._changed:
-            while not (self._closing or self._waiting or self._prefilling or self._running):
-                self._cancelled.clear()  # of jobs that have ended before
-                self._changed.wait(IDLE_S)
-            return not self._closing
+        self._end(lambda sequence: True)
 
     def _end_cancelled(self) -> None:
-        with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
-            ended = [sequence for sequence in self._waiting if sequence.job.id in cancelled]
-            for sequence in ended:
-                self._waiting.remove(sequence)
-        if self._prefilling is not None and self._prefilling.job.id in cancelled:
+        cancelled = self._desk.take_cancelled()
+        if cancelled:
+            self._end(lambda sequence: sequence.job.id in cancelled)
+
+    def _end(self, which: Callable[[_Sequence], bool]) -> None:
+        ended = self._desk.remove(which)
+        if self._prefilling is not None and which(self._prefilling):
             ended.append(self._drop_prefilling())
-        rows = [n for n, sequence in enumerate(self._running) if sequence.job.id in cancelled]
+        rows = [row for row, sequence in enumerate(self._running) if which(sequence)]
         ended += [self._leave(row) for row in reversed(rows)]
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
-    def _end_all(self) -> None:
-        with self._changed:
-            self._cancelled.update(sequence.job.id for sequence in self._waiting)
-            if self._prefilling is not None:
-                self._cancelled.add(self._prefilling.job.id)
-            self._cancelled.update(sequence.job.id for sequence in self._running)
-        self._end_cancelled()
-
     # Prefill --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        with self._changed:
-            if not self._waiting or len(self._running) >= self._limits.max_running:
+        with self._desk.changed:
+            if not self._desk.waiting or len(self._running) >= self._limits.max_running:
                 return
-            self._prefilling = self._waiting.popleft()
+            self._prefilling = self._desk.waiting.popleft()
 
     def _guarded_chunk(self, sequence: _Sequence) -> None:
         """A job that cannot be computed fails alone: its sink or source, or too little memory."""
@@ -241,7 +210,7 @@ class HFEngine:
             capacity = len(job.prompt) + job.sampling.max_tokens
             self._slots.join(len(self._running), cache, sequence.tokens, capacity)
         sequence.cache = None
-        with self._changed:
+        with self._desk.changed:
             self._prefilling = None
             if ended is None:
                 self._running.append(sequence)
@@ -254,7 +223,7 @@ class HFEngine:
         if sequence.cache is not None:
             sequence.cache.abort()
             sequence.cache = None
-        with self._changed:
+        with self._desk.changed:
             self._prefilling = None
         return sequence
 
@@ -300,7 +269,7 @@ class HFEngine:
     def _leave(self, row: int) -> _Sequence:
         last = len(self._running) - 1
         self._slots.leave(row, last)
-        with self._changed:
+        with self._desk.changed:
             sequence = self._running[row]
             self._running[row] = self._running[last]
             self._running.pop()
@@ -314,10 +283,6 @@ class HFEngine:
 
 
 def _as_ours(error: Exception) -> Exception:
-    if isinstance(error, PrfaasError):
-        return error
     if isinstance(error, torch.OutOfMemoryError):
         return EngineError("the device has too little memory for this job")
-    ours = EngineError(f"{type(error).__name__}: {error}")
-    ours.__cause__ = error
-    return ours
+    return as_ours(error)
