@@ -117,9 +117,22 @@ class Link(
     via: str | None = None  # host:port of a relay in front of the receiving kvd
 
 
+class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The long-term loop: how often, on how much traffic, and how reluctantly roles change."""
+
+    every_s: Amount = 120.0
+    window_s: Amount = 1800.0
+    warmup_s: AmountOrZero = 120.0  # caches are cold: cached lengths mean nothing yet
+    block_requests: Count = 400  # the least traffic that counts; two like blocks are steady
+    min_gain: Share = 0.03  # of throughput, for a change of roles
+    threshold_step: Share = 0.02  # a smaller move of the threshold is not worth a plan
+    dwell_s: AmountOrZero = 900.0  # a node keeps its role at least this long
+
+
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
+    replan: ReplanSection = ReplanSection()
 
 
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
