@@ -121,18 +121,38 @@ class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The long-term loop: how often, on how much traffic, and how reluctantly roles change."""
 
     every_s: Amount = 120.0
-    window_s: Amount = 1800.0
+    window_s: Amount = 3600.0
     warmup_s: AmountOrZero = 120.0  # caches are cold: cached lengths mean nothing yet
     block_requests: Count = 400  # the least traffic that counts; two like blocks are steady
-    min_gain: Share = 0.03  # of throughput, for a change of roles
+    min_gain: Share = 0.015  # of throughput, for a change of roles
     threshold_step: Share = 0.02  # a smaller move of the threshold is not worth a plan
     dwell_s: AmountOrZero = 900.0  # a node keeps its role at least this long
+
+
+class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term)."""
+
+    surge_wait_s: Amount = 4.0  # PrfaaS makes a request wait so much longer than the PD cluster
+    calm_wait_s: AmountOrZero = 1.0  # below this, and with a clear link, it comes down again
+    step: Annotated[float, msgspec.Meta(ge=1)] = 1.25  # the factor moves by this, up or down ...
+    limit: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # ... up to this; 1 turns it off
+    hold_s: AmountOrZero = 5.0  # between two moves: a queue needs time to show what one did
+
+
+class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Policy `adaptive`: what a second of a scarce resource costs beside the request's own time."""
+
+    congestion_price: AmountOrZero = 1.0  # of work, in seconds of wait it brings to those behind
+    least_price_s: AmountOrZero = 0.2  # the plan counts for so much even when nobody waits
+    copy_margin_s: AmountOrZero = 0.05  # a copied prefix must save more than this
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
     replan: ReplanSection = ReplanSection()
+    paper: PaperSection = PaperSection()
+    adaptive: AdaptiveSection = AdaptiveSection()
 
 
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
