@@ -46,9 +46,10 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     n_prefill = sum(role == "prefill" for role in roles.values())
     here = best_for(problem, n_prefill)
 
-    # Traffic that just changed may change on: roles wait until two blocks tell the same.
+    # Traffic that just changed may change on, and a node that just left may come back: roles wait
+    # until two blocks tell the same, and until the next look.
     step = 0
-    if hardware_changed or blocks >= 2:
+    if blocks >= 2 and not hardware_changed:
         best = best_for(problem)
         worth = max(rules.min_gain, 1 / math.sqrt(seen))
         if best.capacity_rps > here.capacity_rps * (1 + worth):
