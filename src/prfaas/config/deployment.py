@@ -26,6 +26,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     config: str | None = None  # a Hugging Face config.json, relative to the deployment file
     kv_dtype: str | None = None  # of what attention caches; the model's own when absent
+    max_tokens: Count = 1_048_576  # prompt and answer together, as the engines were started
 
 
 # Workloads: lengths are of the *uncached* part of a prompt ----------------------------------------
@@ -155,6 +156,12 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adaptive: AdaptiveSection = AdaptiveSection()
 
 
+class CacheSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prefixes kept on every node."""
+
+    gb_per_node: Amount = 1000.0  # 10^9 bytes; host memory counts
+
+
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8080
     keys: list[str] = []  # API keys; empty means: no authentication
@@ -168,6 +175,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clusters: Annotated[list[Cluster], msgspec.Meta(min_length=1)]
     links: list[Link] = []
     scheduler: SchedulerSection = SchedulerSection()
+    cache: CacheSection = CacheSection()
     gateway: GatewaySection = GatewaySection()
     catalog: list[str] = []  # catalog files to add, relative to the deployment file
 
