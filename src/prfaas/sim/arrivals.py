@@ -36,6 +36,10 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self.at_s)
 
+    @property
+    def mean_rps(self) -> float:
+        return len(self) / float(self.at_s[-1])
+
     def scaled(self, speedup: float) -> Arrivals:
         """The same requests, `speedup` times as fast."""
         return Arrivals(
