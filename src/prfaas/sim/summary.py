@@ -1,7 +1,6 @@
 """A run in a few numbers: what `prfaas simulate` prints and benchmarks compare.
 
-The TTFT promise is made per request: `slack` times what the request takes on an idle deployment, or
-one number for all. Everything is of the measured window, so that start and end do not count.
+Everything is of the measured window, so that start and end do not count.
 """
 
 from __future__ import annotations
@@ -12,17 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.sim.promise import Promise
 from prfaas.sim.result import Result
 
 Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A service level: both parts must hold for a request to count as good."""
-
-    ttft_s: Array | float
-    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +92,6 @@ def summarise(result: Result, promise: Promise) -> Summary:
         stable=result.stable,
         behind=None if behind is None else Behind(behind.name, behind.growth_s_per_s),
     )
-
-
-def idle_ttft_s(reference: Result) -> Array:
-    """What each request takes when nobody is in its way, from a run at low load."""
-    rows = reference.requests
-    return rows.ttft_s - rows.wait_s - rows.slot_wait_s
 
 
 def _egress(result: Result) -> Rate:

@@ -1,0 +1,262 @@
+"""Policies against each other on traces, prefix caches on: calm loads, then a set of stresses.
+
+\b
+    prfaas bench policies --trace conversation.jsonl.xz --trace synthetic.jsonl.xz > out.json
+    prfaas bench policies_docs out.json     # tables and figures of docs/simulator.md
+    prfaas bench policies --trace FILE --tune     # the grid search behind `paper`'s constants
+
+100% load is the saturation rate under `paper` on the trace. A seed draws the window's start, the
+spread of requests inside the trace's 3 s clock buckets and the times of faults; all policies of a
+seed see the same requests. Good requests have their first token within 3 times what they take on
+the idle deployment, and their tokens as fast as the deployment's SLO says. Tuning uses seeds of its
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from scipy.special import stdtrit
+
+from prfaas.cli.simulate_cases import (
+    POLICIES,
+    Policy,
+    cache_config,
+    read_requests,
+    routed_by,
+    with_trace,
+)
+from prfaas.cli.wiring import Study
+from prfaas.config import Deployment, load_deployment
+from prfaas.config.deployment import PaperSection
+from prfaas.config.trace import TraceRow
+from prfaas.planner.problem import Problem
+from prfaas.scheduler.plan import best_for
+from prfaas.sim.arrivals import Arrivals, replay
+from prfaas.sim.config import SimConfig
+from prfaas.sim.promise import Promise, idle_promise
+from prfaas.sim.run import simulate
+from prfaas.sim.saturation import saturated_rps
+from prfaas.sim.stress import STRESSES
+from prfaas.sim.summary import Summary, summarise
+
+CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
+LOADS = (0.5, 0.8, 0.95)
+STRESS_LOAD = 0.8
+TUNING_SEEDS = (1001, 1002)  # the evaluation counts from 0
+GRID = {
+    "surge_wait_s": (2.0, 4.0, 8.0),
+    "step": (1.25, 1.5),
+    "limit": (2.0, 4.0),
+    "hold_s": (5.0, 15.0),
+}
+# Metric -> whether more is better.
+METRICS = {"throughput_rps": True, "goodput_rps": True, "ttft_mean_s": False, "ttft_p90_s": False}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ground:
+    """One trace on one deployment: where policies meet."""
+
+    deployment: Deployment
+    problem: Problem
+    rows: Sequence[TraceRow]
+    base: SimConfig
+    window_s: float
+    saturated_rps: float
+
+    def arrivals(self, seed: int, load: float) -> Arrivals:
+        """A window at a share of the saturation rate, whatever its own rate was."""
+        window = replay(self.rows, seed, window_s=self.window_s)
+        return window.scaled(load * self.saturated_rps / window.mean_rps)
+
+    def promise(self, arrivals: Arrivals) -> Promise:
+        tpot_s = 1 / self.deployment.slo.output_tokens_per_s
+        return idle_promise(self.problem, arrivals, self.base, tpot_s)
+
+    def config(self, policy: Policy, base: SimConfig | None = None) -> SimConfig:
+        return routed_by(policy, self.deployment.scheduler, base or self.base)
+
+
+def prepare(deployment: Deployment, file: Path, trace: Path, share: float) -> Ground:
+    rows = read_requests(trace, deployment)
+    problem = with_trace(Study(file, "exact").problem(deployment), rows)
+    base = SimConfig(cache=cache_config(deployment), replans=True)
+    whole = replay(rows, seed=0)
+    paper = routed_by("paper", deployment.scheduler, base)
+    rps = saturated_rps(problem, whole, paper)
+    window_s = share * float(whole.at_s[-1])
+    return Ground(deployment, problem, rows, base, window_s, rps)
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+def calm(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for seed, load in itertools.product(seeds, LOADS):
+        arrivals = ground.arrivals(seed, load)
+        promise = ground.promise(arrivals)
+        for policy in POLICIES:
+            result = simulate(ground.problem, arrivals, ground.config(policy))
+            yield {"load": load, "seed": seed, **_row(policy, summarise(result, promise))}
+
+
+def stressed(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for seed, (name, trouble) in itertools.product(seeds, STRESSES.items()):
+        calm_arrivals = ground.arrivals(seed, STRESS_LOAD)
+        rng = np.random.default_rng(seed)
+        arrivals, base = trouble(ground.problem, calm_arrivals, ground.base, rng)
+        promise = ground.promise(arrivals)
+        for policy in POLICIES[:2]:
+            result = simulate(ground.problem, arrivals, ground.config(policy, base))
+            yield {"stress": name, "seed": seed, **_row(policy, summarise(result, promise))}
+
+
+def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
+    """Every point of the grid, and none of it (a limit of 1), on calm and troubled runs. The cost
+    is mean TTFT, P90 TTFT and the inverse of goodput, each over the best point's in the same run,
+    averaged."""
+    points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
+    points.append({"limit": 1.0})
+    costs = np.zeros(len(points))
+    runs = 0
+    for ground, seed in itertools.product(grounds, TUNING_SEEDS):
+        for name, arrivals, base in _situations(ground, seed):
+            promise = ground.promise(arrivals)
+            table = []
+            for point in points:
+                paper = msgspec.structs.replace(PaperSection(), **point)
+                rules = msgspec.structs.replace(ground.deployment.scheduler, paper=paper)
+                result = simulate(ground.problem, arrivals, routed_by("paper", rules, base))
+                run = summarise(result, promise)
+                table.append([run.ttft_s.mean, run.ttft_s.p90, 1 / max(run.goodput_rps, 1e-9)])
+            costs += (np.array(table) / np.min(table, axis=0)).mean(axis=1)
+            runs += 1
+            _say(f"seed {seed}: {name}")
+    ranked = sorted(zip((costs / runs).tolist(), points, strict=True), key=lambda pair: pair[0])
+    return [{**point, "cost": round(cost, 4)} for cost, point in ranked]
+
+
+def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimConfig]]:
+    for load in LOADS[1:]:
+        yield f"{load:.0%}", ground.arrivals(seed, load), ground.base
+    for name, trouble in STRESSES.items():
+        rng = np.random.default_rng(seed)
+        yield name, *trouble(ground.problem, ground.arrivals(seed, STRESS_LOAD), ground.base, rng)
+
+
+def _row(policy: str, run: Summary) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "throughput_rps": run.throughput_rps,
+        "goodput_rps": run.goodput_rps,
+        "ttft_mean_s": run.ttft_s.mean,
+        "ttft_p50_s": run.ttft_s.p50,
+        "ttft_p90_s": run.ttft_s.p90,
+        "ttft_p99_s": run.ttft_s.p99,
+        "tpot_s": run.tpot_s,
+        "egress_gbps": run.egress_gbps.mean,
+        "egress_peak_gbps": run.egress_gbps.peak,
+        "offload_fraction": run.offload_fraction,
+        "hit_rate": run.hit_rate,
+        "copied_gb": run.copied_gb,
+        "plan_changes": run.plan_changes,
+        "stable": run.stable,
+    }
+
+
+# Statistics --------------------------------------------------------------------------------------
+
+
+def differences(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """adaptive / paper - 1 per seed: mean and 95% confidence interval (Student)."""
+    found = []
+    for value in dict.fromkeys(row[key] for row in rows):
+        by_policy = {
+            policy: {r["seed"]: r for r in rows if r[key] == value and r["policy"] == policy}
+            for policy in POLICIES[:2]
+        }
+        for metric in METRICS:
+            change = np.array(
+                [
+                    by_policy["adaptive"][seed][metric] / row[metric] - 1
+                    for seed, row in by_policy["paper"].items()
+                ]
+            )
+            half = float("nan")
+            if len(change) > 1:
+                quantile = float(stdtrit(len(change) - 1, 0.975))
+                half = quantile * float(change.std(ddof=1)) / len(change) ** 0.5
+            mean = float(change.mean())
+            found.append(
+                {
+                    key: value,
+                    "metric": metric,
+                    "mean": mean,
+                    "low": mean - half,
+                    "high": mean + half,
+                }
+            )
+    return found
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+@click.command(help=__doc__)
+@click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
+@click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
+@click.option("--seeds", default=5, show_default=True)
+@click.option("--window", default=0.6, show_default=True, help="share of the trace a seed sees")
+@click.option("--tune", "tuning", is_flag=True, help="search the constants of `paper` instead")
+@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+def main(
+    traces: tuple[Path, ...], file: Path, seeds: int, window: float, tuning: bool, as_json: bool
+) -> None:
+    started = time.perf_counter()
+    deployment = load_deployment(file)
+    grounds = {
+        trace.name.split(".")[0]: prepare(deployment, file, trace, window) for trace in traces
+    }
+    if tuning:
+        print(json.dumps({"grid": tune(list(grounds.values()))}, indent=1))
+        return
+    report: dict[str, Any] = {}
+    for name, ground in grounds.items():
+        _say(f"{name}: saturated at {ground.saturated_rps:.3f} requests/s")
+        calm_rows = list(calm(ground, range(seeds)))
+        _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
+        stress_rows = list(stressed(ground, range(seeds)))
+        _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
+        first = best_for(ground.problem)
+        report[name] = {
+            "saturated_rps": ground.saturated_rps,
+            "planned": {
+                "capacity_rps": first.capacity_rps,
+                "threshold_tokens": first.threshold_tokens,
+                "n_prefill": first.n_prefill,
+            },
+            "window_s": ground.window_s,
+            "requests": [len(ground.arrivals(seed, 1.0)) for seed in range(seeds)],
+            "calm": calm_rows,
+            "calm_difference": differences(calm_rows, "load"),
+            "stress": stress_rows,
+            "stress_difference": differences(stress_rows, "stress"),
+        }
+    seconds = round(time.perf_counter() - started, 1)
+    print(json.dumps({"seeds": seeds, "traces": report, "wall_s": seconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
