@@ -50,7 +50,9 @@ def test_a_quadratic_is_recovered_also_beyond_its_points(a: float, b: float, c: 
 
 def test_what_one_more_token_costs() -> None:
     curve = profile([(n, 0.5 + 2e-5 * n + 3e-10 * n * n) for n in (1000, 8000, 30_000)])
-    assert curve.marginal == pytest.approx((2e-5, 3e-10), rel=1e-6)
+    assert curve.marginal_s(1000, 0) == pytest.approx(2e-5 * 1000 + 3e-10 * 1e6, rel=1e-6)
+    after_prefix = 2e-5 * 1000 + 3e-10 * (9000**2 - 8000**2)
+    assert curve.marginal_s(1000, 8000) == pytest.approx(after_prefix, rel=1e-6)
 
 
 def test_extrapolation_is_flagged() -> None:

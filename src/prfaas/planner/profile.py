@@ -117,12 +117,12 @@ class PrefillProfile:
         """Longest cached prefix measured."""
         return int(self._cached[-1])
 
-    @property
-    def marginal(self) -> tuple[float, float]:
-        """Seconds per token and per token squared of the fitted trend: what one more token costs,
-        the constant part left out."""
+    def marginal_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """What so many tokens after a prefix add, by the fitted trend; its constant part, which
+        every prefill pays, left out. What a cached prefix is worth."""
         _, linear, quadratic = self._curves[0].coefficients
-        return float(linear), float(quadratic)
+        total = cached_tokens + new_tokens
+        return float(linear * new_tokens + quadratic * (total**2 - cached_tokens**2))
 
     def seconds(self, new: Array | float, cached: Array | float = 0.0) -> Array:
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))

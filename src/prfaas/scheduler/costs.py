@@ -6,6 +6,7 @@ and the planner's `exact` reading agree. Lookups only: routing asks several time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,9 +23,14 @@ class Costs:
     prefill_s: Mapping[ClusterId, PrefillSeconds]
     bytes_per_token: int
     closing_bytes: Callable[[int], float]  # windows and states after so many tokens
-    fabric: Mapping[ClusterId, Path]  # within a cluster, per node; a missing one costs nothing
+    fabric: Mapping[ClusterId, Path]  # within a cluster, per node
     t_decode_s: float
     mean_hold_s: float  # a decode slot is taken for about so long
+
+    def fabric_bps(self, cluster: ClusterId) -> float:
+        """Where no fabric is stated, what stays within a cluster costs nothing, as in planning."""
+        path = self.fabric.get(cluster)
+        return math.inf if path is None else path.bps
 
     def handoff_bytes(self, prompt_tokens: int, transfer_tokens: int) -> int:
         return int(transfer_tokens * self.bytes_per_token + self.closing_bytes(prompt_tokens))
@@ -32,7 +38,7 @@ class Costs:
     def exposed_s(
         self, prompt_tokens: int, transfer_tokens: int, prefill_s: float, bps: float
     ) -> float:
-        """What of a hand-off is left to wait for when the prefill ends (planner.latency)."""
+        """What of a hand-off is left to wait for when the prefill ends (`planner/latency.py`)."""
         growing_s = transfer_tokens * self.bytes_per_token * 8 / bps
         return max(growing_s - prefill_s, 0.0) + self.closing_bytes(prompt_tokens) * 8 / bps
 
@@ -41,7 +47,8 @@ def costs_of(problem: Problem, max_tokens: int) -> Costs:
     """`max_tokens`: the longest prompt whose time is looked up; longer ones are computed."""
     tables = {pool.profile: pool.profile.table(max_tokens) for pool in problem.pools}
     local = problem.local
-    fabric = {} if local.fabric is None else {ClusterId(local.pool.cluster): local.fabric}
+    fabrics = [(remote.pool, remote.fabric) for remote in problem.remotes]
+    fabrics.append((local.pool, local.fabric))
     # Windows fill within a few hundred or thousand tokens; from then on one number serves.
     short = problem.spec.closing_bytes(np.arange(problem.spec.window_tokens + 1.0)).tolist()
 
@@ -52,7 +59,7 @@ def costs_of(problem: Problem, max_tokens: int) -> Costs:
         prefill_s={ClusterId(p.cluster): tables[p.profile].seconds for p in problem.pools},
         bytes_per_token=problem.spec.bytes_per_token,
         closing_bytes=closing_bytes,
-        fabric=fabric,
+        fabric={ClusterId(p.cluster): path for p, path in fabrics if path is not None},
         t_decode_s=local.decode.t_decode_s,
         mean_hold_s=local.decode.t_decode_s * problem.workload.output_tokens,
     )

@@ -26,6 +26,7 @@ class CacheCopy(NamedTuple):
     target: NodeId
     tokens: int
     nbytes: int  # what the target lacks of it, states and windows included
+    seconds: float  # it is expected to take
 
 
 class Route(NamedTuple):
