@@ -20,6 +20,8 @@ from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, LinkStats, NodeId
 
+_SAME_S = 1e-6  # a report that differs less says nothing new
+
 
 class NodeReport(NamedTuple):
     """What a node says of itself."""
@@ -50,6 +52,18 @@ class _Node:
         self.view = view
         self.cluster.nodes[self.place] = view
         self.cluster.frozen = None
+
+    # Spelt out, because `_replace` takes three times as long and these happen per request.
+
+    def work(self, free_at_s: float, more: int) -> None:
+        node, role, usable, _, queued, active, slots, free = self.view
+        self.put(NodeView(node, role, usable, free_at_s, queued + more, active, slots, free))
+
+    def promise(self, more: int, kv_bytes: float) -> None:
+        node, role, usable, free_at, queued, active, slots, free = self.view
+        self.put(
+            NodeView(node, role, usable, free_at, queued, active + more, slots, free - kv_bytes)
+        )
 
 
 class _Cluster:
@@ -102,28 +116,28 @@ class Board:
             cached,
         )
 
+    def is_up(self, link_id: LinkId) -> bool:
+        return self._links[link_id].up
+
     # What this router does ------------------------------------------------------------------------
 
     def dispatched(self, route: Route, kv_bytes: float, now_s: float) -> None:
         """`kv_bytes` are promised at the decode node."""
-        ready_s = max([now_s + copy.seconds for copy in route.copies], default=now_s)
+        ready_s = now_s
+        if route.copies:
+            ready_s += max(copy.seconds for copy in route.copies)
         node = self._nodes[route.prefill]
         node.given.append(_Given(now_s, ready_s, route.prefill_s))
-        seen = node.view
-        start = seen.free_at_s if seen.free_at_s > ready_s else ready_s
-        node.put(seen._replace(free_at_s=start + route.prefill_s, queued=seen.queued + 1))
-        decode = self._nodes[route.decode]
-        there = decode.view
-        decode.put(
-            there._replace(active=there.active + 1, free_kv_bytes=there.free_kv_bytes - kv_bytes)
-        )
+        start = node.view.free_at_s
+        node.work(max(start, ready_s) + route.prefill_s, +1)
+        self._nodes[route.decode].promise(+1, kv_bytes)
         if route.offloaded:
             self._promise(route, route.nbytes)
 
     def landed(self, route: Route) -> None:
         """The hand-off is in place, and decoding can begin."""
         node = self._nodes[route.prefill]
-        node.put(node.view._replace(queued=node.view.queued - 1))
+        node.work(node.view.free_at_s, -1)
         self._nodes[route.decode].started += 1
         if route.offloaded:
             self._promise(route, -route.nbytes)
@@ -132,21 +146,15 @@ class Board:
         """The last token is out, or the stream broke after the hand-off."""
         decode = self._nodes[route.decode]
         decode.started -= 1
-        self._leave(decode, kv_bytes)
+        decode.promise(-1, -kv_bytes)
 
     def given_up(self, route: Route, kv_bytes: float) -> None:
         """The attempt failed before the hand-off was in place."""
         node = self._nodes[route.prefill]
-        node.put(node.view._replace(queued=node.view.queued - 1))
-        self._leave(self._nodes[route.decode], kv_bytes)
+        node.work(node.view.free_at_s, -1)
+        self._nodes[route.decode].promise(-1, -kv_bytes)
         if route.offloaded:
             self._promise(route, -route.nbytes)
-
-    def _leave(self, decode: _Node, kv_bytes: float) -> None:
-        there = decode.view
-        decode.put(
-            there._replace(active=there.active - 1, free_kv_bytes=there.free_kv_bytes + kv_bytes)
-        )
 
     def _promise(self, route: Route, nbytes: int) -> None:
         link_id = (route.cluster, self._clusters[0].name)
@@ -163,12 +171,12 @@ class Board:
         free_at = report.at_s + report.work_s
         for later in given:
             free_at = max(free_at, later.ready_s) + later.work_s
+        others = max(0, report.decoding - node.started)  # what it decodes for other routers
         view = node.view
-        # Requests of other routers: what it decodes beyond our own, ours on their way added.
-        others = max(0, report.decoding - node.started)
-        own = view.active - node.others
-        node.others = others
-        node.put(view._replace(free_at_s=free_at, active=own + others))
+        if others != node.others or abs(free_at - view.free_at_s) > _SAME_S:
+            active = view.active + others - node.others
+            node.others = others
+            node.put(view._replace(free_at_s=free_at, active=active))
 
     def link_reported(self, link_id: LinkId, stats: LinkStats) -> None:
         link = self._links[link_id]

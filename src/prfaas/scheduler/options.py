@@ -166,10 +166,14 @@ def handoff_bps(option: Option, view: View, state: State) -> float:
     return believed_bps(link_id, view.links[link_id], state)
 
 
-def as_route(request: Request, option: Option, view: View, state: State, reason: str) -> Route:
-    """The decode node is chosen last: the way there decides what its cache is worth."""
+def as_route(
+    request: Request, option: Option, view: View, state: State, reason: str
+) -> Route | None:
+    """The decode node is chosen last: the way there decides what its cache is worth. None when
+    nobody decodes."""
     placed = decode_node(request, view, handoff_bps(option, view, state))
-    assert placed is not None, "routing begins by asking whether anybody decodes"
+    if placed is None:
+        return None
     decode, held = placed
     transfer_tokens = request.prompt_tokens - held
     return Route(

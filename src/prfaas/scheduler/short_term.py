@@ -11,7 +11,6 @@ file). Knows nothing of HTTP, sockets or clocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from prfaas.scheduler.adaptive import cheapest
 from prfaas.scheduler.congestion import Verdict, judge
@@ -27,8 +26,6 @@ RETRY_S = 1.0  # nobody can take it now; reports come about this often
 
 def route(request: Request, view: View, plan: Plan, state: State) -> Route | NotNow:
     """Where `request` goes. Reserves nothing: whoever acts on it tells the board."""
-    if not any(node.usable and node.role == "decode" for node in view.local.nodes):
-        return NotNow("no node decodes", RETRY_S)
     remotes = reachable(request, view)
     match state.rules.policy:
         case "paper":
@@ -41,7 +38,8 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Not
             option, reason = _first(request, view, [*remotes, view.local], "policy remote")
     if option is None:
         return NotNow(reason, RETRY_S)
-    return as_route(request, option, view, state, reason)
+    way = as_route(request, option, view, state, reason)
+    return NotNow("no node decodes", RETRY_S) if way is None else way
 
 
 def reachable(request: Request, view: View) -> list[ClusterView]:
@@ -56,43 +54,56 @@ def _paper(
     request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
     threshold = plan.threshold_tokens * state.threshold_factor
-    local_prefix = within(view.local, view)
-    counted = 0 if local_prefix is None else local_prefix.tokens
-    # A scarce link is not spent on moving prefixes: each cluster then counts only what it holds.
-    spare = [r for r in remotes if _clear((r.cluster, view.local.cluster), state)]
-    if view.cached:
-        for remote in spare:
-            there = across(remote, view.local, view, state)
-            if there is not None and there.tokens > counted:
-                counted, local_prefix = there.tokens, there
-    uncached = request.prompt_tokens - counted
-    if uncached <= threshold:
-        order, reason = [view.local, *remotes], "short: at most the threshold is uncached"
+    prefixes: dict[ClusterId, Prefix | None] = {}
+    counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
+    if request.prompt_tokens - counted <= threshold:
+        wanted: Sequence[ClusterView] = (view.local,)
+        other = remotes
+        reason = "short: at most the threshold is uncached"
     else:
-        order, reason = [*remotes, view.local], "long: more than the threshold is uncached"
-    prefixes = {view.local.cluster: local_prefix}
-    if view.cached:
-        for remote in remotes:
-            prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=remote in spare)
-    found = _soonest(request, view, order[:1] if uncached <= threshold else remotes, prefixes)
+        wanted, other = remotes, (view.local,)
+        reason = "long: more than the threshold is uncached"
+    found = _soonest(request, view, wanted, prefixes)
     if found is not None:
         return found, reason
     # Nobody of the wanted side is there: locality is a preference, never a reason to refuse.
-    instead = _soonest(request, view, order, prefixes)
-    if instead is None:
+    found = _soonest(request, view, other, prefixes)
+    if found is None:
         return None, "no node prefills"
-    why = stays_because(request) if uncached > threshold else None
-    return instead, why or f"{reason}, but nobody there can take it"
+    return found, stays_because(request) or f"{reason}, but nobody there can take it"
+
+
+def _count_prefixes(
+    prefixes: dict[ClusterId, Prefix | None],
+    view: View,
+    state: State,
+    remotes: Sequence[ClusterView],
+) -> int:
+    """Fills in what each cluster may resume from; the cached length that counts against the
+    threshold. A scarce link is not spent on moving prefixes: then each counts only its own."""
+    home = view.local
+    best = within(home, view)
+    for remote in remotes:
+        abundant = _clear((remote.cluster, home.cluster), state)
+        if abundant:
+            best = _longer(best, across(remote, home, view, state))
+        prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=abundant)
+    prefixes[home.cluster] = best
+    return 0 if best is None else best.tokens
 
 
 def _prefix_at(remote: ClusterView, view: View, state: State, *, abundant: bool) -> Prefix | None:
     """The best prefix for a prefill at `remote`."""
     own = within(remote, view)
     if abundant and _clear((view.local.cluster, remote.cluster), state):
-        home = across(view.local, remote, view, state)
-        if home is not None and (own is None or home.tokens > own.tokens):
-            return home
+        return _longer(own, across(view.local, remote, view, state))
     return own
+
+
+def _longer(one: Prefix | None, other: Prefix | None) -> Prefix | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.tokens > one.tokens else one
 
 
 def _soonest(
@@ -132,9 +143,8 @@ def adjust(state: State, view: View, now_s: float) -> State:
     PrfaaS' egress or queue surges, back to the plan's when it is calm."""
     links = {link_id: _heard(link_id, link, state) for link_id, link in view.links.items()}
     factor = _factor(state, links, view, now_s)
-    if factor != state.threshold_factor:
-        return replace(state, links=links, threshold_factor=factor, changed_s=now_s)
-    return replace(state, links=links)
+    changed_s = state.changed_s if factor == state.threshold_factor else now_s
+    return State(state.rules, links, factor, changed_s)
 
 
 def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:

@@ -67,9 +67,12 @@ class Load:
             self._offered[stage] = self._offered.get(stage, 0.0) + work
 
     def use(self, stage: str, start_s: float, stop_s: float) -> None:
-        inside = min(stop_s, self.stop_s) - max(start_s, self.start_s)
-        if inside > 0:
-            self._busy[stage] = self._busy.get(stage, 0.0) + inside
+        if stop_s > self.stop_s:
+            stop_s = self.stop_s
+        if start_s < self.start_s:
+            start_s = self.start_s
+        if stop_s > start_s:
+            self._busy[stage] = self._busy.get(stage, 0.0) + stop_s - start_s
 
     def set_capacity(self, stage: str, rate: float, now_s: float) -> None:
         """From now on the stage does `rate` units of work per second."""

@@ -70,6 +70,8 @@ class _Upheaval:
         world.board.assign(node.name, node.role, usable=False)
         lost = [*node.prefills, *(job for job in node.decodes if job not in node.prefills)]
         again = [job.index for job in lost if self._end(job, node)]
+        world.waiting[node.cluster] -= len(node.queue)
+        world.slot_waiting -= len(node.for_slot)
         node.queue.clear()
         node.queued_s = 0.0
         node.running = None
@@ -125,6 +127,7 @@ class _Upheaval:
         world = self._world
         if job in source.queue:
             source.queue.remove(job)
+            world.waiting[source.cluster] -= 1
             source.queued_s -= job.route.prefill_s
         if job.prefill_lease is not None and world.caches is not None:
             world.caches.release(source.name, job.prefill_lease)

@@ -39,6 +39,7 @@ from prfaas.sim.result import PlanChange, Span
 from prfaas.types import ClusterId, LinkStats, NodeId, NotNow
 
 NOTHING: Mapping[NodeId, CachedPrefix] = {}
+DULL_UTILISATION = 0.5  # well below where a verdict could change
 
 
 class _Everywhere:
@@ -112,6 +113,8 @@ class World:
                 node = SimNode(name, cluster, role, batch, config.decode_kv_bytes)
                 self.nodes[name] = node
                 self.board.assign(name, role, usable=True)
+        self.waiting: dict[str, int] = {cluster: 0 for cluster, _, _ in members}  # for a prefill
+        self.slot_waiting = 0  # for a decode slot
         self.samples = Samples(config.report_interval_s, [c for c, _, _ in members])
         self._told: dict[SimNode, None] = {}  # whose state has changed since their last report
         self._ticking = False
@@ -171,6 +174,7 @@ class World:
             job.handed_lease = self.caches.open(decode.name, whole, kept)
         node = self.nodes[job.route.prefill]
         node.queue.append(job)
+        self.waiting[node.cluster] += 1
         node.queued_s += job.route.prefill_s
         for copy in job.route.copies:
             self._copy(job, copy)
@@ -211,6 +215,7 @@ class World:
         if node.running is not None or not node.queue or node.queue[0].copies_left:
             return
         job = node.queue.popleft()
+        self.waiting[node.cluster] -= 1
         node.queued_s -= job.route.prefill_s
         node.running = job
         now = self.events.now_s
@@ -298,10 +303,12 @@ class World:
             new_tokens = self._prompts[index] - job.hit_tokens
             self.traffic.observe(now, new_tokens, job.hit_tokens, self._outputs[index])
         job.prefilled_s = now  # from here on it waits for a slot
+        job.flow = None
         if node.batch.running < self.slots:
             self._decode(job, node)
         else:
             node.for_slot.append(job)
+            self.slot_waiting += 1
         self._told[node] = None
         self.drained(source)
 
@@ -328,6 +335,7 @@ class World:
         self.in_flight -= 1
         self.give_memory(node, job.kv_bytes)
         if node.for_slot:
+            self.slot_waiting -= 1
             self._decode(node.for_slot.popleft(), node)
         self._told[node] = None
         self.drained(node)
@@ -360,26 +368,36 @@ class World:
         """Everybody reports; the router hears it a little later. Quiet while nothing goes on."""
         now = self.events.now_s
         reports = [
-            (node.name, NodeReport(now, node.work_s(now), _decoding(node)))
+            (node.name, NodeReport(now, node.work_s(now), node.batch.running + len(node.for_slot)))
             for node in self._told
             if node.alive
         ]
         self._told.clear()
-        stats = [
-            (way, link.report(way[1], self.paths[way].rtt_s))
-            for way, link in self.links.items()
-            if not link.idle or not self._is_clear(way) or link.bps == 0
-        ]
+        stats = []
+        for way, link in self.links.items():
+            said = link.report(way[1], self.paths[way].rtt_s)
+            if not self._is_dull(way, said):
+                stats.append((way, said))
         self.events.at(now + self.config.report_lag_s, self._hear, (reports, stats))
-        self._sample(now)
+        self.samples.take(now, self.waiting, self.slot_waiting)
         if self.in_flight:
             self.events.at(now + self.config.report_interval_s, self._tick)
         else:
             self._ticking = False
 
-    def _is_clear(self, way: LinkId) -> bool:
+    def _is_dull(self, way: LinkId, said: LinkStats) -> bool:
+        """A clear link with room to spare that goes on so: judging it anew every second would be
+        a tenth of a run's time, for the same verdict."""
         known = self.state.links.get(way)
-        return known is None or (known.health.verdict is Verdict.CLEAR and known.bps is None)
+        clear = known is None or (known.health.verdict is Verdict.CLEAR and known.bps is None)
+        busy = said.goodput_bps > DULL_UTILISATION * self.paths[way].bps
+        return (
+            clear
+            and not busy
+            and not said.backlog_bytes
+            and said.connections > 0
+            and (self.board.is_up(way))
+        )
 
     def _hear(
         self, heard: tuple[list[tuple[NodeId, NodeReport]], list[tuple[LinkId, LinkStats]]]
@@ -392,14 +410,6 @@ class World:
         self.state = adjust(self.state, self.board.view(now, NOTHING), now)
         for _ in range(len(self.held)):
             self.try_route(self.held.popleft())
-
-    def _sample(self, now_s: float) -> None:
-        waiting: dict[str, int] = {}
-        slots = 0
-        for node in self.nodes.values():
-            waiting[node.cluster] = waiting.get(node.cluster, 0) + len(node.queue)
-            slots += len(node.for_slot)
-        self.samples.take(now_s, waiting, slots)
 
     # Accounts -------------------------------------------------------------------------------------
 
@@ -442,10 +452,6 @@ def _paths(problem: Problem) -> dict[LinkId, Path]:
         if remote.back is not None:
             paths[local, name] = remote.back
     return paths
-
-
-def _decoding(node: SimNode) -> int:
-    return node.batch.running + len(node.for_slot)
 
 
 def _call(do: partial[None]) -> None:
