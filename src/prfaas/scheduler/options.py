@@ -118,8 +118,10 @@ def best_option(
             if copied_start + copied_s < start + prefill_s:
                 start, prefill_s, own = copied_start, copied_s, copied
                 copies = (CacheCopy(prefix.source, node.node, prefix.tokens, nbytes, copy_s),)
-        if start + prefill_s < best_end:
-            best_end = start + prefill_s
+        end = start + prefill_s
+        # Of equal ones the node that has the prefix already: a copy takes memory twice.
+        if end < best_end or (end == best_end and best is not None and best.copies and not copies):
+            best_end = end
             best = Option(cluster.cluster, node.node, own, start, prefill_s, copies)
     return best
 
