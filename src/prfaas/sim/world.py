@@ -132,6 +132,11 @@ class World:
         self.try_route(index)
 
     def try_route(self, index: int) -> None:
+        """Routes a request, or keeps it until the next report, behind those that wait already."""
+        if self.held or not self._routed(index):
+            self.held.append(index)
+
+    def _routed(self, index: int) -> bool:
         now = self.events.now_s
         if self.caches is not None and self._hashes is not None:
             cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
@@ -140,8 +145,7 @@ class World:
         request = Request(index, self._prompts[index], self._hashes is not None)
         way = route(request, self.board.view(now, cached), self.plan, self.state)
         if isinstance(way, NotNow):
-            self.held.append(index)
-            return
+            return False
         prompt_tokens = self._prompts[index]
         kv_bytes = float(self.costs.handoff_bytes(prompt_tokens, prompt_tokens))
         job = Job(index, way, kv_bytes)
@@ -155,6 +159,7 @@ class World:
             decode.for_memory.append(job)
         else:
             self._grant(job, decode)
+        return True
 
     def _held_everywhere(self, tokens: int) -> Mapping[NodeId, CachedPrefix]:
         held = self._everywhere.get(tokens)
@@ -408,8 +413,8 @@ class World:
             self.board.link_reported(way, stats)
         now = self.events.now_s
         self.state = adjust(self.state, self.board.view(now, NOTHING), now)
-        for _ in range(len(self.held)):
-            self.try_route(self.held.popleft())
+        while self.held and self._routed(self.held[0]):
+            self.held.popleft()
 
     # Accounts -------------------------------------------------------------------------------------
 
