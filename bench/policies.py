@@ -32,9 +32,9 @@ from prfaas.cli.simulate_cases import (
     POLICIES,
     Policy,
     cache_config,
+    planned_for,
     read_requests,
     routed_by,
-    with_trace,
 )
 from prfaas.cli.wiring import Study
 from prfaas.config import Deployment, load_deployment
@@ -58,8 +58,8 @@ GRID = {
     "surge_wait_s": (2.0, 4.0, 8.0),
     "step": (1.25, 1.5),
     "limit": (2.0, 4.0),
-    "hold_s": (5.0, 15.0),
 }
+TUNING_STRESSES = ("sagging link", "node lost")
 # Metric -> whether more is better.
 METRICS = {"throughput_rps": True, "goodput_rps": True, "ttft_mean_s": False, "ttft_p90_s": False}
 
@@ -69,7 +69,7 @@ class Ground:
     """One trace on one deployment: where policies meet."""
 
     deployment: Deployment
-    problem: Problem
+    hardware: Problem
     rows: Sequence[TraceRow]
     base: SimConfig
     window_s: float
@@ -80,9 +80,13 @@ class Ground:
         window = replay(self.rows, seed, window_s=self.window_s)
         return window.scaled(load * self.saturated_rps / window.mean_rps)
 
-    def promise(self, arrivals: Arrivals) -> Promise:
+    def problem(self, seed: int) -> Problem:
+        """Planned for the seed's window, calm."""
+        return planned_for(self.hardware, self.arrivals(seed, 1.0))
+
+    def promise(self, problem: Problem, arrivals: Arrivals) -> Promise:
         tpot_s = 1 / self.deployment.slo.output_tokens_per_s
-        return idle_promise(self.problem, arrivals, self.base, tpot_s)
+        return idle_promise(problem, arrivals, self.base, tpot_s)
 
     def config(self, policy: Policy, base: SimConfig | None = None) -> SimConfig:
         return routed_by(policy, self.deployment.scheduler, base or self.base)
@@ -90,36 +94,40 @@ class Ground:
 
 def prepare(deployment: Deployment, file: Path, trace: Path, share: float) -> Ground:
     rows = read_requests(trace, deployment)
-    problem = with_trace(Study(file, "exact").problem(deployment), rows)
+    hardware = Study(file, "exact").problem(deployment)
     base = SimConfig(cache=cache_config(deployment), replans=True)
     whole = replay(rows, seed=0)
     paper = routed_by("paper", deployment.scheduler, base)
-    rps = saturated_rps(problem, whole, paper)
+    rps = saturated_rps(planned_for(hardware, whole), whole, paper)
     window_s = share * float(whole.at_s[-1])
-    return Ground(deployment, problem, rows, base, window_s, rps)
+    return Ground(deployment, hardware, rows, base, window_s, rps)
 
 
 # Runs --------------------------------------------------------------------------------------------
 
 
 def calm(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for seed, load in itertools.product(seeds, LOADS):
-        arrivals = ground.arrivals(seed, load)
-        promise = ground.promise(arrivals)
-        for policy in POLICIES:
-            result = simulate(ground.problem, arrivals, ground.config(policy))
+    for seed in seeds:
+        problem = ground.problem(seed)
+        promise = ground.promise(problem, ground.arrivals(seed, 1.0))
+        for load, policy in itertools.product(LOADS, POLICIES):
+            result = simulate(problem, ground.arrivals(seed, load), ground.config(policy))
             yield {"load": load, "seed": seed, **_row(policy, summarise(result, promise))}
 
 
 def stressed(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for seed, (name, trouble) in itertools.product(seeds, STRESSES.items()):
-        calm_arrivals = ground.arrivals(seed, STRESS_LOAD)
-        rng = np.random.default_rng(seed)
-        arrivals, base = trouble(ground.problem, calm_arrivals, ground.base, rng)
-        promise = ground.promise(arrivals)
-        for policy in POLICIES[:2]:
-            result = simulate(ground.problem, arrivals, ground.config(policy, base))
-            yield {"stress": name, "seed": seed, **_row(policy, summarise(result, promise))}
+    for seed in seeds:
+        problem, calm_arrivals = ground.problem(seed), ground.arrivals(seed, STRESS_LOAD)
+        usual = ground.promise(problem, calm_arrivals)
+        for name, trouble in STRESSES.items():
+            rng = np.random.default_rng(seed)
+            arrivals, base = trouble(problem, calm_arrivals, ground.base, rng)
+            promise = usual  # the same requests, whenever they come
+            if arrivals.hashes is not calm_arrivals.hashes:
+                promise = ground.promise(problem, arrivals)
+            for policy in POLICIES[:2]:
+                result = simulate(problem, arrivals, ground.config(policy, base))
+                yield {"stress": name, "seed": seed, **_row(policy, summarise(result, promise))}
 
 
 def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
@@ -131,13 +139,14 @@ def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
     costs = np.zeros(len(points))
     runs = 0
     for ground, seed in itertools.product(grounds, TUNING_SEEDS):
+        problem = ground.problem(seed)
+        promise = ground.promise(problem, ground.arrivals(seed, 1.0))
         for name, arrivals, base in _situations(ground, seed):
-            promise = ground.promise(arrivals)
             table = []
             for point in points:
                 paper = msgspec.structs.replace(PaperSection(), **point)
                 rules = msgspec.structs.replace(ground.deployment.scheduler, paper=paper)
-                result = simulate(ground.problem, arrivals, routed_by("paper", rules, base))
+                result = simulate(problem, arrivals, routed_by("paper", rules, base))
                 run = summarise(result, promise)
                 table.append([run.ttft_s.mean, run.ttft_s.p90, 1 / max(run.goodput_rps, 1e-9)])
             costs += (np.array(table) / np.min(table, axis=0)).mean(axis=1)
@@ -150,9 +159,10 @@ def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
 def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimConfig]]:
     for load in LOADS[1:]:
         yield f"{load:.0%}", ground.arrivals(seed, load), ground.base
-    for name, trouble in STRESSES.items():
-        rng = np.random.default_rng(seed)
-        yield name, *trouble(ground.problem, ground.arrivals(seed, STRESS_LOAD), ground.base, rng)
+    for name in TUNING_STRESSES:
+        trouble, rng = STRESSES[name], np.random.default_rng(seed)
+        calm_arrivals = ground.arrivals(seed, STRESS_LOAD)
+        yield name, *trouble(ground.hardware, calm_arrivals, ground.base, rng)
 
 
 def _row(policy: str, run: Summary) -> dict[str, Any]:
@@ -218,7 +228,7 @@ def _say(words: str) -> None:
 @click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
 @click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--window", default=0.6, show_default=True, help="share of the trace a seed sees")
+@click.option("--window", default=0.75, show_default=True, help="share of the trace a seed sees")
 @click.option("--tune", "tuning", is_flag=True, help="search the constants of `paper` instead")
 @click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
 def main(
@@ -239,14 +249,13 @@ def main(
         _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
         stress_rows = list(stressed(ground, range(seeds)))
         _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
-        first = best_for(ground.problem)
+        planned = [best_for(ground.problem(seed)) for seed in range(seeds)]
         report[name] = {
             "saturated_rps": ground.saturated_rps,
-            "planned": {
-                "capacity_rps": first.capacity_rps,
-                "threshold_tokens": first.threshold_tokens,
-                "n_prefill": first.n_prefill,
-            },
+            "planned": [
+                {"threshold_tokens": plan.threshold_tokens, "n_prefill": plan.n_prefill}
+                for plan in planned
+            ],
             "window_s": ground.window_s,
             "requests": [len(ground.arrivals(seed, 1.0)) for seed in range(seeds)],
             "calm": calm_rows,

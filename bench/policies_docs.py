@@ -87,16 +87,16 @@ def stress_table(trace: Row) -> list[str]:
 
 def facts(report: Row) -> list[str]:
     lines = [
-        "| trace | 100% load (req/s) | planned threshold | planned N_p | window (s of trace) "
+        "| trace | 100% load (req/s) | first threshold | first N_p | window (s of trace) "
         "| requests per window |",
         "|---|---|---|---|---|---|",
     ]
     for name, trace in report["traces"].items():
-        planned = trace["planned"]
-        low, high = min(trace["requests"]), max(trace["requests"])
+        thresholds = _range([plan["threshold_tokens"] for plan in trace["planned"]])
+        splits = _range([plan["n_prefill"] for plan in trace["planned"]])
         lines.append(
-            f"| {name} | {trace['saturated_rps']:.2f} | {planned['threshold_tokens']:,} "
-            f"| {planned['n_prefill']} | {trace['window_s']:,.0f} | {low:,} to {high:,} |"
+            f"| {name} | {trace['saturated_rps']:.2f} | {thresholds} | {splits} "
+            f"| {trace['window_s']:,.0f} | {_range(trace['requests'])} |"
         )
     return lines
 
@@ -166,6 +166,11 @@ def fill(text: str, sections: dict[str, Sequence[str]]) -> str:
         body = "\n".join(lines) + "\n"
         text = pattern.sub(lambda found, body=body: found[1] + body + found[2], text)  # type: ignore[misc]
     return text
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _mean(rows: Sequence[Row], key: str) -> float:

@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from prfaas.cli.simulate_cases import cache_config, read_requests, routed_by, with_trace
+from prfaas.cli.simulate_cases import cache_config, planned_for, read_requests, routed_by
 from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.planner.plan import DEFAULT_UTILISATION
@@ -53,8 +53,8 @@ def run_trace(trace: Path, policy: str) -> dict[str, Any]:
     config = _routed(policy, SimConfig(cache=cache_config(deployment), replans=True))
     started = time.perf_counter()
     rows = read_requests(trace, deployment)
-    problem = with_trace(problem, rows)
-    result = simulate(problem, replay(rows, seed=0), config)
+    arrivals = replay(rows, seed=0)
+    result = simulate(planned_for(problem, arrivals), arrivals, config)
     hit = int(result.requests.hit_tokens.sum()) / int(result.requests.prompt_tokens.sum())
     figures = _figures(started, len(rows), result.throughput_rps)
     return {**figures, "prefix_reuse": round(hit, 3)}

@@ -21,8 +21,8 @@ from prfaas.cli.simulate_cases import (
     cache_config,
     link_changes,
     make_cases,
+    planned_for,
     read_requests,
-    with_trace,
 )
 from prfaas.cli.simulate_saturated import saturate, saturated_as_dict
 from prfaas.cli.simulate_tables import notes, runs_table, saturated_table
@@ -117,12 +117,12 @@ def simulate(
     base = SimConfig(replans=True, timeline=timeline is not None)
     if trace is not None:
         rows = read_requests(trace, parsed)
-        problem = with_trace(problem, rows)
         base = replace(base, cache=cache_config(parsed))
         try:
             arrivals = replay(rows, seed, speedup=speedup or 1.0)
         except InputError as error:
             raise error.in_file(trace) from None
+        problem = planned_for(problem, arrivals)
     else:
         load = load or DEFAULT_UTILISATION * best_for(problem).capacity_rps
         arrivals = poisson(problem.workload, load, requests or DEFAULT_REQUESTS, seed)

@@ -6,6 +6,7 @@ have no remote cluster to route to, the naive one sends everything there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
 from prfaas.planner import baselines
 from prfaas.planner.problem import Problem
-from prfaas.planner.workload import empirical, uncached
+from prfaas.planner.workload import TraceRequest, empirical
 from prfaas.scheduler.view import LinkId
+from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import CacheConfig, RateChange, SimConfig, link_id
+from prfaas.types import BlockHash
 
 Policy: TypeAlias = Literal["paper", "adaptive", "local", "remote"]
 POLICIES: tuple[Policy, ...] = ("paper", "adaptive", "local", "remote")
@@ -51,10 +54,19 @@ def read_requests(path: Path, deployment: Deployment) -> list[TraceRow]:
     return rows
 
 
-def with_trace(problem: Problem, rows: Sequence[TraceRow]) -> Problem:
-    """Planned for the trace: its uncached lengths behind an infinite cache."""
-    workload = empirical(uncached(rows, TRACE_BLOCK_TOKENS))
-    return replace(problem, workload=workload)
+def planned_for(problem: Problem, arrivals: Arrivals) -> Problem:
+    """Planned for these very requests: their uncached lengths behind an infinite cache that began
+    empty, as the simulated ones do."""
+    assert arrivals.hashes is not None, "a trace names its blocks"
+    seen: set[BlockHash] = set()
+    requests = []
+    columns = (arrivals.prompt_tokens.tolist(), arrivals.output_tokens.tolist(), arrivals.hashes)
+    for prompt_tokens, output_tokens, hashes in zip(*columns, strict=True):
+        known = sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
+        seen.update(hashes)
+        cached = min(known * TRACE_BLOCK_TOKENS, prompt_tokens - 1)
+        requests.append(TraceRequest(prompt_tokens - cached, cached, output_tokens))
+    return replace(problem, workload=empirical(requests))
 
 
 def make_cases(

@@ -7,6 +7,7 @@ common load the weaker ones would have none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +37,17 @@ def saturate(
     arrivals: Arrivals,
     promises: Mapping[str, Promise],
 ) -> list[Saturated]:
-    """The first policy stands for PrfaaS-PD. Published figures come from the file of the
-    deployment's name with `.published.toml`, where there is one."""
+    """The first policy stands for PrfaaS-PD; plans stay as they are. Published figures come from
+    the file of the deployment's name with `.published.toml`, where there is one."""
     beside = deployment.with_suffix(".published.toml")
     published = read_published(beside) if beside.exists() else Published(source="")
     first = next(iter(cases))
     systems = {"prfaas_pd": cases[first]}
     systems |= {name: case for name, case in cases.items() if name in BASELINES}
+    systems = {
+        name: Case(case.problem, replace(case.config, replans=False, timeline=False))
+        for name, case in systems.items()
+    }
     rps = {name: saturated_rps(c.problem, arrivals, c.config) for name, c in systems.items()}
     rows = []
     for name, (problem, config) in systems.items():
