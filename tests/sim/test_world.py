@@ -240,7 +240,8 @@ def test_a_small_cache_hits_less_and_a_lost_node_forgets() -> None:
 
 
 def test_a_hot_prefix_spreads_over_the_cluster() -> None:
-    rows = [TraceRow(k * 300.0, 4 * 512, 50, [1, 2, 3, 100 + k]) for k in range(200)]
+    rows = [TraceRow(0.0, 3 * 512 + 10, 50, [1, 2, 3, 99])]
+    rows += [TraceRow(30e3 + k * 300, 4 * 512, 50, [1, 2, 3, 100 + k]) for k in range(200)]
     result = simulate(
         replace(SMALL, remotes=()), replay(rows, seed=1), config("local", cache=CacheConfig(1e12))
     )

@@ -1,9 +1,9 @@
-"""Prefix caches of the simulated nodes: the real pool on each, the real index at the router.
+"""Prefix caches of the simulated nodes: the real pool for prefills, the real index at the router.
 
 Bookkeeping only, no bytes. What a node stores or evicts reaches the index `event_lag_s` later, so
-the router may count on what is gone already, as a live one may. A prefill node pins what it resumes
-from and keeps its checkpoints' states; a decode node keeps the attention blocks of what was handed
-to it, and states where the hand-off ends on a block boundary.
+the router may count on what is gone already, as a live one may. A prefill pins what it resumes from
+and leaves its checkpoints; what is handed to a decode node lands on its `shelf`: attention blocks,
+and states where the hand-off ends on a block boundary.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import PrefillProfile
+from prfaas.scheduler.handoff import handoff
 from prfaas.sim.config import CacheConfig
 from prfaas.sim.events import Events
+from prfaas.sim.shelf import Shelf
 from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId, NotNow
 
 Hashes = Sequence[BlockHash]
 
 
 class _Cache:
-    """One node's pool and its unsent events."""
+    """One node's memory and its unsent events. It fills the pool or the shelf, as its role is."""
 
-    __slots__ = ("journal", "next_seq", "pool")
+    __slots__ = ("journal", "next_seq", "pool", "shelf")
 
-    def __init__(self, pool: HybridPrefixPool, journal: Journal) -> None:
+    def __init__(self, pool: HybridPrefixPool, shelf: Shelf, journal: Journal) -> None:
         self.pool = pool
+        self.shelf = shelf
         self.journal = journal
         self.next_seq = 0
 
@@ -80,7 +83,10 @@ class Caches:
             checkpoints=checkpoint_policy(self._config.checkpoints, self._config.block_tokens),
             journal=journal,
         )
-        self._caches[node] = _Cache(pool, journal)
+        shelf = Shelf(
+            self._rules, self._layout.unit_bytes, self._config.block_tokens, size, journal
+        )
+        self._caches[node] = _Cache(pool, shelf, journal)
 
     def leave(self, node: NodeId) -> None:
         """A node is gone, and with it all it held."""
@@ -118,16 +124,31 @@ class Caches:
             self.commit(node, lease)
             self.release(node, lease)
 
+    def held_tokens(self, node: NodeId, hashes: Hashes) -> int:
+        """What a hand-off to this node can leave out."""
+        return self._caches[node].shelf.attention_tokens(hashes)
+
+    def handed(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
+        """A prompt's KV has arrived at the node that decodes it."""
+        size = self._config.block_tokens
+        length = handoff(prompt_tokens, size, resumable=False).handoff_tokens
+        on_boundary = length % size == 0
+        self._caches[node].shelf.put(hashes[: length // size], states=on_boundary)
+        self._publish(node)
+
     def holds(self, node: NodeId, hashes: Hashes) -> bool:
         """Whether a copy of the whole prefix can be made from it, in truth."""
         cache = self._caches.get(node)
+        if cache is None:
+            return False
         whole = len(hashes) * self._config.block_tokens
-        return cache is not None and cache.pool.match(hashes).tokens == whole
+        return cache.pool.match(hashes).tokens == whole or cache.shelf.can_resume(hashes)
 
     def check(self) -> None:
         self._index.check()
         for cache in self._caches.values():
             cache.pool.check()
+            cache.shelf.check()
 
     def _publish(self, node: NodeId) -> None:
         cache = self._caches[node]

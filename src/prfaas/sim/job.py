@@ -14,7 +14,6 @@ class Job:
     __slots__ = (
         "copies_left",
         "flow",
-        "handed_lease",
         "hit_tokens",
         "index",
         "kv_bytes",
@@ -25,12 +24,14 @@ class Job:
         "route",
         "service_s",
         "started_s",
+        "transfer_tokens",
     )
 
     def __init__(self, index: int, route: Route, kv_bytes: float) -> None:
         self.index = index  # of the arrival
         self.route = route
         self.kv_bytes = kv_bytes  # at the decode node
+        self.transfer_tokens = route.transfer_tokens  # until the grant says what is really there
         self.copies_left = 0
         self.over = False
         self.landed = False
@@ -40,4 +41,3 @@ class Job:
         self.hit_tokens = 0
         self.flow: Flow | None = None
         self.prefill_lease: Lease | None = None
-        self.handed_lease: Lease | None = None  # at the decode node

@@ -140,6 +140,4 @@ class _Upheaval:
         if job in target.for_memory:
             target.for_memory.remove(job)
             return  # nothing was granted
-        if job.handed_lease is not None and world.caches is not None:
-            world.caches.release(target.name, job.handed_lease)
         world.give_memory(target, job.kv_bytes)

@@ -20,7 +20,6 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.congestion import Verdict
 from prfaas.scheduler.costs import costs_of
-from prfaas.scheduler.handoff import handoff
 from prfaas.scheduler.plan import Plan, Role, first_plan
 from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.short_term import adjust, route
@@ -171,12 +170,8 @@ class World:
         decode.free_kv_bytes -= job.kv_bytes
         if self.caches is not None and self._hashes is not None:
             hashes = self._hashes[job.index]
-            size = self._block_tokens
-            aligned = handoff(self._prompts[job.index], size, resumable=False).handoff_tokens
-            # Only states of the hand-off itself travel; on a boundary they can be kept.
-            kept = (aligned,) if aligned and aligned % size == 0 else ()
-            whole = hashes[: aligned // size]
-            job.handed_lease = self.caches.open(decode.name, whole, kept)
+            held = self.caches.held_tokens(decode.name, hashes)
+            job.transfer_tokens = self._prompts[job.index] - held
         node = self.nodes[job.route.prefill]
         node.queue.append(job)
         self.waiting[node.cluster] += 1
@@ -238,17 +233,10 @@ class World:
         job.started_s = now
         job.service_s = seconds
         if way.offloaded:
-            bits = self._transfer_tokens(job) * self.costs.bytes_per_token * 8
+            bits = job.transfer_tokens * self.costs.bytes_per_token * 8
             landed = partial(self._left_link, job)
             job.flow = self.links[way.cluster, self.local].produce(bits, seconds, landed)
         self.events.at(now + seconds, self._prefilled, job)
-
-    def _transfer_tokens(self, job: Job) -> int:
-        """What the decode node lacks, by its grant; without caches, by the route."""
-        if job.handed_lease is not None:
-            held = job.handed_lease.match.attention_tokens
-            return max(0, self._prompts[job.index] - held)
-        return job.route.transfer_tokens
 
     def _prefilled(self, job: Job) -> None:
         if job.over:
@@ -271,7 +259,7 @@ class World:
             self.links[way.cluster, self.local].drain(job.flow, closing_bits)
         else:
             fabric_bps = self.costs.fabric_bps(self.local)
-            lacking = self._transfer_tokens(job)
+            lacking = job.transfer_tokens
             exposed_s = self.costs.exposed_s(tokens, lacking, job.service_s, fabric_bps)
             self.events.at(now + exposed_s, self._landed, job)
         self.next_prefill(node)
@@ -298,8 +286,8 @@ class World:
         columns.hit_tokens[index] = job.hit_tokens
         columns.offloaded[index] = way.offloaded
         node = self.nodes[way.decode]
-        if job.handed_lease is not None and self.caches is not None:
-            self.caches.commit(node.name, job.handed_lease)
+        if self.caches is not None and self._hashes is not None:
+            self.caches.handed(node.name, self._hashes[index], self._prompts[index])
         if self.config.timeline:
             self._span(way.prefill, "prefill", job.started_s, job.prefilled_s, job)
             where = f"link {way.cluster}" if way.offloaded else way.prefill
@@ -335,8 +323,6 @@ class World:
         del node.decodes[job]
         job.over = True
         self.board.ended(job.route, job.kv_bytes)
-        if job.handed_lease is not None and self.caches is not None:
-            self.caches.release(node.name, job.handed_lease)
         self.in_flight -= 1
         self.give_memory(node, job.kv_bytes)
         if node.for_slot:
