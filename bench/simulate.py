@@ -12,6 +12,7 @@ outside script that is given the unpacked trace as its argument and prints JSON 
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import resource
 import subprocess
@@ -100,10 +101,10 @@ def beside_peers(trace: Path, peers: Path | None, python: str, rounds: int) -> d
     ours: dict[str, list[dict[str, Any]]] = {"paper": [], "adaptive": []}
     theirs: list[dict[str, Any]] = []
     for _ in range(rounds):
-        for policy, runs in ours.items():
-            runs.append(in_process("trace", trace, policy))
         if peers is not None:
             theirs.append(run_peers(peers, python, trace))
+        for policy, runs in ours.items():
+            runs.append(in_process("trace", trace, policy))
     report: dict[str, Any] = {policy: _median(runs) for policy, runs in ours.items()}
     if peers is not None:
         peer = _median(theirs)
@@ -143,14 +144,12 @@ def main(
         )
         print(json.dumps(figures))
         return
-    counts = [requests // 100, requests // 10, requests]
-    report: dict[str, Any] = {
-        "poisson": {str(count): in_process("poisson", count, "paper") for count in counts},
-        "cpus": os.cpu_count(),
-    }
+    report: dict[str, Any] = {"cpus": os.cpu_count()}
     if trace is not None:
         with tempfile.TemporaryDirectory() as folder:
             report["trace"] = beside_peers(_unpacked(trace, folder), peers, peer_python, rounds)
+    counts = [requests // 100, requests // 10, requests]
+    report["poisson"] = {str(n): in_process("poisson", n, "paper") for n in counts}
     print(json.dumps(report, indent=2))
 
 
@@ -158,8 +157,6 @@ def _unpacked(trace: Path, folder: str) -> Path:
     """Peers read plain text."""
     if trace.suffix != ".xz":
         return trace
-    import lzma
-
     path = Path(folder) / trace.stem
     path.write_bytes(lzma.decompress(trace.read_bytes()))
     return path

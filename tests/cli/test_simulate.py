@@ -9,7 +9,7 @@ import pytest
 from tests.cli.runner import Result
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
-RUN = (CASE_STUDY, "--requests", 600)
+RUN = (CASE_STUDY, "--requests", 400)
 Prfaas = Callable[..., Result]
 
 

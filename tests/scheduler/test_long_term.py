@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.plan import Planner
 from prfaas.planner.workload import Workload, lognormal
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import Solver, best_for
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
@@ -133,7 +133,7 @@ def test_steady_traffic_converts_no_node_twice(mu: float, output_tokens: float, 
     counts = Counter(loop.conversions)
     assert not counts or max(counts.values()) == 1
     best = best_for(replace(CASE_STUDY, workload=workload))
-    here = best_for(replace(CASE_STUDY, workload=workload), loop.plan.n_prefill)
+    here = Solver(replace(CASE_STUDY, workload=workload)).best(loop.plan.n_prefill)
     assert here.capacity_rps >= 0.95 * best.capacity_rps
 
 

@@ -8,7 +8,7 @@ from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
 from prfaas.planner.plan import Planner
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import Plan, best_for, first_plan
+from prfaas.scheduler.plan import Plan, Solver, best_for, first_plan
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 
@@ -40,7 +40,7 @@ def test_the_first_plan_is_the_exact_readings_optimum(system: str) -> None:
 
 def test_a_given_split_keeps_its_nodes_and_chooses_the_threshold() -> None:
     given = problem()
-    fixed = best_for(given, n_prefill=1)
+    fixed = Solver(given).best(n_prefill=1)
     free = best_for(given)
     assert fixed.n_prefill == 1
     assert fixed.capacity_rps <= free.capacity_rps

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.plan import Plan, Role, best_for
+from prfaas.scheduler.plan import Plan, Role, Solver
 from prfaas.scheduler.window import Window
 from prfaas.types import NodeId
 
@@ -26,6 +26,7 @@ Array = npt.NDArray[np.float64]
 
 # Kolmogorov and Smirnov's two-sample border, once in a thousand by chance.
 _DIFFERS = math.sqrt(-math.log(0.001 / 2) / 2)
+_QUANTILES = 64  # fine enough for blocks of some hundred
 
 
 def replan(window: Window, plan: Plan) -> Plan | None:
@@ -44,13 +45,14 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     seen = math.inf if fitted is None else len(fitted.new)
     roles = {node: role for node, role in plan.roles.items() if node in window.live_local}
     n_prefill = sum(role == "prefill" for role in roles.values())
-    here = best_for(problem, n_prefill)
+    solver = Solver(problem)
+    here = solver.best(n_prefill)
 
     # Traffic that just changed may change on, and a node that just left may come back: roles wait
     # until two blocks tell the same, and until the next look.
     step = 0
     if blocks >= 2 and not hardware_changed:
-        best = best_for(problem)
+        best = solver.best()
         worth = max(rules.min_gain, 1 / math.sqrt(seen))
         if best.capacity_rps > here.capacity_rps * (1 + worth):
             step = best.n_prefill - n_prefill
@@ -58,7 +60,8 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     if changed:
         roles |= changed
         n_prefill = sum(role == "prefill" for role in roles.values())
-        here = best_for(problem, n_prefill)
+        solver = Solver(problem)
+    here = solver.best(n_prefill)
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
     moved = off > max(rules.threshold_step, 1 / math.sqrt(seen))
@@ -98,26 +101,27 @@ def _steady(window: Window, rules: ReplanSection) -> tuple[int, Workload | None]
     size = rules.block_requests
     if total < size:
         return 0, None
-    newest = slice(len(window.at_s) - size, None)
-    first, blocks = newest.start, 1
-    while first - size >= warm:
-        older = slice(first - size, first)
-        if any(
-            _differ(column[older], column[newest])
-            for column in (window.new_tokens, window.output_tokens)
-        ):
-            break
-        first, blocks = older.start, blocks + 1
-    return blocks, _fit(window, slice(first, None))
+    count = total // size
+    chosen = slice(len(window.at_s) - count * size, None)
+    like = _like_newest(window.new_tokens[chosen], size)
+    like &= _like_newest(window.output_tokens[chosen], size)
+    strangers = np.flatnonzero(~like)
+    blocks = count - 1 - int(strangers[-1]) if strangers.size else count
+    return blocks, _fit(window, slice(len(window.at_s) - blocks * size, None))
 
 
-def _differ(first: Array, second: Array) -> bool:
-    first, second = np.sort(first), np.sort(second)
-    at = np.concatenate([first, second])
-    below = np.searchsorted(first, at, "right") / len(first)
-    distance = np.abs(below - np.searchsorted(second, at, "right") / len(second)).max()
-    n, m = len(first), len(second)
-    return bool(distance > _DIFFERS * math.sqrt((n + m) / (n * m)))
+def _like_newest(values: Array, size: int) -> npt.NDArray[np.bool_]:
+    """For every block of `size` values: could it and the last one come from one distribution?
+    Kolmogorov and Smirnov's distance, taken at quantiles of the last block."""
+    edges = np.quantile(values[-size:], np.linspace(0, 1, _QUANTILES))
+    place = np.searchsorted(edges, values)
+    count = len(values) // size
+    block = np.repeat(np.arange(count), size)
+    bins = len(edges) + 1
+    counts = np.bincount(block * bins + place, minlength=count * bins).reshape(count, bins)
+    below = np.cumsum(counts, axis=1) / size
+    distance = np.abs(below - below[-1]).max(axis=1)
+    return np.asarray(distance <= _DIFFERS * math.sqrt(2 / size))
 
 
 def _fit(window: Window, chosen: slice) -> Workload:

@@ -73,16 +73,26 @@ def first_plan(
     )
 
 
-def best_for(problem: Problem, n_prefill: int | None = None) -> Optimum:
-    """With `n_prefill` the split is given, and only the threshold is chosen."""
-    if n_prefill is not None:
-        problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
-    curves = WorkCurves(
-        cut(problem.workload), Atoms(problem.workload, problem.spec), reading="exact"
-    )
-    choice = optimise(problem, curves)
-    at = rates(problem, curves, choice)
-    # Dead PrfaaS clusters alone: no share of nothing.
-    shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
-    threshold = int(curves.cuts.threshold[choice.row])
-    return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)
+def best_for(problem: Problem) -> Optimum:
+    return Solver(problem).best()
+
+
+class Solver:
+    """One problem, with every split that is asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        work = problem.workload
+        self._curves = WorkCurves(cut(work), Atoms(work, problem.spec), reading="exact")
+
+    def best(self, n_prefill: int | None = None) -> Optimum:
+        """With `n_prefill` the split is given, and only the threshold is chosen."""
+        problem, curves = self._problem, self._curves
+        if n_prefill is not None:
+            problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
+        choice = optimise(problem, curves)
+        at = rates(problem, curves, choice)
+        # Dead PrfaaS clusters alone: no share of nothing.
+        shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
+        threshold = int(curves.cuts.threshold[choice.row])
+        return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)
