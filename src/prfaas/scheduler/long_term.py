@@ -59,9 +59,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     changed = _convert(roles, step, plan, window.now_s)
     if changed:
         roles |= changed
-        n_prefill = sum(role == "prefill" for role in roles.values())
-        solver = Solver(problem)
-    here = solver.best(n_prefill)
+        here = solver.best(sum(role == "prefill" for role in roles.values()))
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
     moved = off > max(rules.threshold_step, 1 / math.sqrt(seen))
