@@ -28,8 +28,8 @@ demo: setup
 	$(BIN)/prfaas plan configs/case_study.toml --compare configs/case_study.published.toml \
 	  --sweep links.0.gbps=2,5,8,10,15,20,50,100 --plot out/demo
 	$(BIN)/prfaas plan configs/case_study.toml --reading exact
-	$(BIN)/prfaas simulate configs/case_study.toml --policy paper --policy adaptive \
-	  --baseline homogeneous --baseline naive --requests 4000 --plot out/demo
+	$(BIN)/prfaas simulate configs/case_study.toml --policy paper adaptive \
+	  --baseline homogeneous naive --requests 4000 --plot out/demo
 
 test: setup
 	$(BIN)/python -m pytest

@@ -57,6 +57,16 @@ def test_json_has_the_promised_keys(prfaas: Prfaas) -> None:
         assert run["tpot_s"] == pytest.approx(0.025)
 
 
+def test_several_values_may_follow_one_flag(prfaas: Prfaas) -> None:
+    few = (CASE_STUDY, "--requests", 50, "--json")
+    repeated = prfaas("simulate", *few, "--policy", "local", "--policy", "remote")
+    at_once = prfaas("simulate", "--policy", "local", "remote", *few)
+    assert repeated.json["runs"] == at_once.json["runs"]
+    assert list(at_once.json["runs"]) == ["local", "remote"]
+    wrong = prfaas("simulate", *few, "--policy", "local", "fastest")
+    assert wrong.code == 2
+
+
 def test_a_seed_repeats_itself_and_another_differs(prfaas: Prfaas) -> None:
     def runs(seed: int) -> object:
         return prfaas("simulate", *RUN, "--seed", seed, "--json").json["runs"]

@@ -49,10 +49,10 @@ def cli() -> None:
 
     \b
     Start here:
-      prfaas kv                             how much KV do these models produce, and how fast?
-      prfaas plan configs/case_study.toml   is it worth it, with which threshold and split?
+      prfaas kv                                 how much KV do these models produce, how fast?
+      prfaas plan configs/case_study.toml       is it worth it, with which threshold and split?
       prfaas simulate configs/case_study.toml   what would happen to every request?
-      prfaas doctor HOST:PORT               can KV travel this way, and how fast?
+      prfaas doctor HOST:PORT                   can KV travel this way, and how fast?
     """
 
 

@@ -43,21 +43,36 @@ from prfaas.sim.timeline import chrome_trace
 DEFAULT_REQUESTS = 10_000
 
 
-@click.command()
+class ManyValued(click.Command):
+    """Lets several values follow one flag: `--policy paper adaptive`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        choices: dict[str, set[str]] = {"--policy": set(POLICIES), "--baseline": set(BASELINES)}
+        spread: list[str] = []
+        flag = ""  # whose values may still follow
+        for index, arg in enumerate(args):
+            follows = index > 0 and args[index - 1] != flag and arg in choices.get(flag, set())
+            spread += [flag, arg] if follows else [arg]
+            if arg.startswith("-"):
+                flag = arg
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=ManyValued)
 @click.argument("deployment", type=click.Path(path_type=Path))
 @click.option(
     "--policy",
     "policies",
     type=click.Choice(POLICIES),
     multiple=True,
-    help="Routing policy; may be repeated.  [default: the deployment's]",
+    help="Routing policy, one or several.  [default: the deployment's]",
 )
 @click.option(
     "--baseline",
     "others",
     type=click.Choice(list(BASELINES)),
     multiple=True,
-    help="Another deployment to run beside it; may be repeated.",
+    help="Other deployments to run beside it.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Mooncake-format .jsonl or .xz.")
 @click.option(
@@ -101,8 +116,8 @@ def simulate(
 
     \b
       prfaas simulate configs/case_study.toml
-      prfaas simulate configs/case_study.toml --baseline homogeneous --baseline naive
-      prfaas simulate my.toml --policy paper --policy adaptive --trace chat.jsonl.xz --plot out/
+      prfaas simulate configs/case_study.toml --baseline homogeneous naive
+      prfaas simulate my.toml --policy paper adaptive --trace chat.jsonl.xz --plot out/
       prfaas simulate my.toml --link-trace outage.csv --timeline run.json
 
     A timeline is read by ui.perfetto.dev.
