@@ -25,39 +25,39 @@ def way(prefill: NodeId = REMOTE[0], seconds: float = 2.0, copies: tuple = ()) -
 
 
 def seen(subject: Board, name: NodeId, now_s: float = 0.0) -> NodeView:
-    view = subject.view(now_s, {})
+    view = subject.view(now_s, {}, {})
     return next(n for c in (view.local, *view.remotes) for n in c.nodes if n.node == name)
 
 
 def test_dispatches_count_at_once() -> None:
     subject = board()
-    before = subject.view(10.0, {})
+    before = subject.view(10.0, {}, {})
     for _ in range(2):
         subject.dispatched(way(), 5e8, 10.0)
     assert seen(subject, REMOTE[0]).free_at_s == 14.0
     assert seen(subject, REMOTE[0]).queued == 2
     assert seen(subject, LOCAL[2]).active == 2
     assert seen(subject, LOCAL[2]).free_kv_bytes == 0
-    assert subject.view(10.0, {}).links[OUT].pending_bytes == 2000
+    assert subject.view(10.0, {}, {}).links[OUT].pending_bytes == 2000
     assert before.links[OUT].pending_bytes == 0, "a view is a snapshot"
     assert before.remotes[0].nodes[0].queued == 0
 
 
 def test_a_request_is_forgotten_in_steps() -> None:
     subject = board()
-    start = subject.view(0.0, {})
+    start = subject.view(0.0, {}, {})
     for end in ("landed", "given up"):
         subject.dispatched(way(), 5e8, 10.0)
         if end == "landed":
             subject.landed(way())
-            assert subject.view(0.0, {}).links[OUT].pending_bytes == 0
+            assert subject.view(0.0, {}, {}).links[OUT].pending_bytes == 0
             assert seen(subject, REMOTE[0]).queued == 0
             assert seen(subject, LOCAL[2]).active == 1, "it decodes now"
             subject.ended(way(), 5e8)
         else:
             subject.given_up(way(), 5e8)
         subject.emptied(REMOTE[0])
-        assert subject.view(0.0, {}) == start
+        assert subject.view(0.0, {}, {}) == start
 
 
 def test_copies_delay_the_start() -> None:
@@ -116,4 +116,4 @@ def test_a_link_without_connections_is_cut() -> None:
     subject = board()
     assert subject.is_up(OUT)
     subject.link_reported(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
-    assert not subject.is_up(OUT) and not subject.view(1.0, {}).links[OUT].up
+    assert not subject.is_up(OUT) and not subject.view(1.0, {}, {}).links[OUT].up

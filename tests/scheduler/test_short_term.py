@@ -10,7 +10,8 @@ from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import View
-from prfaas.types import LinkStats, NotNow
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import LinkStats
 from tests.scheduler.views import (
     FAR,
     LOCAL,
@@ -47,7 +48,7 @@ def test_never_to_a_dead_node_nor_over_a_cut_link(
     clusters = {c.cluster: {n.node: n for n in c.nodes} for c in (seen.local, *seen.remotes)}
     usable = {n for nodes in clusters.values() for n, v in nodes.items() if v.usable}
     prefills = [n for c in clusters.values() for n, v in c.items() if v.role == "prefill"]
-    if isinstance(way, NotNow):
+    if isinstance(way, Hold):
         reach = [n for n in prefills if n in usable and (n in LOCAL or seen.links[OUT].up)]
         assert not reach or not usable & set(LOCAL[2:])
         return
@@ -67,7 +68,7 @@ def test_no_copy_crosses_a_scarce_link(
     request: Request, seen: View, policy: str, verdict: Verdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
-    for copy in () if isinstance(way, NotNow) else way.copies:
+    for copy in () if isinstance(way, Hold) else way.copies:
         assert (copy.source in LOCAL) == (copy.target in LOCAL)
 
 
@@ -78,8 +79,8 @@ def test_a_higher_threshold_never_offloads_more(
     low, high = sorted((one, other))
     lower = route(request, seen, replace(PLAN, threshold_tokens=low), state("paper"))
     higher = route(request, seen, replace(PLAN, threshold_tokens=high), state("paper"))
-    if isinstance(lower, NotNow) or isinstance(higher, NotNow):
-        assert isinstance(lower, NotNow) and isinstance(higher, NotNow)
+    if isinstance(lower, Hold) or isinstance(higher, Hold):
+        assert isinstance(lower, Hold) and isinstance(higher, Hold)
     elif higher.offloaded:
         local = [n for n in seen.local.nodes if n.role == "prefill" and n.usable]
         assert lower.offloaded or not local

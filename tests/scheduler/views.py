@@ -45,6 +45,7 @@ def view(
     up: bool = True,
     pending_bytes: float = 0.0,
     now_s: float = 100.0,
+    held_s: Mapping[ClusterId, float] | None = None,
 ) -> View:
     """Two local nodes prefill, two decode; the links lead both ways."""
     free = free_at_s or {}
@@ -62,6 +63,7 @@ def view(
         links={OUT: link, BACK: link},
         costs=COSTS,
         cached=cached or {},
+        held_s=held_s or {},
     )
 
 

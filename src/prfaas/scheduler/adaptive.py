@@ -12,7 +12,7 @@ used by own time, full ones by the plan, and a lost node or a slow link shifts t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from prfaas.scheduler.congestion import Verdict
@@ -30,6 +30,8 @@ from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import ClusterView, View
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
 
 
 class Forecast(NamedTuple):
@@ -53,13 +55,14 @@ def cheapest(
         return None, "no node prefills"
     if len(options) == 1:
         return options[0], "the only way"
-    price_s = _price_s(options, view, state)
+    behind_s = {cluster: _behind_s(cluster, view, remotes) for cluster in view.held_s}
+    price_s = _price_s(options, behind_s, view, state)
     threshold = max(plan.threshold_tokens, 1)
     best, best_cost = options[0], float("inf")
     for option in options:
         unit_s = view.costs.prefill_s[option.cluster](threshold, 0)
         cost = forecast(request, option, view, state).ttft_s
-        cost += price_s * option.prefill_s / unit_s
+        cost += behind_s.get(option.cluster, 0.0) + price_s * option.prefill_s / unit_s
         if option.copies:
             cost += state.rules.adaptive.copy_margin_s
         if cost < best_cost:
@@ -112,11 +115,36 @@ def forecast(request: Request, option: Option, view: View, state: State) -> Fore
     return Forecast(option.start_s - now, option.prefill_s, exposed, slot_s + costs.t_decode_s)
 
 
-def _price_s(options: Sequence[Option], view: View, state: State) -> float:
+def wait_for(request: Request, option: Option, state: State) -> Hold:
+    """Late binding: a node is given little more than it needs to stay busy. Those who wait go in
+    order of arrival, save that a long prefill lets shorter ones pass that come soon after it: few
+    long ones hold most of the work, so nearly everybody waits less. How soon grows with the square
+    of its length, so that ordinary requests keep their order and nobody waits for ever."""
+    patience = state.rules.adaptive.patience
+    return Hold(
+        "every queue there is long enough",
+        option.cluster,
+        option.prefill_s,
+        request.arrived_s + patience * option.prefill_s**2,
+    )
+
+
+def _behind_s(cluster: ClusterId, view: View, remotes: Sequence[ClusterView]) -> float:
+    """How long what is held back for a cluster will keep its nodes busy."""
+    for seen in (view.local, *remotes):
+        if seen.cluster == cluster:
+            nodes = sum(node.usable and node.role == "prefill" for node in seen.nodes)
+            return view.held_s[cluster] / nodes if nodes else 0.0
+    return 0.0
+
+
+def _price_s(
+    options: Sequence[Option], behind_s: Mapping[ClusterId, float], view: View, state: State
+) -> float:
     """The wait that one unit of work brings to others: those who come while it is felt. About as
     many come during a wait as there are waiting, so the present wait is the measure."""
     rules = state.rules.adaptive
-    waits = [option.start_s - view.now_s for option in options]
+    waits = [option.start_s - view.now_s + behind_s.get(option.cluster, 0.0) for option in options]
     return rules.least_price_s + rules.congestion_price * sum(waits) / len(waits)
 
 

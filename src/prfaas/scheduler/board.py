@@ -105,7 +105,12 @@ class Board:
                 self._nodes[node] = _Node(view, cluster, len(cluster.nodes))
                 cluster.nodes.append(view)
 
-    def view(self, now_s: float, cached: Mapping[NodeId, CachedPrefix]) -> View:
+    def view(
+        self,
+        now_s: float,
+        cached: Mapping[NodeId, CachedPrefix],
+        held_s: Mapping[ClusterId, float],
+    ) -> View:
         local, *remotes = self._clusters
         return View(
             now_s,
@@ -114,6 +119,7 @@ class Board:
             self._links,
             self._costs,
             cached,
+            held_s,
         )
 
     def is_up(self, link_id: LinkId) -> bool:

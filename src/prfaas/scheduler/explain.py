@@ -13,7 +13,8 @@ from prfaas.scheduler.request import CacheCopy, Request, Route
 from prfaas.scheduler.short_term import reachable, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import View
-from prfaas.types import ClusterId, NodeId, NotNow
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId, NodeId
 
 
 class Alternative(NamedTuple):
@@ -25,7 +26,7 @@ class Alternative(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    chosen: Route | NotNow
+    chosen: Route | Hold
     threshold_tokens: float  # that counts now, the short-term factor included
     alternatives: tuple[Alternative, ...]  # soonest first token first
 

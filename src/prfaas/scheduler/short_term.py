@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.scheduler.adaptive import cheapest
+from prfaas.scheduler.adaptive import cheapest, wait_for
 from prfaas.scheduler.congestion import Verdict, judge
 from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route, offloadable, stays_because
 from prfaas.scheduler.state import LinkState, State
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
-from prfaas.types import ClusterId, NotNow
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
 
-RETRY_S = 1.0  # nobody can take it now; reports come about this often
 
-
-def route(request: Request, view: View, plan: Plan, state: State) -> Route | NotNow:
-    """Where `request` goes. Reserves nothing: whoever acts on it tells the board."""
+def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hold:
+    """Where `request` goes, or that it had better wait. Reserves nothing: whoever acts on it tells
+    the board, or puts it into the waiting room."""
     remotes = reachable(request, view)
     match state.rules.policy:
         case "paper":
@@ -37,9 +37,22 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Not
         case "remote":
             option, reason = _first(request, view, [*remotes, view.local], "policy remote")
     if option is None:
-        return NotNow(reason, RETRY_S)
+        return Hold(reason, None, 0.0, request.arrived_s)
+    if state.rules.policy == "adaptive" and not has_room(option.cluster, view, state):
+        return wait_for(request, option, state)
     way = as_route(request, option, view, state, reason)
-    return NotNow("no node decodes", RETRY_S) if way is None else way
+    return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
+
+
+def has_room(cluster: ClusterId, view: View, state: State) -> bool:
+    """Whether asking again for those held for `cluster` is worth it now."""
+    seen = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
+    wait_s = shortest_wait_s(seen, view.now_s)
+    return wait_s is not None and wait_s <= state.rules.adaptive.queue_s
+
+
+def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
+    return next(remote for remote in remotes if remote.cluster == cluster)
 
 
 def reachable(request: Request, view: View) -> list[ClusterView]:

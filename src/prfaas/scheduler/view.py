@@ -66,3 +66,4 @@ class View(NamedTuple):
     links: Mapping[LinkId, LinkView]
     costs: Costs
     cached: Mapping[NodeId, CachedPrefix]
+    held_s: Mapping[ClusterId, float]  # prefill work the router holds back, per cluster it is for

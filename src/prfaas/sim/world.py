@@ -12,7 +12,6 @@ dispatches at once. Faults and role changes are in `upheaval`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
@@ -22,9 +21,10 @@ from prfaas.scheduler.congestion import Verdict
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.plan import Plan, Role, first_plan
 from prfaas.scheduler.request import CacheCopy, Request
-from prfaas.scheduler.short_term import adjust, route
+from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import CachedPrefix, LinkId, LinkView
+from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.scheduler.window import Traffic
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.caches import Caches
@@ -35,9 +35,10 @@ from prfaas.sim.links import FluidLink
 from prfaas.sim.meters import Columns, Load, Samples
 from prfaas.sim.nodes import Batch, SimNode
 from prfaas.sim.result import PlanChange, Span
-from prfaas.types import ClusterId, LinkStats, NodeId, NotNow
+from prfaas.types import ClusterId, LinkStats, NodeId
 
 NOTHING: Mapping[NodeId, CachedPrefix] = {}
+MAX_REFUSALS = 3  # of one line at one time: those behind are not likely to fare better
 DULL_UTILISATION = 0.5  # well below where a verdict could change
 
 
@@ -62,7 +63,7 @@ class World:
         self.copies = 0
         self.copied_bytes = 0
         self.in_flight = 0  # requests that have arrived and have not ended
-        self.held: deque[int] = deque()  # that nobody could take
+        self.held: WaitingRoom[int] = WaitingRoom()
         self._prompts: list[int] = arrivals.prompt_tokens.tolist()
         self._outputs: list[int] = arrivals.output_tokens.tolist()
         self._cached: list[int] = arrivals.cached_tokens.tolist()
@@ -131,20 +132,40 @@ class World:
         self.try_route(index)
 
     def try_route(self, index: int) -> None:
-        """Routes a request, or keeps it until the next report, behind those that wait already."""
-        if self.held or not self._routed(index):
-            self.held.append(index)
+        hold = self._refused(index)
+        if hold is not None:
+            self.held.put(index, hold)
 
-    def _routed(self, index: int) -> bool:
+    def ask_again(self) -> None:
+        """Tries those who wait, as far as there is room."""
+        for line in self.held.lines():
+            refused: list[tuple[int, Hold]] = []
+            while len(refused) < MAX_REFUSALS and (line is None or self._has_room(line)):
+                index = self.held.take(line)
+                if index is None:
+                    break
+                hold = self._refused(index)
+                if hold is not None:
+                    refused.append((index, hold))
+            for index, hold in refused:
+                self.held.put(index, hold)
+
+    def _has_room(self, cluster: ClusterId) -> bool:
+        view = self.board.view(self.events.now_s, NOTHING, self.held.work_s)
+        return has_room(cluster, view, self.state)
+
+    def _refused(self, index: int) -> Hold | None:
+        """Routes and dispatches a request, unless it is to wait."""
         now = self.events.now_s
         if self.caches is not None and self._hashes is not None:
             cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
         else:
             cached = self._held_everywhere(self._cached[index])
-        request = Request(index, self._prompts[index], self._hashes is not None)
-        way = route(request, self.board.view(now, cached), self.plan, self.state)
-        if isinstance(way, NotNow):
-            return False
+        request = Request(index, self._prompts[index], self._times[index])
+        view = self.board.view(now, cached, self.held.work_s)
+        way = route(request, view, self.plan, self.state)
+        if isinstance(way, Hold):
+            return way
         prompt_tokens = self._prompts[index]
         kv_bytes = float(self.costs.handoff_bytes(prompt_tokens, prompt_tokens))
         job = Job(index, way, kv_bytes)
@@ -158,7 +179,7 @@ class World:
             decode.for_memory.append(job)
         else:
             self._grant(job, decode)
-        return True
+        return None
 
     def _held_everywhere(self, tokens: int) -> Mapping[NodeId, CachedPrefix]:
         held = self._everywhere.get(tokens)
@@ -304,6 +325,8 @@ class World:
             self.slot_waiting += 1
         self._told[node] = None
         self.drained(source)
+        if self.held:
+            self.ask_again()
 
     def _decode(self, job: Job, node: SimNode) -> None:
         now = self.events.now_s
@@ -398,9 +421,10 @@ class World:
         for way, stats in heard[1]:
             self.board.link_reported(way, stats)
         now = self.events.now_s
-        self.state = adjust(self.state, self.board.view(now, NOTHING), now)
-        while self.held and self._routed(self.held[0]):
-            self.held.popleft()
+        view = self.board.view(now, NOTHING, self.held.work_s)
+        self.state = adjust(self.state, view, now)
+        if self.held:
+            self.ask_again()
 
     # Accounts -------------------------------------------------------------------------------------
 
