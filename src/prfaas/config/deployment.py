@@ -131,12 +131,13 @@ class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term)."""
+    """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
+    values were searched on traces, calm and troubled (`prfaas bench policies --tune`)."""
 
-    surge_wait_s: Amount = 4.0  # PrfaaS makes a request wait so much longer than the PD cluster
-    calm_wait_s: AmountOrZero = 1.0  # below this, and with a clear link, it comes down again
-    step: Annotated[float, msgspec.Meta(ge=1)] = 1.25  # the factor moves by this, up or down ...
-    limit: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # ... up to this; 1 turns it off
+    surge_wait_s: Amount = 8.0  # PrfaaS makes a request wait so much longer than the PD cluster
+    calm_wait_s: AmountOrZero = 2.0  # below this, and with a clear link, it comes down again
+    step: Annotated[float, msgspec.Meta(ge=1)] = 2.0  # the factor moves by this, up or down ...
+    limit: Annotated[float, msgspec.Meta(ge=1)] = 2.0  # ... up to this; 1 turns it off
     hold_s: AmountOrZero = 5.0  # between two moves: a queue needs time to show what one did
 
 
