@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import PaperSection, SchedulerSection
 from prfaas.scheduler.congestion import Verdict
-from prfaas.scheduler.request import Request, Route
-from prfaas.scheduler.short_term import adjust, route
+from prfaas.scheduler.request import Request, Route, offloadable
+from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import View
-from prfaas.scheduler.waiting import Hold
+from prfaas.scheduler.waiting import HeldWork, Hold, length_class
 from prfaas.types import LinkStats
 from tests.scheduler.views import (
     FAR,
@@ -49,8 +49,14 @@ def test_never_to_a_dead_node_nor_over_a_cut_link(
     usable = {n for nodes in clusters.values() for n, v in nodes.items() if v.usable}
     prefills = [n for c in clusters.values() for n, v in c.items() if v.role == "prefill"]
     if isinstance(way, Hold):
-        reach = [n for n in prefills if n in usable and (n in LOCAL or seen.links[OUT].up)]
-        assert not reach or not usable & set(LOCAL[2:])
+        far = seen.links[OUT].up and offloadable(request)
+        reach = [n for n in prefills if n in usable and (n in LOCAL or far)]
+        if way.cluster is None:
+            assert not reach or not usable & set(LOCAL[2:]), "nobody could take it"
+        else:
+            assert policy == "adaptive", "others bind at once"
+            free = [clusters[way.cluster][n].free_at_s for n in reach if n in clusters[way.cluster]]
+            assert min(free) > seen.now_s
         return
     assert way.prefill in usable and way.prefill in prefills
     assert way.decode in usable and way.decode in LOCAL[2:]
@@ -244,7 +250,30 @@ def test_adaptive_avoids_a_queue_on_either_side() -> None:
 
 
 def test_under_pressure_adaptive_keeps_to_the_plan() -> None:
-    """Equal queues on both sides: short ones stay, long ones go, whoever would be faster now."""
+    """Equal queues on both sides: short ones stay, long ones go, whoever would be faster now. And
+    all of them wait at the router, where a long one lets those pass that come soon after it."""
     busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 160.0))
-    assert not routed(Request(1, THRESHOLD // 4), busy, state("adaptive")).offloaded
-    assert routed(Request(1, THRESHOLD * 3), busy, state("adaptive")).offloaded
+    how = state("adaptive")
+    short = route(Request(1, THRESHOLD // 4, 90.0), busy, PLAN, how)
+    long = route(Request(2, THRESHOLD * 3, 89.0), busy, PLAN, how)
+    assert isinstance(short, Hold) and short.cluster == NEAR
+    assert isinstance(long, Hold) and long.cluster == FAR
+    longest = route(Request(3, 5000, 89.0), busy, PLAN, how)
+    assert isinstance(longest, Hold) and longest.precedence > long.precedence
+    assert long.precedence > 89.0 + short.work_s
+
+
+def test_what_is_held_back_counts_as_a_queue() -> None:
+    request = Request(1, THRESHOLD * 2)
+    held = HeldWork().more(length_class(0.2), 400.0)
+    assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
+    assert not routed(request, view(held={FAR: held}), state("adaptive")).offloaded
+
+
+def test_room_is_where_a_node_is_nearly_done() -> None:
+    how = state("adaptive")
+    limit_s = how.rules.adaptive.queue_s
+    for wait_s, room in ((0.0, True), (limit_s, True), (limit_s + 0.1, False)):
+        seen = view(free_at_s=dict.fromkeys(REMOTE, 100.0 + wait_s))
+        assert has_room(FAR, seen, how) == room
+    assert not has_room(FAR, view(dead=frozenset(REMOTE)), how)

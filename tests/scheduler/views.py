@@ -15,6 +15,7 @@ from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import LinkState, State
 from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
+from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import problem
 
@@ -45,7 +46,7 @@ def view(
     up: bool = True,
     pending_bytes: float = 0.0,
     now_s: float = 100.0,
-    held_s: Mapping[ClusterId, float] | None = None,
+    held: Mapping[ClusterId, HeldWork] | None = None,
 ) -> View:
     """Two local nodes prefill, two decode; the links lead both ways."""
     free = free_at_s or {}
@@ -63,7 +64,7 @@ def view(
         links={OUT: link, BACK: link},
         costs=COSTS,
         cached=cached or {},
-        held_s=held_s or {},
+        held=held or {},
     )
 
 

@@ -165,7 +165,7 @@ class PrefillTable:
         # One row of points says nothing of prefixes, yet T is linear in them: two lengths show it.
         rows = profile.cached_rows if len(profile.cached_rows) > 1 else np.array([0.0, 1.0])
         self._cached: list[float] = rows.tolist()
-        self._seconds = [array("d", profile.seconds(new, cached).tobytes()) for cached in self._cached]
+        self._seconds = [array("d", profile.seconds(new, c).tobytes()) for c in self._cached]
 
     def seconds(self, new: int, cached: int = 0) -> float:
         if new > self._max_tokens:

@@ -12,7 +12,7 @@ used by own time, full ones by the plan, and a lost node or a slow link shifts t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prfaas.scheduler.congestion import Verdict
@@ -55,14 +55,16 @@ def cheapest(
         return None, "no node prefills"
     if len(options) == 1:
         return options[0], "the only way"
-    behind_s = {cluster: _behind_s(cluster, view, remotes) for cluster in view.held_s}
-    price_s = _price_s(options, behind_s, view, state)
+    price_s = _price_s(options, view, state)
     threshold = max(plan.threshold_tokens, 1)
     best, best_cost = options[0], float("inf")
     for option in options:
         unit_s = view.costs.prefill_s[option.cluster](threshold, 0)
         cost = forecast(request, option, view, state).ttft_s
-        cost += behind_s.get(option.cluster, 0.0) + price_s * option.prefill_s / unit_s
+        cost += price_s * option.prefill_s / unit_s
+        if option.cluster in view.held:
+            ahead_s = view.held[option.cluster].up_to(option.prefill_s)
+            cost += ahead_s / _prefill_nodes(option.cluster, view)
         if option.copies:
             cost += state.rules.adaptive.copy_margin_s
         if cost < best_cost:
@@ -129,23 +131,22 @@ def wait_for(request: Request, option: Option, state: State) -> Hold:
     )
 
 
-def _behind_s(cluster: ClusterId, view: View, remotes: Sequence[ClusterView]) -> float:
-    """How long what is held back for a cluster will keep its nodes busy."""
-    for seen in (view.local, *remotes):
-        if seen.cluster == cluster:
-            nodes = sum(node.usable and node.role == "prefill" for node in seen.nodes)
-            return view.held_s[cluster] / nodes if nodes else 0.0
-    return 0.0
+def _prefill_nodes(cluster: ClusterId, view: View) -> int:
+    seen = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
+    return sum(node.usable and node.role == "prefill" for node in seen.nodes)
 
 
-def _price_s(
-    options: Sequence[Option], behind_s: Mapping[ClusterId, float], view: View, state: State
-) -> float:
+def _price_s(options: Sequence[Option], view: View, state: State) -> float:
     """The wait that one unit of work brings to others: those who come while it is felt. About as
     many come during a wait as there are waiting, so the present wait is the measure."""
     rules = state.rules.adaptive
-    waits = [option.start_s - view.now_s + behind_s.get(option.cluster, 0.0) for option in options]
-    return rules.least_price_s + rules.congestion_price * sum(waits) / len(waits)
+    waits_s = 0.0
+    for option in options:
+        waits_s += option.start_s - view.now_s
+        if option.cluster in view.held:
+            held_s = view.held[option.cluster].total_s
+            waits_s += held_s / _prefill_nodes(option.cluster, view)
+    return rules.least_price_s + rules.congestion_price * waits_s / len(options)
 
 
 def _longer_elsewhere(

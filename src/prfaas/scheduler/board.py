@@ -18,6 +18,7 @@ from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, LinkStats, NodeId
 
 _SAME_S = 1e-6  # a report that differs less says nothing new
@@ -109,7 +110,7 @@ class Board:
         self,
         now_s: float,
         cached: Mapping[NodeId, CachedPrefix],
-        held_s: Mapping[ClusterId, float],
+        held: Mapping[ClusterId, HeldWork],
     ) -> View:
         local, *remotes = self._clusters
         return View(
@@ -119,7 +120,7 @@ class Board:
             self._links,
             self._costs,
             cached,
-            held_s,
+            held,
         )
 
     def is_up(self, link_id: LinkId) -> bool:

@@ -14,7 +14,6 @@ class Request(NamedTuple):
     id: int
     prompt_tokens: int
     arrived_s: float = 0.0
-    conversation: bool = False  # belongs to one: its end will be resumed from
     prompt_logprobs: bool = False
     adapter: str = ""  # a LoRA; empty: the base model
     multimodal: bool = False

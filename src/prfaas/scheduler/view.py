@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.plan import Role
+from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, LinkStats, NodeId
 
 LinkId: TypeAlias = tuple[ClusterId, ClusterId]  # from, to
@@ -66,4 +67,4 @@ class View(NamedTuple):
     links: Mapping[LinkId, LinkView]
     costs: Costs
     cached: Mapping[NodeId, CachedPrefix]
-    held_s: Mapping[ClusterId, float]  # prefill work the router holds back, per cluster it is for
+    held: Mapping[ClusterId, HeldWork]  # what the router holds back, per cluster it is for

@@ -7,6 +7,7 @@ decides, lowest first. Whoever keeps the room asks again with `route`: by then t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
@@ -23,13 +24,36 @@ class Hold(NamedTuple):
     precedence: float
 
 
+class HeldWork(NamedTuple):
+    """Prefill seconds held back for one cluster, by the length of the prefills: class k has those
+    of up to 2^k eighths of a second, the last also all longer ones."""
+
+    by_class: tuple[float, ...] = (0.0,) * 8
+
+    def up_to(self, work_s: float) -> float:
+        """Of prefills about as long or shorter: what goes before a newcomer of that length."""
+        return sum(self.by_class[: length_class(work_s) + 1])
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.by_class)
+
+    def more(self, kind: int, work_s: float) -> HeldWork:
+        changed = self.by_class[kind] + work_s
+        return HeldWork((*self.by_class[:kind], changed, *self.by_class[kind + 1 :]))
+
+
+def length_class(work_s: float) -> int:
+    return max(0, min(7, math.ceil(math.log2(max(work_s, 1e-9) * 8))))
+
+
 T = TypeVar("T")
 
 
 class WaitingRoom(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[ClusterId | None, list[tuple[float, int, float, T]]] = {}
-        self._work_s: dict[ClusterId, float] = {}
+        self._work: dict[ClusterId, HeldWork] = {}
         self._serial = 0
         self._count = 0
 
@@ -37,16 +61,16 @@ class WaitingRoom(Generic[T]):
         return self._count
 
     @property
-    def work_s(self) -> Mapping[ClusterId, float]:
+    def work(self) -> Mapping[ClusterId, HeldWork]:
         """Prefill work that waits here, per cluster it would go to. A snapshot."""
-        return self._work_s
+        return self._work
 
     def put(self, who: T, hold: Hold) -> None:
         self._serial += 1
         self._count += 1
         line = self._lines.setdefault(hold.cluster, [])
         heappush(line, (hold.precedence, self._serial, hold.work_s, who))
-        self._account(hold.cluster, hold.work_s)
+        self._account(hold.cluster, hold.work_s, +1)
 
     def lines(self) -> Iterator[ClusterId | None]:
         return iter([cluster for cluster, line in self._lines.items() if line])
@@ -58,11 +82,12 @@ class WaitingRoom(Generic[T]):
             return None
         _, _, work_s, who = heappop(line)
         self._count -= 1
-        self._account(cluster, -work_s)
+        self._account(cluster, work_s, -1)
         return who
 
-    def _account(self, cluster: ClusterId | None, work_s: float) -> None:
+    def _account(self, cluster: ClusterId | None, work_s: float, sign: int) -> None:
         if cluster is not None:
-            # Replaced, not changed: views in use keep what they saw.
-            left = self._work_s.get(cluster, 0.0) + work_s
-            self._work_s = {**self._work_s, cluster: left if self._lines[cluster] else 0.0}
+            # Replaced, not changed: views in use keep what they saw. An empty line has no rounding.
+            before = self._work.get(cluster, HeldWork())
+            after = before.more(length_class(work_s), sign * work_s)
+            self._work = {**self._work, cluster: after if self._lines[cluster] else HeldWork()}

@@ -151,7 +151,7 @@ class World:
                 self.held.put(index, hold)
 
     def _has_room(self, cluster: ClusterId) -> bool:
-        view = self.board.view(self.events.now_s, NOTHING, self.held.work_s)
+        view = self.board.view(self.events.now_s, NOTHING, self.held.work)
         return has_room(cluster, view, self.state)
 
     def _refused(self, index: int) -> Hold | None:
@@ -162,7 +162,7 @@ class World:
         else:
             cached = self._held_everywhere(self._cached[index])
         request = Request(index, self._prompts[index], self._times[index])
-        view = self.board.view(now, cached, self.held.work_s)
+        view = self.board.view(now, cached, self.held.work)
         way = route(request, view, self.plan, self.state)
         if isinstance(way, Hold):
             return way
@@ -421,7 +421,7 @@ class World:
         for way, stats in heard[1]:
             self.board.link_reported(way, stats)
         now = self.events.now_s
-        view = self.board.view(now, NOTHING, self.held.work_s)
+        view = self.board.view(now, NOTHING, self.held.work)
         self.state = adjust(self.state, view, now)
         if self.held:
             self.ask_again()
