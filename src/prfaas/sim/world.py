@@ -208,14 +208,15 @@ class World:
         self.copies += 1
         self.copied_bytes += copy.nbytes
         source, target = self.nodes[copy.source].cluster, self.nodes[copy.target].cluster
-        arrived = partial(self._copied, (job, copy))
         if source == target:
             self.events.at(self.events.now_s + copy.seconds, self._copied, (job, copy))
             return
-        path = self.paths[source, target]
-        self.links[source, target].send(
-            copy.nbytes * 8, lambda: self.events.at(self.events.now_s + path.rtt_s, _call, arrived)
-        )
+        rtt_s = self.paths[source, target].rtt_s
+
+        def left() -> None:
+            self.events.at(self.events.now_s + rtt_s, self._copied, (job, copy))
+
+        self.links[source, target].send(copy.nbytes * 8, left)
 
     def _copied(self, what: tuple[Job, CacheCopy]) -> None:
         job, copy = what
@@ -467,7 +468,3 @@ def _paths(problem: Problem) -> dict[LinkId, Path]:
         if remote.back is not None:
             paths[local, name] = remote.back
     return paths
-
-
-def _call(do: partial[None]) -> None:
-    do()
