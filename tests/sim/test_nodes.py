@@ -1,6 +1,7 @@
 import pytest
 
 from prfaas.planner.profile import DecodeRate, DecodeStep
+from prfaas.scheduler.request import Route
 from prfaas.sim.events import Events
 from prfaas.sim.job import Job
 from prfaas.sim.nodes import Batch, SimNode
@@ -12,7 +13,9 @@ SLOWING = DecodeRate(2, 0.2, (DecodeStep(1, 0.1), DecodeStep(2, 0.2)))
 
 
 def job(index: int) -> Job:
-    return Job(index, None, 0.0)  # type: ignore[arg-type]  # a batch asks for no route
+    here = ClusterId("c")
+    way = Route(here, NodeId("a"), NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
+    return Job(index, way, 0.0)
 
 
 def ends(rate: DecodeRate, starts: dict[float, int]) -> tuple[dict[int, float], list[float]]:

@@ -62,7 +62,7 @@ class WaitingRoom(Generic[T]):
 
     @property
     def work(self) -> Mapping[ClusterId, HeldWork]:
-        """Prefill work that waits here, per cluster it would go to. A snapshot."""
+        """Prefill work that waits here, per cluster it would go to, where any does. A snapshot."""
         return self._work
 
     def put(self, who: T, hold: Hold) -> None:
@@ -86,8 +86,12 @@ class WaitingRoom(Generic[T]):
         return who
 
     def _account(self, cluster: ClusterId | None, work_s: float, sign: int) -> None:
-        if cluster is not None:
-            # Replaced, not changed: views in use keep what they saw. An empty line has no rounding.
-            before = self._work.get(cluster, HeldWork())
-            after = before.more(length_class(work_s), sign * work_s)
-            self._work = {**self._work, cluster: after if self._lines[cluster] else HeldWork()}
+        if cluster is None:
+            return
+        # Replaced, not changed: views in use keep what they saw.
+        work = dict(self._work)
+        if self._lines[cluster]:
+            work[cluster] = work.get(cluster, HeldWork()).more(length_class(work_s), sign * work_s)
+        else:
+            work.pop(cluster, None)
+        self._work = work
