@@ -44,7 +44,7 @@ class Forecast(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.prefill_s + self.transfer_s + self.decode_s
+        return sum(self)
 
 
 def cheapest(
@@ -60,7 +60,7 @@ def cheapest(
     best, best_cost = options[0], float("inf")
     for option in options:
         unit_s = view.costs.prefill_s[option.cluster](threshold, 0)
-        cost = forecast(request, option, view, state).ttft_s
+        cost = sum(forecast(request, option, view, state))
         cost += price_s * option.prefill_s / unit_s
         if option.cluster in view.held:
             ahead_s = view.held[option.cluster].up_to(option.prefill_s)

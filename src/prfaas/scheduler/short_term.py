@@ -38,7 +38,11 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
             option, reason = _first(request, view, [*remotes, view.local], "policy remote")
     if option is None:
         return Hold(reason, None, 0.0, request.arrived_s)
-    if state.rules.policy == "adaptive" and not has_room(option.cluster, view, state):
+    if (
+        state.rules.policy == "adaptive"
+        and option.start_s - view.now_s > state.rules.adaptive.queue_s
+        and not has_room(option.cluster, view, state)
+    ):
         return wait_for(request, option, state)
     way = as_route(request, option, view, state, reason)
     return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way

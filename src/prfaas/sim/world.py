@@ -138,21 +138,22 @@ class World:
 
     def ask_again(self) -> None:
         """Tries those who wait, as far as there is room."""
+        view = self.board.view(self.events.now_s, NOTHING, self.held.work)
         for line in self.held.lines():
             refused: list[tuple[int, Hold]] = []
-            while len(refused) < MAX_REFUSALS and (line is None or self._has_room(line)):
+            while line is None or has_room(line, view, self.state):
                 index = self.held.take(line)
                 if index is None:
                     break
                 hold = self._refused(index)
-                if hold is not None:
-                    refused.append((index, hold))
+                if hold is None:
+                    view = self.board.view(self.events.now_s, NOTHING, self.held.work)
+                    continue
+                refused.append((index, hold))
+                if len(refused) == MAX_REFUSALS:
+                    break
             for index, hold in refused:
                 self.held.put(index, hold)
-
-    def _has_room(self, cluster: ClusterId) -> bool:
-        view = self.board.view(self.events.now_s, NOTHING, self.held.work)
-        return has_room(cluster, view, self.state)
 
     def _refused(self, index: int) -> Hold | None:
         """Routes and dispatches a request, unless it is to wait."""
