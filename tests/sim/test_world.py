@@ -247,3 +247,13 @@ def test_a_hot_prefix_spreads_over_the_cluster() -> None:
     )
     assert result.copies > 0 and result.copied_bytes > 0
     assert np.median(result.requests.hit_tokens) == 3 * 512
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_queues_over_time_hold_everybody_who_waits(policy: str) -> None:
+    """Little's law: sampled queues add up to the seconds that requests have waited, wherever they
+    were kept."""
+    result = simulate(SMALL, traffic(rps=5.0, requests=3000), config(policy))
+    series = result.series
+    sampled = sum(queue.sum() for queue in series.prefill_queue.values()) * series.bin_s
+    assert sampled == pytest.approx(result.requests.wait_s.sum(), rel=0.05)

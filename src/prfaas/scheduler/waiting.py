@@ -65,6 +65,9 @@ class WaitingRoom(Generic[T]):
         """Prefill work that waits here, per cluster it would go to, where any does. A snapshot."""
         return self._work
 
+    def count(self, cluster: ClusterId | None) -> int:
+        return len(self._lines.get(cluster, ()))
+
     def put(self, who: T, hold: Hold) -> None:
         self._serial += 1
         self._count += 1

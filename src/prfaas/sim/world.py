@@ -113,7 +113,7 @@ class World:
                 node = SimNode(name, cluster, role, batch, config.decode_kv_bytes)
                 self.nodes[name] = node
                 self.board.assign(name, role, usable=True)
-        self.waiting: dict[str, int] = {cluster: 0 for cluster, _, _ in members}  # for a prefill
+        self.waiting = {cluster: 0 for cluster, _, _ in members}  # for a prefill, at the nodes
         self.slot_waiting = 0  # for a decode slot
         self.samples = Samples(config.report_interval_s, [c for c, _, _ in members])
         self._told: dict[SimNode, None] = {}  # whose state has changed since their last report
@@ -395,7 +395,8 @@ class World:
             if not self._is_dull(way, said):
                 stats.append((way, said))
         self.events.at(now + self.config.report_lag_s, self._hear, (reports, stats))
-        self.samples.take(now, self.waiting, self.slot_waiting)
+        waiting: dict[str, int] = {c: n + self.held.count(c) for c, n in self.waiting.items()}
+        self.samples.take(now, waiting, self.slot_waiting)
         if self.in_flight:
             self.events.at(now + self.config.report_interval_s, self._tick)
         else:
