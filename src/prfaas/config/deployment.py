@@ -144,7 +144,7 @@ class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `adaptive`: what a second of a scarce resource costs beside the request's own time."""
 
-    congestion_price: AmountOrZero = 4.0  # of work, in seconds of wait it brings to those behind
+    congestion_price: AmountOrZero = 1.0  # of work, in seconds of wait it brings to those behind
     least_price_s: AmountOrZero = 2.0  # the plan counts for so much even when nobody waits
     copy_margin_s: AmountOrZero = 0.05  # a copied prefix must save more than this
     queue_s: AmountOrZero = 0.5  # nodes with more work than this get no more; the router keeps it

@@ -6,8 +6,9 @@
 Own time alone would fill the faster cluster with whatever comes and leave long prompts to the slow
 one: good for each, worse for all. The plan knows the exchange rate: at its threshold a prefill
 costs both clusters alike, so work is counted in units of T(threshold) of its cluster. The price of
-a unit is the wait it causes, and that grows with the waits there are now. Idle clusters are thus
-used by own time, full ones by the plan, and a lost node or a slow link shifts the border at once.
+a unit is the wait it causes there, and that grows with the cluster's present wait. Idle clusters
+are thus used by own time, full ones by the plan, and a lost node or a slow link shifts the border
+at once. Where every queue is long enough, a request waits at the router (`wait_for`).
 """
 
 from __future__ import annotations
@@ -55,16 +56,21 @@ def cheapest(
         return None, "no node prefills"
     if len(options) == 1:
         return options[0], "the only way"
-    price_s = _price_s(options, view, state)
+    rules = state.rules.adaptive
     threshold = max(plan.threshold_tokens, 1)
     best, best_cost = options[0], float("inf")
     for option in options:
-        unit_s = view.costs.prefill_s[option.cluster](threshold, 0)
+        wait_s = option.start_s - view.now_s
         cost = sum(forecast(request, option, view, state))
-        cost += price_s * option.prefill_s / unit_s
         if option.cluster in view.held:
-            ahead_s = view.held[option.cluster].up_to(option.prefill_s)
-            cost += ahead_s / _prefill_nodes(option.cluster, view)
+            held = view.held[option.cluster]
+            nodes = _prefill_nodes(option.cluster, view)
+            cost += held.up_to(option.prefill_s) / nodes
+            wait_s += held.total_s / nodes
+        # About as many come during a wait as there are waiting: the present wait is the measure of
+        # what one more unit of work costs those who come next.
+        price_s = rules.least_price_s + rules.congestion_price * wait_s
+        cost += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
         if option.copies:
             cost += state.rules.adaptive.copy_margin_s
         if cost < best_cost:
@@ -134,19 +140,6 @@ def wait_for(request: Request, option: Option, state: State) -> Hold:
 def _prefill_nodes(cluster: ClusterId, view: View) -> int:
     seen = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
     return sum(node.usable and node.role == "prefill" for node in seen.nodes)
-
-
-def _price_s(options: Sequence[Option], view: View, state: State) -> float:
-    """The wait that one unit of work brings to others: those who come while it is felt. About as
-    many come during a wait as there are waiting, so the present wait is the measure."""
-    rules = state.rules.adaptive
-    waits_s = 0.0
-    for option in options:
-        waits_s += option.start_s - view.now_s
-        if option.cluster in view.held:
-            held_s = view.held[option.cluster].total_s
-            waits_s += held_s / _prefill_nodes(option.cluster, view)
-    return rules.least_price_s + rules.congestion_price * waits_s / len(options)
 
 
 def _longer_elsewhere(
