@@ -52,7 +52,7 @@ from prfaas.sim.summary import Summary, summarise
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 LOADS = (0.5, 0.8, 0.95)
-STRESS_LOAD = 0.8
+STRESS_LOADS = (0.8, 0.95)
 LARGEST_SHARE = 0.75  # of a trace that a window may take: seeds must be able to differ
 TUNING_SEEDS = (1001, 1002)  # the evaluation counts from 0
 # A first search over (1, 2, 4) x (1.25, 1.5) x (2, 4) ended in the corner 4, 1.5, 2.
@@ -125,9 +125,10 @@ def calm(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 def stressed(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     for seed in seeds:
-        problem, calm_arrivals = ground.problem(seed), ground.arrivals(seed, STRESS_LOAD)
-        usual = ground.promise(problem, calm_arrivals)
-        for name, trouble in STRESSES.items():
+        problem = ground.problem(seed)
+        usual = ground.promise(problem, ground.arrivals(seed, 1.0))
+        for load, (name, trouble) in itertools.product(STRESS_LOADS, STRESSES.items()):
+            calm_arrivals = ground.arrivals(seed, load)
             rng = np.random.default_rng(seed)
             arrivals, base = trouble(problem, calm_arrivals, ground.base, rng)
             promise = usual  # the same requests, whenever they come
@@ -135,7 +136,8 @@ def stressed(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
                 promise = ground.promise(problem, arrivals)
             for policy in COMPARED:
                 result = simulate(problem, arrivals, ground.config(policy, base))
-                yield {"stress": name, "seed": seed, **_row(policy, summarise(result, promise))}
+                figures = _row(policy, summarise(result, promise))
+                yield {"stress": f"{name}, {load:.0%}", "seed": seed, **figures}
 
 
 def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
@@ -169,7 +171,7 @@ def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimC
     yield "95%", ground.arrivals(seed, LOADS[-1]), ground.base
     for name in TUNING_STRESSES:
         trouble, rng = STRESSES[name], np.random.default_rng(seed)
-        calm_arrivals = ground.arrivals(seed, STRESS_LOAD)
+        calm_arrivals = ground.arrivals(seed, STRESS_LOADS[0])
         yield name, *trouble(ground.hardware, calm_arrivals, ground.base, rng)
 
 
@@ -257,7 +259,7 @@ def _say(words: str) -> None:
 @click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
 @click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--window", "window_s", default=1800.0, show_default=True, help="seconds of a trace")
+@click.option("--window", "window_s", default=1500.0, show_default=True, help="seconds of a trace")
 @click.option("--tune", "tuning", is_flag=True, help="search the constants of `paper` instead")
 @click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
 def main(

@@ -103,8 +103,8 @@ def facts(report: Row) -> list[str]:
 
 def speed_table(speed: Row) -> list[str]:
     lines = [
-        "| run | requests | wall (s) | µs per request | peak memory (MB) |",
-        "|---|---|---|---|---|",
+        "| run | requests | wall (s) | CPU (s) | µs of wall per request | peak memory (MB) |",
+        "|---|---|---|---|---|---|",
     ]
     runs = {f"Poisson, no caches, {count}": run for count, run in speed["poisson"].items()}
     trace = speed.get("trace", {})
@@ -114,7 +114,8 @@ def speed_table(speed: Row) -> list[str]:
         per_request = run["wall_s"] / run["requests"] * 1e6
         memory = run.get("peak_memory_mb", "")
         lines.append(
-            f"| {name} | {run['requests']:,} | {run['wall_s']:.2f} | {per_request:.0f} | {memory} |"
+            f"| {name} | {run['requests']:,} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} "
+            f"| {per_request:,.0f} | {memory} |"
         )
     return lines
 

@@ -6,7 +6,8 @@
 `poisson`: requests of the case study without caches at 80% load; goal: a million in under 120 s,
 and no more time per request for more of them. `trace`: with prefix caches on every node, beside an
 outside script that is given the unpacked trace as its argument and prints JSON with `wall_s` and
-`requests`. Each figure comes from a process of its own, so that peak memory is its own.
+`requests`. Each figure comes from a process of its own, so that peak memory is its own; `cpu_s` is
+that of the whole process, start-up included, and says more than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -88,12 +89,15 @@ def run_peers(script: Path, python: str, trace: Path) -> dict[str, Any]:
 
 
 def _json_line(command: list[str], script: Path) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise click.ClickException(f"{script} failed: {done.stderr.strip()[-500:]}")
     found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**found, "cpu_s": round(cpu_s, 2)}
 
 
 def beside_peers(trace: Path, peers: Path | None, python: str, rounds: int) -> dict[str, Any]:
@@ -109,10 +113,10 @@ def beside_peers(trace: Path, peers: Path | None, python: str, rounds: int) -> d
     if peers is not None:
         peer = _median(theirs)
         report["peers"] = {peers.stem: peer}
-        peer_s = peer["wall_s"] / peer["requests"]
-        for policy in ours:
-            own_s = report[policy]["wall_s"] / report[policy]["requests"]
-            report[policy]["ratio_to_peer"] = round(own_s / peer_s, 3)
+        for policy, run in ((name, report[name]) for name in ours):
+            for key in ("wall_s", "cpu_s"):
+                ratio = run[key] / run["requests"] / (peer[key] / peer["requests"])
+                report[policy][f"{key}_ratio_to_peer"] = round(ratio, 3)
     return report
 
 
