@@ -78,7 +78,7 @@ def test_policies_are_compared_and_the_page_is_filled(tmp_path: Path, trace: Pat
     report = json.loads(done.stdout)
     (tiny,) = report["traces"].values()
     assert len(tiny["calm"]) == 2 * 3 * 4  # seeds, loads, policies
-    assert len(tiny["stress"]) == 2 * 4 * 2  # seeds, stresses, policies
+    assert len(tiny["stress"]) == 2 * 2 * 4 * 2  # seeds, loads, stresses, policies
     for difference in tiny["calm_difference"] + tiny["stress_difference"]:
         assert difference["low"] <= difference["mean"] <= difference["high"]
     loads = {(row["load"], row["seed"], row["policy"]): row for row in tiny["calm"]}
