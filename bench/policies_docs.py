@@ -151,8 +151,8 @@ def figures(report: Row, folder: Path) -> None:
             ]
             places = np.arange(len(stresses)) + shift
             axis.bar(places, height, 0.4, color=COLOURS[policy], label=policy)
-        axis.set_xticks(range(len(stresses)), stresses, fontsize=8)
-        axis.set(title=name, ylabel="P90 TTFT (s)")
+        axis.set_xticks(range(len(stresses)), stresses, fontsize=8, rotation=35, ha="right")
+        axis.set(title=name, ylabel="P90 TTFT (s)", yscale="log")
     panels[0][0].legend(fontsize=8)
     save(figure, folder / "simulator-stress.png")
 
