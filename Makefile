@@ -28,6 +28,8 @@ demo: setup
 	$(BIN)/prfaas plan configs/case_study.toml --compare configs/case_study.published.toml \
 	  --sweep links.0.gbps=2,5,8,10,15,20,50,100 --plot out/demo
 	$(BIN)/prfaas plan configs/case_study.toml --reading exact
+	$(BIN)/prfaas simulate configs/case_study.toml --policy paper adaptive \
+	  --baseline homogeneous naive --requests 4000 --plot out/demo
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'
@@ -48,12 +50,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# TRACE=conversation.jsonl.xz adds the cache's hit rates on that trace.
+# TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
+# `prfaas bench policies` takes half an hour and is run by hand.
 bench: setup
 	$(BIN)/prfaas bench planner
 	$(BIN)/prfaas bench transport --rounds 3
 	$(BIN)/prfaas bench wan
 	$(BIN)/prfaas bench index
+	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 
 FRAMES ?= 1000000

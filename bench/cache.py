@@ -55,13 +55,7 @@ def prefill_cost(model: str) -> PrefillSeconds:
         raise InputError(
             f"no prefill profile of {model!r} on 8 x h200", fix="use --evict lru, or add one"
         )
-    linear_s, quadratic_s = prefill_profile(catalog, record).marginal
-
-    def seconds(new_tokens: int, cached_tokens: int) -> float:
-        total = cached_tokens + new_tokens
-        return linear_s * new_tokens + quadratic_s * (total**2 - cached_tokens**2)
-
-    return seconds
+    return prefill_profile(catalog, record).marginal_s
 
 
 def run_replay(

@@ -50,7 +50,9 @@ def test_a_quadratic_is_recovered_also_beyond_its_points(a: float, b: float, c: 
 
 def test_what_one_more_token_costs() -> None:
     curve = profile([(n, 0.5 + 2e-5 * n + 3e-10 * n * n) for n in (1000, 8000, 30_000)])
-    assert curve.marginal == pytest.approx((2e-5, 3e-10), rel=1e-6)
+    assert curve.marginal_s(1000, 0) == pytest.approx(2e-5 * 1000 + 3e-10 * 1e6, rel=1e-6)
+    after_prefix = 2e-5 * 1000 + 3e-10 * (9000**2 - 8000**2)
+    assert curve.marginal_s(1000, 8000) == pytest.approx(after_prefix, rel=1e-6)
 
 
 def test_extrapolation_is_flagged() -> None:
@@ -121,10 +123,20 @@ def test_equal_points_are_one_profile() -> None:
 
 def test_decode_takes_the_best_batch_the_slo_allows() -> None:
     steps = [DecodeStep(1, 0.010), DecodeStep(21, 0.020), DecodeStep(41, 0.060)]
-    assert decode_rate(steps, 50) == DecodeRate(21, 0.020)
+    measured = tuple(steps)
+    assert decode_rate(steps, 50) == DecodeRate(21, 0.020, measured)
     # 40 tokens/s allow 25 ms: 2.5 batches past 21 at 2 ms each, but 21 at 20 ms serves more.
-    assert decode_rate(steps, 40) == DecodeRate(21, 0.020)
-    assert decode_rate(steps, 80) == DecodeRate(6, pytest.approx(0.0125))
-    assert decode_rate([DecodeStep(20, 0.025)], 40) == DecodeRate(20, 0.025)
+    assert decode_rate(steps, 40) == DecodeRate(21, 0.020, measured)
+    assert decode_rate(steps, 80) == DecodeRate(6, pytest.approx(0.0125), measured)
+    only = DecodeStep(20, 0.025)
+    assert decode_rate([only], 40) == DecodeRate(20, 0.025, (only,))
     with pytest.raises(InputError, match="no measured decode batch gives 200 tokens/s"):
         decode_rate(steps, 200)
+
+
+def test_a_step_is_linear_between_measured_batches() -> None:
+    rate = DecodeRate(21, 0.020, (DecodeStep(1, 0.010), DecodeStep(21, 0.020)))
+    assert [rate.step_s(batch) for batch in (0, 1, 11, 21, 30)] == pytest.approx(
+        [0.010, 0.010, 0.015, 0.020, 0.020]
+    )
+    assert DecodeRate(20, 0.025).step_s(3) == 0.025

@@ -158,8 +158,14 @@ class BlockPool:
         assert self.has_room(pages), f"{pages} pages asked of {self.free_pages} free"
         self.used_pages += pages
         self.pages_by_group[group] += pages
-        reused = min(pages, len(self._returned))
-        taken = [self._returned.pop() for _ in range(reused)]
+        returned = self._returned
+        if not returned:
+            first = self._fresh
+            self._fresh += pages
+            return tuple(range(first, first + pages))
+        reused = min(pages, len(returned))
+        taken = returned[-1 : -reused - 1 : -1]
+        del returned[-reused:]
         taken += range(self._fresh, self._fresh + pages - reused)
         self._fresh += pages - reused
         return tuple(taken)

@@ -118,7 +118,11 @@ class CostAware:
             if block.group in self._closing or not self._closing:
                 block.node.last_used_s = now
         for node in nodes:
-            self._place(node)
+            # Most of a prompt's nodes lie inside a run and hold no checkpoint: nothing to score.
+            if node.resident_children and self._closing and not any(self._checkpoint(node)):
+                self._places.pop(node, None)
+            else:
+                self._place(node)
 
     def busy(self, block: Block) -> None:
         self._idle.pop(id(block), None)

@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "Is it worth it? Best threshold and split, beside three baselines.",
     "model": "Make a small model that needs no download.",
     "profile": "Measure a model here: prefill, KV size, decode steps.",
+    "simulate": "What would a policy have done with this traffic on this deployment?",
     "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
     "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
     "certs": "Make a test CA and certificates for mutual TLS.",
@@ -50,9 +51,10 @@ def cli() -> None:
 
     \b
     Start here:
-      prfaas kv                             how much KV do these models produce, and how fast?
-      prfaas plan configs/case_study.toml   is it worth it, with which threshold and split?
-      prfaas doctor HOST:PORT               can KV travel this way, and how fast?
+      prfaas kv                                 how much KV do these models produce, how fast?
+      prfaas plan configs/case_study.toml       is it worth it, with which threshold and split?
+      prfaas simulate configs/case_study.toml   what would happen to every request?
+      prfaas doctor HOST:PORT                   can KV travel this way, and how fast?
     """
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from prfaas.clock import Clock, MonotonicClock
 
@@ -33,27 +34,47 @@ def with_progress(
     clock: Clock | None = None,
     screen: Console | None = None,
 ) -> Iterator[T]:
-    """Yields the items; shows a bar on a terminal's stderr once they have taken longer than
-    `after_s`, and removes it when done."""
+    """Yields the items, with a bar over their number."""
+    bar = progress_bar(what, len(items), after_s=after_s, clock=clock, screen=screen)
+    with bar as show:
+        for done, item in enumerate(items, start=1):
+            yield item
+            show(done)
+
+
+@contextmanager
+def progress_bar(
+    what: str,
+    total: float,
+    *,
+    after_s: float = 1.0,
+    clock: Clock | None = None,
+    screen: Console | None = None,
+) -> Iterator[Callable[[float], None]]:
+    """Gives a function that is told how much is done. A bar appears on a terminal's stderr once
+    that has taken longer than `after_s`, and is removed at the end."""
     clock = clock or MonotonicClock()
     started = clock.now()
     progress = Progress(
         TextColumn(what),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn("{task.completed:.4g}/{task.total:.4g}"),
         TimeRemainingColumn(),
         console=screen or Console(stderr=True),
         transient=True,
     )
-    task = progress.add_task(what, total=len(items))
+    task = progress.add_task(what, total=total)
     running = False
+
+    def show(done: float) -> None:
+        nonlocal running
+        progress.update(task, completed=done)
+        if not running and clock.now() - started > after_s:
+            progress.start()
+            running = True
+
     try:
-        for item in items:
-            yield item
-            progress.advance(task)
-            if not running and clock.now() - started > after_s:
-                progress.start()
-                running = True
+        yield show
     finally:
         if running:
             progress.stop()

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from prfaas.catalog import Catalog
+from prfaas.cli.figure import BLUE, GREEN, GREY, ORANGE, RED, make_folder, pyplot, save
 from prfaas.cli.sweep import SweepPoint
 from prfaas.cli.wiring import Study
 from prfaas.config import Deployment
-from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.planner.optimise import Choice, Producers, rates
@@ -20,18 +20,6 @@ from prfaas.planner.plan import Plan, Planner
 from prfaas.planner.problem import Problem, prefill_profile
 from prfaas.planner.profile import PrefillProfile
 
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-except ImportError:
-    raise InputError(
-        "plots need matplotlib", where="--plot", fix="pip install 'prfaas[plot]'"
-    ) from None
-
-# Okabe and Ito's palette: distinct to colour-blind readers, too.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 DENSE_REFERENCE = "minimax-m2.5"  # the paper's Figure 2
 
 
@@ -44,12 +32,7 @@ def plan_plots(
     points: Sequence[SweepPoint],
 ) -> list[Path]:
     """Writes what can be drawn of this plan; returns the files."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write there: {error.strerror}", where="--plot", fix="name a writable folder"
-        ) from None
+    make_folder(folder)
     problem = study.problem(deployment)
     planner = study.planner(problem)
     written = [
@@ -78,7 +61,7 @@ def _figure_2(folder: Path, catalog: Catalog, name: str, problem: Problem) -> Pa
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("KV throughput of one prefill instance (eq. 1)")
     axes.legend()
-    return _save(figure, folder / "fig2_kv_throughput.png")
+    return save(figure, folder / "fig2_kv_throughput.png")
 
 
 def _throughput(axes: Any, spec: KVSpec, profile: PrefillProfile, label: str, colour: str) -> None:
@@ -109,7 +92,7 @@ def _figure_5a(folder: Path, planner: Planner, problem: Problem, plan: Plan) -> 
         f"Lambda_max = {best.lambda_max_rps:.2f}"
     )
     axes.legend()
-    return _save(figure, folder / "fig5a_split.png")
+    return save(figure, folder / "fig5a_split.png")
 
 
 def _figure_5b(folder: Path, planner: Planner, problem: Problem, plan: Plan) -> Path:
@@ -132,7 +115,7 @@ def _figure_5b(folder: Path, planner: Planner, problem: Problem, plan: Plan) -> 
         f"Threshold: best t = {best.threshold_tokens:,}, Lambda_max = {best.lambda_max_rps:.2f}"
     )
     axes.legend()
-    return _save(figure, folder / "fig5b_threshold.png")
+    return save(figure, folder / "fig5b_threshold.png")
 
 
 def _sweep(folder: Path, key: str, points: Sequence[SweepPoint]) -> Path:
@@ -153,7 +136,7 @@ def _sweep(folder: Path, key: str, points: Sequence[SweepPoint]) -> Path:
     if numeric and min(values) > 0 and max(values) / min(values) > 20:
         bottom.set_xscale("log")
     top.set_title(f"Re-optimised over {key}")
-    return _save(figure, folder / "sweep.png")
+    return save(figure, folder / "sweep.png")
 
 
 def _chosen_row(planner: Planner, plan: Plan) -> int:
@@ -162,10 +145,3 @@ def _chosen_row(planner: Planner, plan: Plan) -> int:
     if best.threshold_tokens is None:
         return 0 if best.offload_fraction else len(threshold) - 1
     return int(np.searchsorted(threshold, best.threshold_tokens, "right") - 1)
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path

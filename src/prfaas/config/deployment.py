@@ -26,6 +26,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     config: str | None = None  # a Hugging Face config.json, relative to the deployment file
     kv_dtype: str | None = None  # of what attention caches; the model's own when absent
+    max_tokens: Count = 1_048_576  # prompt and answer together, as the engines were started
 
 
 # Workloads: lengths are of the *uncached* part of a prompt ----------------------------------------
@@ -117,9 +118,51 @@ class Link(
     via: str | None = None  # host:port of a relay in front of the receiving kvd
 
 
+class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The long-term loop: how often, on how much traffic, and how reluctantly roles change."""
+
+    every_s: Amount = 120.0
+    window_s: Amount = 3600.0
+    warmup_s: AmountOrZero = 120.0  # caches are cold: cached lengths mean nothing yet
+    block_requests: Count = 400  # the least traffic that counts; two like blocks are steady
+    min_gain: Share = 0.015  # of throughput, for a change of roles
+    threshold_step: Share = 0.02  # a smaller move of the threshold is not worth a plan
+    dwell_s: AmountOrZero = 900.0  # a node keeps its role at least this long
+
+
+class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
+    values were searched on traces, calm and troubled (`prfaas bench policies --tune`)."""
+
+    surge_wait_s: Amount = 8.0  # PrfaaS makes a request wait so much longer than the PD cluster
+    calm_wait_s: AmountOrZero = 2.0  # below this, and with a clear link, it comes down again
+    step: Annotated[float, msgspec.Meta(ge=1)] = 2.0  # the factor moves by this, up or down ...
+    limit: Annotated[float, msgspec.Meta(ge=1)] = 2.0  # ... up to this; 1 turns it off
+    hold_s: AmountOrZero = 5.0  # between two moves: a queue needs time to show what one did
+
+
+class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Policy `adaptive`: what a second of a scarce resource costs beside the request's own time."""
+
+    congestion_price: AmountOrZero = 1.0  # of work, in seconds of wait it brings to those behind
+    least_price_s: AmountOrZero = 2.0  # the plan counts for so much even when nobody waits
+    copy_margin_s: AmountOrZero = 0.05  # a copied prefix must save more than this
+    queue_s: AmountOrZero = 0.5  # nodes with more work than this get no more; the router keeps it
+    patience: AmountOrZero = 8.0  # times (prefill seconds)^2: how long others may overtake it
+
+
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
+    replan: ReplanSection = ReplanSection()
+    paper: PaperSection = PaperSection()
+    adaptive: AdaptiveSection = AdaptiveSection()
+
+
+class CacheSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prefixes kept on every node."""
+
+    gb_per_node: Amount = 1000.0  # 10^9 bytes; host memory counts
 
 
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +178,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clusters: Annotated[list[Cluster], msgspec.Meta(min_length=1)]
     links: list[Link] = []
     scheduler: SchedulerSection = SchedulerSection()
+    cache: CacheSection = CacheSection()
     gateway: GatewaySection = GatewaySection()
     catalog: list[str] = []  # catalog files to add, relative to the deployment file
 

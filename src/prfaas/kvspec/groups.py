@@ -102,6 +102,11 @@ class KVSpec:
         """Linear states: the same whatever the length."""
         return sum(len(g.layers) * g.state_bytes for g in self._of(LinearState))
 
+    @property
+    def window_tokens(self) -> int:
+        """From this length on every window is full, and closing bytes grow no more."""
+        return max((group.window - 1 for group in self._of(SlidingWindow)), default=0)
+
     def growing_bytes(self, tokens: Lengths, skip_tokens: Lengths | float = 0.0) -> Lengths:
         """Full-attention bytes for many (also fractional) lengths at once."""
         return self.bytes_per_token * np.maximum(tokens - skip_tokens, 0.0)

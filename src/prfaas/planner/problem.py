@@ -54,6 +54,8 @@ class Remote:
 
     pool: Pool
     path: Path
+    back: Path | None = None  # from the PD cluster, for copies of cached prefixes
+    fabric: Path | None = None  # within; None: what stays within costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,16 @@ def build_problem(
     for cluster in deployment.of_kind("prfaas"):
         link = deployment.link(cluster.name, local.name)
         assert link is not None, "checked when the deployment was read"
-        remotes.append(Remote(_pool(deployment, catalog, cluster), _path(link)))
+        back = deployment.link(local.name, cluster.name)
+        within = deployment.link(cluster.name, cluster.name)
+        remotes.append(
+            Remote(
+                _pool(deployment, catalog, cluster),
+                _path(link),
+                back=None if back is None else _path(back),
+                fabric=None if within is None else _path(within),
+            )
+        )
     fabric = deployment.link(local.name, local.name)
     return Problem(
         spec=spec,

@@ -9,6 +9,8 @@ points, `extrapolated` says so and every report repeats it.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -115,12 +117,12 @@ class PrefillProfile:
         """Longest cached prefix measured."""
         return int(self._cached[-1])
 
-    @property
-    def marginal(self) -> tuple[float, float]:
-        """Seconds per token and per token squared of the fitted trend: what one more token costs,
-        the constant part left out."""
+    def marginal_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """What so many tokens after a prefix add, by the fitted trend; its constant part, which
+        every prefill pays, left out. What a cached prefix is worth."""
         _, linear, quadratic = self._curves[0].coefficients
-        return float(linear), float(quadratic)
+        total = cached_tokens + new_tokens
+        return float(linear * new_tokens + quadratic * (total**2 - cached_tokens**2))
 
     def seconds(self, new: Array | float, cached: Array | float = 0.0) -> Array:
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
@@ -135,6 +137,14 @@ class PrefillProfile:
         at_high = np.take_along_axis(rows, upper[None], axis=0)[0]
         return np.asarray(at_low + (at_high - at_low) * (cached - low) / (high - low))
 
+    def table(self, max_tokens: int) -> PrefillTable:
+        return PrefillTable(self, max_tokens)
+
+    @property
+    def cached_rows(self) -> Array:
+        """The cached lengths of the rows of points, ascending; between them T is linear."""
+        return self._cached
+
     def extrapolated(
         self, new: Array | float, cached: Array | float = 0.0
     ) -> npt.NDArray[np.bool_]:
@@ -142,6 +152,31 @@ class PrefillProfile:
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
         first, last = self.measured_range
         return np.asarray((new < first) | (new > last) | (cached > self._cached[-1]))
+
+
+class PrefillTable:
+    """The same T for one whole number of tokens at a time, looked up: routing asks it per request,
+    where the arithmetic on arrays takes fifty times as long."""
+
+    def __init__(self, profile: PrefillProfile, max_tokens: int) -> None:
+        new = np.arange(max_tokens + 1, dtype=float)
+        self._profile = profile
+        self._max_tokens = max_tokens
+        # One row of points says nothing of prefixes, yet T is linear in them: two lengths show it.
+        rows = profile.cached_rows if len(profile.cached_rows) > 1 else np.array([0.0, 1.0])
+        self._cached: list[float] = rows.tolist()
+        self._seconds = [array("d", profile.seconds(new, c).tobytes()) for c in self._cached]
+
+    def seconds(self, new: int, cached: int = 0) -> float:
+        if new > self._max_tokens:
+            return float(self._profile.seconds(new, cached))
+        if cached == 0:
+            return self._seconds[0][new]
+        rows = self._cached
+        upper = min(max(bisect_right(rows, cached), 1), len(rows) - 1)
+        low = self._seconds[upper - 1][new]
+        share = (cached - rows[upper - 1]) / (rows[upper] - rows[upper - 1])
+        return low + (self._seconds[upper][new] - low) * share
 
 
 class DecodeStep(NamedTuple):
@@ -155,6 +190,14 @@ class DecodeRate:
 
     bs_max: int
     t_decode_s: float
+    steps: tuple[DecodeStep, ...] = ()  # what was measured, ascending; none: t_decode_s always
+
+    def step_s(self, batch: int) -> float:
+        """One step of a batch: linear between measured ones, constant beyond them."""
+        if not self.steps:
+            return self.t_decode_s
+        batches, seconds = zip(*self.steps, strict=True)
+        return float(np.interp(batch, batches, seconds))
 
 
 def decode_rate(steps: Sequence[DecodeStep], output_tokens_per_s: float) -> DecodeRate:
@@ -173,7 +216,7 @@ def decode_rate(steps: Sequence[DecodeStep], output_tokens_per_s: float) -> Deco
             fix=f"the fastest measured step gives {best:.4g}; lower the SLO or add decode points",
         )
     best_index = int(np.argmax(np.where(fits, batches / step_s, 0.0)))
-    return DecodeRate(int(batches[best_index]), float(step_s[best_index]))
+    return DecodeRate(int(batches[best_index]), float(step_s[best_index]), tuple(steps))
 
 
 def _require_usable(points: Sequence[PrefillTime]) -> None:

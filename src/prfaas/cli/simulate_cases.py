@@ -1,0 +1,121 @@
+"""What `prfaas simulate` runs: requests, and deployments with a policy each.
+
+A policy routes on the given hardware. A baseline is other hardware: homogeneous and equal-cost ones
+have no remote cluster to route to, the naive one sends everything there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from prfaas.config import Deployment
+from prfaas.config.deployment import SchedulerSection
+from prfaas.config.link_trace import read_link_trace
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
+from prfaas.errors import InputError
+from prfaas.planner import baselines
+from prfaas.planner.problem import Problem
+from prfaas.planner.workload import TraceRequest, empirical
+from prfaas.scheduler.view import LinkId
+from prfaas.sim.arrivals import Arrivals
+from prfaas.sim.config import CacheConfig, RateChange, SimConfig, link_id
+from prfaas.types import BlockHash
+
+Policy: TypeAlias = Literal["paper", "adaptive", "local", "remote"]
+POLICIES: tuple[Policy, ...] = ("paper", "adaptive", "local", "remote")
+# Baseline -> the policy that routes on it; with one way to go none has a choice.
+BASELINES: dict[str, Policy] = {"homogeneous": "local", "naive": "remote", "equal_cost": "local"}
+
+
+class Case(NamedTuple):
+    problem: Problem
+    config: SimConfig
+
+
+def read_requests(path: Path, deployment: Deployment) -> list[TraceRow]:
+    rows = list(read_trace(path))
+    limit = deployment.model.max_tokens
+    for number, row in enumerate(rows, start=1):
+        if row.input_length + row.output_length > limit:
+            raise InputError(
+                f"{row.input_length} + {row.output_length} tokens are beyond the model's {limit}",
+                file=path,
+                where=f"row {number}",
+                fix="remove the request, or raise max_tokens under [model]",
+            )
+    if len(rows) < 2:
+        raise InputError("holds fewer than two requests", file=path, fix="give more")
+    return rows
+
+
+def planned_for(problem: Problem, arrivals: Arrivals) -> Problem:
+    """Planned for these very requests: their uncached lengths behind an infinite cache that began
+    empty, as the simulated ones do."""
+    assert arrivals.hashes is not None, "a trace names its blocks"
+    seen: set[BlockHash] = set()
+    requests = []
+    columns = (arrivals.prompt_tokens.tolist(), arrivals.output_tokens.tolist(), arrivals.hashes)
+    for prompt_tokens, output_tokens, hashes in zip(*columns, strict=True):
+        known = sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
+        seen.update(hashes)
+        cached = min(known * TRACE_BLOCK_TOKENS, prompt_tokens - 1)
+        requests.append(TraceRequest(prompt_tokens - cached, cached, output_tokens))
+    return replace(problem, workload=empirical(requests))
+
+
+def make_cases(
+    deployment: Deployment,
+    problem: Problem,
+    policies: Sequence[Policy],
+    others: Sequence[str],
+    base: SimConfig,
+) -> dict[str, Case]:
+    """In the order asked for, policies first."""
+    cases: dict[str, Case] = {}
+    for policy in policies:
+        cases[policy] = Case(problem, routed_by(policy, deployment.scheduler, base))
+    for name in others:
+        made: Problem | None = getattr(baselines, name)(problem)
+        if made is None:
+            why = {
+                "naive": ("there is no prfaas cluster", "leave the baseline out"),
+                "equal_cost": ("a price is unknown", "give usd_per_gpu_hour"),
+            }
+            problem_words, fix = why.get(name, ("fewer than two instances", "add GPUs"))
+            raise InputError(f"{name}: {problem_words}", where="--baseline", fix=fix)
+        # Another deployment has no such link, so no such trouble with it.
+        links = base.links if made.remotes else {}
+        config = replace(routed_by(BASELINES[name], deployment.scheduler, base), links=links)
+        cases[name] = Case(made, config)
+    return cases
+
+
+def routed_by(policy: Policy, rules: SchedulerSection, base: SimConfig) -> SimConfig:
+    return replace(base, scheduler=msgspec.structs.replace(rules, policy=policy))
+
+
+def cache_config(deployment: Deployment) -> CacheConfig:
+    return CacheConfig(bytes_per_node=deployment.cache.gb_per_node * 1e9)
+
+
+def link_changes(path: Path, problem: Problem) -> dict[LinkId, tuple[RateChange, ...]]:
+    """Lines that name no link are meant for every link from a PrfaaS cluster."""
+    bps = {link_id(problem, k): remote.path.bps for k, remote in enumerate(problem.remotes)}
+    changes: dict[LinkId, list[RateChange]] = {link: [] for link in bps}
+    for speed in read_link_trace(path):
+        named = [link for link in bps if speed.link in (None, link)]
+        if not named:
+            raise InputError(
+                f"no link from a prfaas cluster is {speed.link}",
+                file=path,
+                fix=f"links are: {', '.join(f'{a},{b}' for a, b in bps) or 'none'}",
+            )
+        for link in named:
+            changes[link].append(RateChange(speed.at_s, speed.gbps * 1e9 / bps[link]))
+    return {link: tuple(made) for link, made in changes.items() if made}

@@ -1,0 +1,169 @@
+"""Policy `adaptive`: the way of least predicted cost under the live state of queues and links.
+
+    cost = the request's own time to first token          waits, prefill, link drain, round trip
+         + price * prefill seconds / T(threshold) there    what it takes from those behind it
+
+Own time alone would fill the faster cluster with whatever comes and leave long prompts to the slow
+one: good for each, worse for all. The plan knows the exchange rate: at its threshold a prefill
+costs both clusters alike, so work is counted in units of T(threshold) of its cluster. The price of
+a unit is the wait it causes there, and that grows with the cluster's present wait. Idle clusters
+are thus used by own time, full ones by the plan, and a lost node or a slow link shifts the border
+at once. Where every queue is long enough, a request waits at the router (`wait_for`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.options import (
+    Option,
+    Prefix,
+    across,
+    believed_bps,
+    best_option,
+    decode_node,
+    handoff_bps,
+    within,
+)
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import Request
+from prfaas.scheduler.state import State
+from prfaas.scheduler.view import ClusterView, View
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
+
+
+class Forecast(NamedTuple):
+    """An option's time to first token, in its parts."""
+
+    wait_s: float
+    prefill_s: float
+    transfer_s: float  # exposed, round trip included
+    decode_s: float  # wait for a slot, and one step
+
+    @property
+    def ttft_s(self) -> float:
+        return sum(self)
+
+
+def cheapest(
+    request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
+) -> tuple[Option | None, str]:
+    options = alternatives(request, view, state, remotes)
+    if not options:
+        return None, "no node prefills"
+    if len(options) == 1:
+        return options[0], "the only way"
+    rules = state.rules.adaptive
+    threshold = max(plan.threshold_tokens, 1)
+    best, best_cost = options[0], float("inf")
+    for option in options:
+        wait_s = option.start_s - view.now_s
+        cost = sum(forecast(request, option, view, state))
+        if option.cluster in view.held:
+            held = view.held[option.cluster]
+            nodes = _prefill_nodes(option.cluster, view)
+            cost += held.up_to(option.prefill_s) / nodes
+            wait_s += held.total_s / nodes
+        # About as many come during a wait as there are waiting: the present wait is the measure of
+        # what one more unit of work costs those who come next.
+        price_s = rules.least_price_s + rules.congestion_price * wait_s
+        cost += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
+        if option.copies:
+            cost += state.rules.adaptive.copy_margin_s
+        if cost < best_cost:
+            best, best_cost = option, cost
+    return best, "least cost now"
+
+
+def alternatives(
+    request: Request, view: View, state: State, remotes: Sequence[ClusterView]
+) -> list[Option]:
+    """The best node of every cluster, and again with a prefix of another cluster where its link is
+    clear and the prefix is longer than the cluster's own."""
+    clusters = [view.local, *remotes]
+    found: list[Option] = []
+    for cluster in clusters:
+        own = within(cluster, view)
+        option = best_option(request, cluster, view, own)
+        if option is None:
+            continue
+        found.append(option)
+        if view.cached:
+            foreign = _longer_elsewhere(own, cluster, clusters, view, state)
+            if foreign is not None:
+                copied = best_option(request, cluster, view, foreign)
+                if copied is not None and copied.copies:
+                    found.append(copied)
+    return found
+
+
+def forecast(request: Request, option: Option, view: View, state: State) -> Forecast:
+    """What the request would see if it went this way now."""
+    costs, now = view.costs, view.now_s
+    bps = handoff_bps(option, view, state)
+    placed = decode_node(request, view, bps)
+    held = 0
+    slot_s = 0.0
+    if placed is not None:
+        decode, held = placed
+        if decode.active >= decode.slots:
+            slot_s = (decode.active - decode.slots + 1) / decode.slots * costs.mean_hold_s
+    transfer_tokens = request.prompt_tokens - held
+    end = option.end_s
+    exposed = costs.exposed_s(request.prompt_tokens, transfer_tokens, option.prefill_s, bps)
+    if option.cluster != view.local.cluster:
+        link = view.links[option.cluster, view.local.cluster]
+        # All that is promised to the link already goes first, or shares it.
+        nbytes = costs.handoff_bytes(request.prompt_tokens, transfer_tokens)
+        drained = now + (link.pending_bytes + nbytes) * 8 / bps
+        exposed = max(exposed, drained - end) + link.rtt_s
+    return Forecast(option.start_s - now, option.prefill_s, exposed, slot_s + costs.t_decode_s)
+
+
+def wait_for(request: Request, option: Option, state: State) -> Hold:
+    """Late binding: a node is given little more than it needs to stay busy. Those who wait go in
+    order of arrival, save that a long prefill lets shorter ones pass that come soon after it: few
+    long ones hold most of the work, so nearly everybody waits less. How soon grows with the square
+    of its length, so that ordinary requests keep their order and nobody waits for ever."""
+    patience = state.rules.adaptive.patience
+    return Hold(
+        "every queue there is long enough",
+        option.cluster,
+        option.prefill_s,
+        request.arrived_s + patience * option.prefill_s**2,
+    )
+
+
+def _prefill_nodes(cluster: ClusterId, view: View) -> int:
+    seen = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
+    return sum(node.usable and node.role == "prefill" for node in seen.nodes)
+
+
+def _longer_elsewhere(
+    own: Prefix | None,
+    cluster: ClusterView,
+    clusters: Sequence[ClusterView],
+    view: View,
+    state: State,
+) -> Prefix | None:
+    best = own
+    for other in clusters:
+        if other is cluster or not _has_room(other, cluster, view, state):
+            continue
+        there = across(other, cluster, view, state)
+        if there is not None and (best is None or there.tokens > best.tokens):
+            best = there
+    return best if best is not own else None
+
+
+def _has_room(source: ClusterView, target: ClusterView, view: View, state: State) -> bool:
+    """Whether the link could take a copy beside the hand-offs it carries."""
+    link_id = (source.cluster, target.cluster)
+    link = view.links.get(link_id)
+    known = state.links.get(link_id)
+    if link is None or (known is not None and known.health.verdict is not Verdict.CLEAR):
+        return False
+    return link.pending_bytes * 8 / believed_bps(link_id, link, state) < 1.0

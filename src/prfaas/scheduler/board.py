@@ -1,0 +1,204 @@
+"""Keeps the view up to date: last reports, and what this router has dispatched since.
+
+Bookkeeping only; gateway and simulator tell it the same things. A node's `free_at_s` after a report
+is that report's word plus every own dispatch the report cannot have known:
+
+    report at t: 3 s of work ───────────► free at t + 3
+        own dispatch later: 2 s ─────────► free at max(t + 3, then) + 2   (again at each report)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.plan import Role
+from prfaas.scheduler.request import Route
+from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.scheduler.waiting import HeldWork
+from prfaas.types import ClusterId, LinkStats, NodeId
+
+_SAME_S = 1e-6  # a report that differs less says nothing new
+
+
+class NodeReport(NamedTuple):
+    """What a node says of itself."""
+
+    at_s: float
+    work_s: float  # seconds of prefill work, queued and left of the running one
+    decoding: int  # requests in its decode batch or waiting for it
+
+
+class _Given(NamedTuple):
+    at_s: float
+    ready_s: float  # not before its copies are made
+    work_s: float
+
+
+class _Node:
+    __slots__ = ("cluster", "given", "others", "place", "started", "view")
+
+    def __init__(self, view: NodeView, cluster: _Cluster, place: int) -> None:
+        self.view = view
+        self.cluster = cluster
+        self.place = place
+        self.given: deque[_Given] = deque()
+        self.started = 0  # own requests whose KV is there and that have not ended
+        self.others = 0  # requests it decodes for other routers
+
+    def put(self, view: NodeView) -> None:
+        self.view = view
+        self.cluster.nodes[self.place] = view
+        self.cluster.frozen = None
+
+    # Spelt out, because `_replace` takes three times as long and these happen per request.
+
+    def work(self, free_at_s: float, more: int) -> None:
+        node, role, usable, _, queued, active, slots, free = self.view
+        self.put(NodeView(node, role, usable, free_at_s, queued + more, active, slots, free))
+
+    def promise(self, more: int, kv_bytes: float) -> None:
+        node, role, usable, free_at, queued, active, slots, free = self.view
+        self.put(
+            NodeView(node, role, usable, free_at, queued, active + more, slots, free - kv_bytes)
+        )
+
+
+class _Cluster:
+    __slots__ = ("frozen", "name", "nodes")
+
+    def __init__(self, name: ClusterId) -> None:
+        self.name = name
+        self.nodes: list[NodeView] = []
+        self.frozen: ClusterView | None = None
+
+    def view(self) -> ClusterView:
+        if self.frozen is None:
+            self.frozen = ClusterView(self.name, tuple(self.nodes))
+        return self.frozen
+
+
+class Board:
+    """One per router. `clusters`: the PD cluster, then PrfaaS clusters in the plan's order."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        clusters: Sequence[tuple[ClusterId, Sequence[NodeId]]],
+        links: Mapping[LinkId, LinkView],
+        *,
+        slots: int,
+        kv_bytes: float = math.inf,
+    ) -> None:
+        """`slots` and `kv_bytes`: decode batch limit and memory of each node."""
+        self._costs = costs
+        self._nodes: dict[NodeId, _Node] = {}
+        self._clusters: list[_Cluster] = []
+        self._links = dict(links)
+        for name, nodes in clusters:
+            cluster = _Cluster(name)
+            self._clusters.append(cluster)
+            for node in nodes:
+                view = NodeView(node, "prefill", True, -math.inf, 0, 0, slots, kv_bytes)
+                self._nodes[node] = _Node(view, cluster, len(cluster.nodes))
+                cluster.nodes.append(view)
+
+    def view(
+        self,
+        now_s: float,
+        cached: Mapping[NodeId, CachedPrefix],
+        held: Mapping[ClusterId, HeldWork],
+    ) -> View:
+        local, *remotes = self._clusters
+        return View(
+            now_s,
+            local.view(),
+            tuple([remote.view() for remote in remotes]),
+            self._links,
+            self._costs,
+            cached,
+            held,
+        )
+
+    def is_up(self, link_id: LinkId) -> bool:
+        return self._links[link_id].up
+
+    # What this router does ------------------------------------------------------------------------
+
+    def dispatched(self, route: Route, kv_bytes: float, now_s: float) -> None:
+        """`kv_bytes` are promised at the decode node."""
+        ready_s = now_s
+        if route.copies:
+            ready_s += max(copy.seconds for copy in route.copies)
+        node = self._nodes[route.prefill]
+        node.given.append(_Given(now_s, ready_s, route.prefill_s))
+        start = node.view.free_at_s
+        node.work(max(start, ready_s) + route.prefill_s, +1)
+        self._nodes[route.decode].promise(+1, kv_bytes)
+        if route.offloaded:
+            self._promise(route, route.nbytes)
+
+    def landed(self, route: Route) -> None:
+        """The hand-off is in place, and decoding can begin."""
+        node = self._nodes[route.prefill]
+        node.work(node.view.free_at_s, -1)
+        self._nodes[route.decode].started += 1
+        if route.offloaded:
+            self._promise(route, -route.nbytes)
+
+    def ended(self, route: Route, kv_bytes: float) -> None:
+        """The last token is out, or the stream broke after the hand-off."""
+        decode = self._nodes[route.decode]
+        decode.started -= 1
+        decode.promise(-1, -kv_bytes)
+
+    def given_up(self, route: Route, kv_bytes: float) -> None:
+        """The attempt failed before the hand-off was in place."""
+        node = self._nodes[route.prefill]
+        node.work(node.view.free_at_s, -1)
+        self._nodes[route.decode].promise(-1, -kv_bytes)
+        if route.offloaded:
+            self._promise(route, -route.nbytes)
+
+    def _promise(self, route: Route, nbytes: int) -> None:
+        link_id = (route.cluster, self._clusters[0].name)
+        link = self._links[link_id]
+        self._put_link(link_id, link._replace(pending_bytes=link.pending_bytes + nbytes))
+
+    # What others say ------------------------------------------------------------------------------
+
+    def reported(self, name: NodeId, report: NodeReport) -> None:
+        node = self._nodes[name]
+        given = node.given
+        while given and given[0].at_s <= report.at_s:
+            given.popleft()
+        free_at = report.at_s + report.work_s
+        for later in given:
+            free_at = max(free_at, later.ready_s) + later.work_s
+        others = max(0, report.decoding - node.started)  # what it decodes for other routers
+        view = node.view
+        if others != node.others or abs(free_at - view.free_at_s) > _SAME_S:
+            active = view.active + others - node.others
+            node.others = others
+            node.put(view._replace(free_at_s=free_at, active=active))
+
+    def link_reported(self, link_id: LinkId, stats: LinkStats) -> None:
+        link = self._links[link_id]
+        self._put_link(link_id, link._replace(stats=stats, up=stats.connections > 0))
+
+    def _put_link(self, link_id: LinkId, link: LinkView) -> None:
+        self._links = {**self._links, link_id: link}  # views in use keep the old mapping
+
+    def assign(self, name: NodeId, role: Role, *, usable: bool) -> None:
+        """A node takes a role, drains (not usable), dies or comes back."""
+        node = self._nodes[name]
+        node.put(node.view._replace(role=role, usable=usable))
+
+    def emptied(self, name: NodeId) -> None:
+        """A node lost all work it was given."""
+        node = self._nodes[name]
+        node.given.clear()
+        node.put(node.view._replace(free_at_s=-math.inf))

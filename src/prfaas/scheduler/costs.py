@@ -1,0 +1,65 @@
+"""What prefills, hand-offs and copies cost on this deployment: the numbers routing weighs.
+
+Fixed for the life of a deployment, and made of the planner's own parts, so that a prediction here
+and the planner's `exact` reading agree. Lookups only: routing asks several times per request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from prfaas.planner.problem import Path, Problem
+from prfaas.types import ClusterId
+
+PrefillSeconds = Callable[[int, int], float]  # new tokens, cached tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    prefill_s: Mapping[ClusterId, PrefillSeconds]
+    bytes_per_token: int
+    closing_bytes: Callable[[int], float]  # windows and states after so many tokens
+    fabric: Mapping[ClusterId, Path]  # within a cluster, per node
+    t_decode_s: float
+    mean_hold_s: float  # a decode slot is taken for about so long
+
+    def fabric_bps(self, cluster: ClusterId) -> float:
+        """Where no fabric is stated, what stays within a cluster costs nothing, as in planning."""
+        path = self.fabric.get(cluster)
+        return math.inf if path is None else path.bps
+
+    def handoff_bytes(self, prompt_tokens: int, transfer_tokens: int) -> int:
+        return int(transfer_tokens * self.bytes_per_token + self.closing_bytes(prompt_tokens))
+
+    def exposed_s(
+        self, prompt_tokens: int, transfer_tokens: int, prefill_s: float, bps: float
+    ) -> float:
+        """What of a hand-off is left to wait for when the prefill ends (`planner/latency.py`)."""
+        growing_s = transfer_tokens * self.bytes_per_token * 8 / bps
+        return max(growing_s - prefill_s, 0.0) + self.closing_bytes(prompt_tokens) * 8 / bps
+
+
+def costs_of(problem: Problem, max_tokens: int) -> Costs:
+    """`max_tokens`: the longest prompt whose time is looked up; longer ones are computed."""
+    tables = {pool.profile: pool.profile.table(max_tokens) for pool in problem.pools}
+    local = problem.local
+    fabrics = [(remote.pool, remote.fabric) for remote in problem.remotes]
+    fabrics.append((local.pool, local.fabric))
+    # Windows fill within a few hundred or thousand tokens; from then on one number serves.
+    short = problem.spec.closing_bytes(np.arange(problem.spec.window_tokens + 1.0)).tolist()
+
+    def closing_bytes(tokens: int) -> float:
+        return float(short[tokens] if tokens < len(short) else short[-1])
+
+    return Costs(
+        prefill_s={ClusterId(p.cluster): tables[p.profile].seconds for p in problem.pools},
+        bytes_per_token=problem.spec.bytes_per_token,
+        closing_bytes=closing_bytes,
+        fabric={ClusterId(p.cluster): path for p, path in fabrics if path is not None},
+        t_decode_s=local.decode.t_decode_s,
+        mean_hold_s=local.decode.t_decode_s * problem.workload.output_tokens,
+    )

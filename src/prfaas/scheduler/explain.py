@@ -1,0 +1,45 @@
+"""Why a request would go where it goes: every alternative with its predicted time to first token.
+
+Computed when somebody asks; `route` itself does not build this.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prfaas.scheduler.adaptive import Forecast, alternatives, forecast
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import CacheCopy, Request, Route
+from prfaas.scheduler.short_term import reachable, route
+from prfaas.scheduler.state import State
+from prfaas.scheduler.view import View
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId, NodeId
+
+
+class Alternative(NamedTuple):
+    cluster: ClusterId
+    node: NodeId
+    cached_tokens: int
+    copies: tuple[CacheCopy, ...]
+    forecast: Forecast
+
+
+class Explanation(NamedTuple):
+    chosen: Route | Hold
+    threshold_tokens: float  # that counts now, the short-term factor included
+    alternatives: tuple[Alternative, ...]  # soonest first token first
+
+
+def explain(request: Request, view: View, plan: Plan, state: State) -> Explanation:
+    options = alternatives(request, view, state, reachable(request, view))
+    found = [
+        Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
+        for o in options
+    ]
+    found.sort(key=lambda alternative: alternative.forecast.ttft_s)
+    return Explanation(
+        chosen=route(request, view, plan, state),
+        threshold_tokens=plan.threshold_tokens * state.threshold_factor,
+        alternatives=tuple(found),
+    )

@@ -1,0 +1,192 @@
+"""The ways a request can go, each with its predicted times: what policies choose from.
+
+An `Option` is the best node of one cluster, given which cached prefixes may be used there. All
+times are absolute; nothing is reserved. A prefix that another node holds can be copied first, over
+the cluster's fabric or, where the caller allows it, over a link between clusters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prfaas.scheduler.request import CacheCopy, Request, Route
+from prfaas.scheduler.state import State
+from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.types import ClusterId, NodeId
+
+NO_COPIES: tuple[CacheCopy, ...] = ()
+
+
+class Prefix(NamedTuple):
+    """The longest prefix that can be brought to a cluster's nodes, and how."""
+
+    tokens: int
+    source: NodeId
+    bps: float
+    rtt_s: float
+    crosses: bool
+
+
+class Option(NamedTuple):
+    cluster: ClusterId
+    node: NodeId
+    cached_tokens: int
+    start_s: float
+    prefill_s: float
+    copies: tuple[CacheCopy, ...]
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.prefill_s
+
+
+def cluster_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
+    """The longest prefix any living node of the cluster can resume from (the paper's l_pd and
+    l_prfaas), whatever its role."""
+    best, holder = 0, None
+    cached = view.cached
+    for node in cluster.nodes:
+        found = cached.get(node.node)
+        if found is not None and found.tokens > best and node.usable:
+            best, holder = found.tokens, node.node
+    return best, holder
+
+
+def within(cluster: ClusterView, view: View) -> Prefix | None:
+    """What the cluster itself holds, reachable over its fabric."""
+    if not view.cached:
+        return None
+    tokens, holder = cluster_hit(cluster, view)
+    if holder is None:
+        return None
+    return Prefix(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
+
+
+def across(source: ClusterView, target: ClusterView, view: View, state: State) -> Prefix | None:
+    """What another cluster holds, where a link leads from it that is not cut."""
+    link_id = (source.cluster, target.cluster)
+    link = view.links.get(link_id)
+    if link is None or not link.up or not view.cached:
+        return None
+    tokens, holder = cluster_hit(source, view)
+    if holder is None:
+        return None
+    return Prefix(tokens, holder, believed_bps(link_id, link, state), link.rtt_s, True)
+
+
+def best_option(
+    request: Request, cluster: ClusterView, view: View, prefix: Prefix | None
+) -> Option | None:
+    """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`;
+    None when nobody there can prefill."""
+    now = view.now_s
+    seconds = view.costs.prefill_s[cluster.cluster]
+    tokens = request.prompt_tokens
+    cached = view.cached
+    if not cached:
+        # Every prefill takes the same time: the node that is free first.
+        first: NodeView | None = None
+        for node in cluster.nodes:
+            if (
+                node.usable
+                and node.role == "prefill"
+                and (first is None or node.free_at_s < first.free_at_s)
+            ):
+                first = node
+        if first is None:
+            return None
+        start = first.free_at_s if first.free_at_s > now else now
+        return Option(cluster.cluster, first.node, 0, start, seconds(tokens, 0), NO_COPIES)
+    best: Option | None = None
+    best_end = float("inf")
+    for node in cluster.nodes:
+        if not node.usable or node.role != "prefill":
+            continue
+        held = cached.get(node.node)
+        own = 0 if held is None else min(held.tokens, tokens - 1)
+        start = node.free_at_s if node.free_at_s > now else now
+        prefill_s = seconds(tokens - own, own)
+        copies = NO_COPIES
+        if prefix is not None and prefix.tokens > own:
+            skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
+            nbytes = view.costs.handoff_bytes(prefix.tokens, prefix.tokens - skip)
+            copy_s = nbytes * 8 / prefix.bps + prefix.rtt_s
+            there = now + copy_s
+            copied = min(prefix.tokens, tokens - 1)
+            copied_s = seconds(tokens - copied, copied)
+            copied_start = there if there > start else start
+            if copied_start + copied_s < start + prefill_s:
+                start, prefill_s, own = copied_start, copied_s, copied
+                copies = (CacheCopy(prefix.source, node.node, prefix.tokens, nbytes, copy_s),)
+        end = start + prefill_s
+        # Of equal ones the node that has the prefix already: a copy takes memory twice.
+        if end < best_end or (end == best_end and best is not None and best.copies and not copies):
+            best_end = end
+            best = Option(cluster.cluster, node.node, own, start, prefill_s, copies)
+    return best
+
+
+def decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
+    """Where to decode, and how many tokens it holds already: the node with a free slot and memory
+    whose hand-off over `bps` is shortest, the least busy of equals. None: nobody decodes."""
+    best: NodeView | None = None
+    best_cost = float("inf")
+    best_held = 0
+    cached = view.cached
+    costs = view.costs
+    need = request.prompt_tokens * costs.bytes_per_token if cached else 0
+    for node in view.local.nodes:
+        if not node.usable or node.role != "decode":
+            continue
+        held = 0
+        cost = node.active / node.slots * costs.t_decode_s  # a fuller batch steps more slowly
+        if node.active >= node.slots:
+            cost += (node.active - node.slots + 1) / node.slots * costs.mean_hold_s
+        if cached:
+            found = cached.get(node.node)
+            if found is not None:
+                held = min(found.attention_tokens, request.prompt_tokens)
+                cost -= held * costs.bytes_per_token * 8 / bps
+            if node.free_kv_bytes < need:
+                cost += costs.mean_hold_s
+        if cost < best_cost:
+            best, best_cost, best_held = node, cost, held
+    return None if best is None else (best, best_held)
+
+
+def believed_bps(link_id: LinkId, link: LinkView, state: State) -> float:
+    """The link's bandwidth as it last showed under load, else as configured."""
+    known = state.links.get(link_id)
+    return link.capacity_bps if known is None or known.bps is None else known.bps
+
+
+def handoff_bps(option: Option, view: View, state: State) -> float:
+    """Of the way from the option's cluster to where it is decoded."""
+    if option.cluster == view.local.cluster:
+        return view.costs.fabric_bps(option.cluster)
+    link_id = (option.cluster, view.local.cluster)
+    return believed_bps(link_id, view.links[link_id], state)
+
+
+def as_route(
+    request: Request, option: Option, view: View, state: State, reason: str
+) -> Route | None:
+    """The decode node is chosen last: the way there decides what its cache is worth. None when
+    nobody decodes."""
+    placed = decode_node(request, view, handoff_bps(option, view, state))
+    if placed is None:
+        return None
+    decode, held = placed
+    transfer_tokens = request.prompt_tokens - held
+    return Route(
+        cluster=option.cluster,
+        prefill=option.node,
+        decode=decode.node,
+        offloaded=option.cluster != view.local.cluster,
+        cached_tokens=option.cached_tokens,
+        transfer_tokens=transfer_tokens,
+        nbytes=view.costs.handoff_bytes(request.prompt_tokens, transfer_tokens),
+        prefill_s=option.prefill_s,
+        copies=option.copies,
+        reason=reason,
+    )

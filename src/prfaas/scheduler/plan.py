@@ -1,0 +1,98 @@
+"""What routing follows until the next plan: threshold, roles, shares, and what they rest on.
+
+Plain data. `first_plan` solves a deployment's stated traffic; `long_term.replan` follows what is
+observed. Knows nothing of requests or queues. Paper: sections 3.4.2 and 3.4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from prfaas.config.deployment import ReplanSection
+from prfaas.planner.curves import Atoms, WorkCurves, cut
+from prfaas.planner.optimise import optimise, rates
+from prfaas.planner.problem import Problem
+from prfaas.types import NodeId
+
+Role: TypeAlias = Literal["prefill", "decode"]
+
+
+class Optimum(NamedTuple):
+    """Threshold and split of largest throughput, true mean service times counted."""
+
+    threshold_tokens: int
+    n_prefill: int
+    capacity_rps: float
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A wish, not a state: a node that is to change its role drains first."""
+
+    rules: ReplanSection  # how the next plan may differ from this one
+    problem: Problem  # the hardware that lives, and the traffic this plan was solved for
+    threshold_tokens: int  # a request with more uncached tokens than this is offloaded
+    roles: Mapping[NodeId, Role]  # of every node of the PD cluster
+    shares: tuple[float, ...]  # of the offloaded requests, one per `problem.remotes`
+    capacity_rps: float
+    made_s: float
+    converted_s: Mapping[NodeId, float]  # when nodes that changed their role last did so
+    reason: str
+
+    @property
+    def n_prefill(self) -> int:
+        return sum(role == "prefill" for role in self.roles.values())
+
+    @property
+    def n_decode(self) -> int:
+        return len(self.roles) - self.n_prefill
+
+
+def first_plan(
+    problem: Problem, nodes: Sequence[NodeId], rules: ReplanSection, now_s: float = 0.0
+) -> Plan:
+    """The optimum for the traffic the deployment file states. `nodes`: of the PD cluster."""
+    assert len(nodes) == problem.local.pool.instances
+    best = best_for(problem)
+    roles: dict[NodeId, Role] = {
+        node: "prefill" if index < best.n_prefill else "decode" for index, node in enumerate(nodes)
+    }
+    return Plan(
+        rules=rules,
+        problem=problem,
+        threshold_tokens=best.threshold_tokens,
+        roles=roles,
+        shares=best.shares,
+        capacity_rps=best.capacity_rps,
+        made_s=now_s,
+        converted_s={},
+        reason="the deployment's stated traffic",
+    )
+
+
+def best_for(problem: Problem) -> Optimum:
+    return Solver(problem).best()
+
+
+class Solver:
+    """One problem, with every split that is asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        work = problem.workload
+        self._curves = WorkCurves(cut(work), Atoms(work, problem.spec), reading="exact")
+
+    def best(self, n_prefill: int | None = None) -> Optimum:
+        """With `n_prefill` the split is given, and only the threshold is chosen."""
+        problem, curves = self._problem, self._curves
+        if n_prefill is not None:
+            problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
+        choice = optimise(problem, curves)
+        at = rates(problem, curves, choice)
+        # Dead PrfaaS clusters alone: no share of nothing.
+        shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
+        threshold = int(curves.cuts.threshold[choice.row])
+        return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)

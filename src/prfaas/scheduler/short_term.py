@@ -1,0 +1,206 @@
+"""Short-term routing: who prefills and who decodes a request, starting from which cached prefix.
+
+Pure; the gateway and the simulator both call `route` for every request and `adjust` after every
+round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `adaptive` (its own
+file). Knows nothing of HTTP, sockets or clocks.
+
+    bandwidth scarce      each cluster counts only its own cache
+    bandwidth abundant    the best cache anywhere counts; a prefix is copied to where it is used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prfaas.scheduler.adaptive import cheapest, wait_for
+from prfaas.scheduler.congestion import Verdict, judge
+from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import Request, Route, offloadable, stays_because
+from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
+
+
+def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hold:
+    """Where `request` goes, or that it had better wait. Reserves nothing: whoever acts on it tells
+    the board, or puts it into the waiting room."""
+    remotes = reachable(request, view)
+    match state.rules.policy:
+        case "paper":
+            option, reason = _paper(request, view, plan, state, remotes)
+        case "adaptive":
+            option, reason = cheapest(request, view, plan, state, remotes)
+        case "local":
+            option, reason = _first(request, view, [view.local, *remotes], "policy local")
+        case "remote":
+            option, reason = _first(request, view, [*remotes, view.local], "policy remote")
+    if option is None:
+        return Hold(reason, None, 0.0, request.arrived_s)
+    if (
+        state.rules.policy == "adaptive"
+        and option.start_s - view.now_s > state.rules.adaptive.queue_s
+        and not has_room(option.cluster, view, state)
+    ):
+        return wait_for(request, option, state)
+    way = as_route(request, option, view, state, reason)
+    return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
+
+
+def has_room(cluster: ClusterId, view: View, state: State) -> bool:
+    """Whether asking again for those held for `cluster` is worth it now."""
+    seen = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
+    wait_s = shortest_wait_s(seen, view.now_s)
+    return wait_s is not None and wait_s <= state.rules.adaptive.queue_s
+
+
+def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
+    return next(remote for remote in remotes if remote.cluster == cluster)
+
+
+def reachable(request: Request, view: View) -> list[ClusterView]:
+    """PrfaaS clusters that may prefill this request and whose link is not cut."""
+    if not offloadable(request):
+        return []
+    to = view.local.cluster
+    return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
+
+
+def _paper(
+    request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
+) -> tuple[Option | None, str]:
+    threshold = plan.threshold_tokens * state.threshold_factor
+    prefixes: dict[ClusterId, Prefix | None] = {}
+    counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
+    if request.prompt_tokens - counted <= threshold:
+        wanted: Sequence[ClusterView] = (view.local,)
+        other = remotes
+        reason = "short: at most the threshold is uncached"
+    else:
+        wanted, other = remotes, (view.local,)
+        reason = "long: more than the threshold is uncached"
+    found = _soonest(request, view, wanted, prefixes)
+    if found is not None:
+        return found, reason
+    # Nobody of the wanted side is there: locality is a preference, never a reason to refuse.
+    found = _soonest(request, view, other, prefixes)
+    if found is None:
+        return None, "no node prefills"
+    return found, stays_because(request) or f"{reason}, but nobody there can take it"
+
+
+def _count_prefixes(
+    prefixes: dict[ClusterId, Prefix | None],
+    view: View,
+    state: State,
+    remotes: Sequence[ClusterView],
+) -> int:
+    """Fills in what each cluster may resume from; the cached length that counts against the
+    threshold. A scarce link is not spent on moving prefixes: then each counts only its own."""
+    home = view.local
+    best = within(home, view)
+    for remote in remotes:
+        abundant = _clear((remote.cluster, home.cluster), state)
+        if abundant:
+            best = _longer(best, across(remote, home, view, state))
+        prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=abundant)
+    prefixes[home.cluster] = best
+    return 0 if best is None else best.tokens
+
+
+def _prefix_at(remote: ClusterView, view: View, state: State, *, abundant: bool) -> Prefix | None:
+    """The best prefix for a prefill at `remote`."""
+    own = within(remote, view)
+    if abundant and _clear((view.local.cluster, remote.cluster), state):
+        return _longer(own, across(view.local, remote, view, state))
+    return own
+
+
+def _longer(one: Prefix | None, other: Prefix | None) -> Prefix | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.tokens > one.tokens else one
+
+
+def _soonest(
+    request: Request,
+    view: View,
+    clusters: Sequence[ClusterView],
+    prefixes: dict[ClusterId, Prefix | None],
+) -> Option | None:
+    best: Option | None = None
+    for cluster in clusters:
+        found = best_option(request, cluster, view, prefixes.get(cluster.cluster))
+        if found is not None and (best is None or found.end_s < best.end_s):
+            best = found
+    return best
+
+
+def _first(
+    request: Request, view: View, clusters: Sequence[ClusterView], reason: str
+) -> tuple[Option | None, str]:
+    for cluster in clusters:
+        option = best_option(request, cluster, view, within(cluster, view))
+        if option is not None:
+            return option, reason
+    return None, "no node prefills"
+
+
+def _clear(link: LinkId, state: State) -> bool:
+    known = state.links.get(link)
+    return known is None or known.health.verdict is Verdict.CLEAR
+
+
+# The loop's memory -------------------------------------------------------------------------------
+
+
+def adjust(state: State, view: View, now_s: float) -> State:
+    """The state after a round of reports: a verdict on every link, and the threshold raised while
+    PrfaaS' egress or queue surges, back to the plan's when it is calm."""
+    links = {link_id: _heard(link_id, link, state) for link_id, link in view.links.items()}
+    factor = _factor(state, links, view, now_s)
+    changed_s = state.changed_s if factor == state.threshold_factor else now_s
+    return State(state.rules, links, factor, changed_s)
+
+
+def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
+    known = state.links.get(link_id) or LinkState()
+    stats = link.stats
+    if stats is None or stats.at_s == known.health.at_s:
+        return known
+    health = judge(known.health, stats, link.capacity_bps)
+    # What passes while work is waiting is what the link can carry. It is believed until the
+    # verdict is clear again, so that a slow link is not forgotten in the first quiet second.
+    bps = stats.delivery_bps if stats.backlog_bytes else None
+    if bps is None and health.verdict is not Verdict.CLEAR:
+        bps = known.bps
+    return LinkState(health, bps)
+
+
+def _factor(state: State, links: dict[LinkId, LinkState], view: View, now_s: float) -> float:
+    rules = state.rules.paper
+    if state.rules.policy != "paper" or rules.limit == 1 or now_s < state.changed_s + rules.hold_s:
+        return state.threshold_factor
+    to = view.local.cluster
+    egress_surges = any(
+        links[remote.cluster, to].health.verdict is not Verdict.CLEAR for remote in view.remotes
+    )
+    waits = [
+        wait for remote in view.remotes if (wait := shortest_wait_s(remote, now_s)) is not None
+    ]
+    local_s = shortest_wait_s(view.local, now_s)
+    if not waits or local_s is None:
+        return 1.0  # one side alone can prefill: there is nothing to shift
+    excess_s = min(waits) - local_s
+    if egress_surges or excess_s > rules.surge_wait_s:
+        return min(state.threshold_factor * rules.step, rules.limit)
+    if excess_s < rules.calm_wait_s:
+        return max(state.threshold_factor / rules.step, 1.0)
+    return state.threshold_factor
+
+
+def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
+    """Until a node of the cluster can start another prefill; None when none ever will."""
+    free = [n.free_at_s for n in cluster.nodes if n.usable and n.role == "prefill"]
+    return max(0.0, min(free) - now_s) if free else None

@@ -1,0 +1,136 @@
+"""Who arrives when: Poisson, bursty (Markov-modulated) or a trace replayed. All chance is in here.
+
+Mooncake's clock ticks every 3 s: the seed spreads each bucket's requests over it, and draws where a
+window of the trace begins. Two runs with one seed see the same requests at the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.cache.replay import block_hashes
+from prfaas.config.trace import TraceRow
+from prfaas.errors import InputError
+from prfaas.planner.workload import Workload
+from prfaas.types import BlockHash
+
+Array = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrivals:
+    """Columns, ascending in time. `cached_tokens` of a prompt are held by every node (workloads
+    state it so); with `hashes` it is the simulated caches that say."""
+
+    at_s: Array
+    prompt_tokens: Counts
+    cached_tokens: Counts
+    output_tokens: Counts
+    hashes: Sequence[tuple[BlockHash, ...]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+    @property
+    def mean_rps(self) -> float:
+        return len(self) / float(self.at_s[-1])
+
+    def scaled(self, speedup: float) -> Arrivals:
+        """The same requests, `speedup` times as fast."""
+        return Arrivals(
+            self.at_s / speedup,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.hashes,
+        )
+
+
+def poisson(workload: Workload, rps: float, requests: int, seed: int) -> Arrivals:
+    rng = np.random.default_rng(seed)
+    return _lengths(workload, np.cumsum(rng.exponential(1 / rps, requests)), rng)
+
+
+def bursty(
+    workload: Workload,
+    rps: float,
+    requests: int,
+    seed: int,
+    *,
+    peak: float = 5.0,
+    burst_s: float = 30.0,
+    calm_s: float = 300.0,
+) -> Arrivals:
+    """A Poisson process whose rate jumps: `peak` times the calm rate during bursts. Bursts and
+    calms last exponentially long, `burst_s` and `calm_s` on average; `rps` is the mean."""
+    rng = np.random.default_rng(seed)
+    calm_rps = rps * (burst_s + calm_s) / (peak * burst_s + calm_s)
+    # In operational time the process is Poisson of rate 1; each stretch runs at its own rate.
+    marks = np.cumsum(rng.exponential(1.0, requests))
+    edges_s, edges_mark = [0.0], [0.0]
+    slopes: list[float] = []
+    while edges_mark[-1] < marks[-1]:
+        bursting = len(slopes) % 2 == 1
+        length_s = rng.exponential(burst_s if bursting else calm_s)
+        slopes.append(calm_rps * (peak if bursting else 1.0))
+        edges_s.append(edges_s[-1] + length_s)
+        edges_mark.append(edges_mark[-1] + length_s * slopes[-1])
+    return _lengths(workload, np.interp(marks, edges_mark, edges_s), rng)
+
+
+def replay(
+    rows: Sequence[TraceRow],
+    seed: int,
+    *,
+    speedup: float = 1.0,
+    bucket_s: float = 3.0,
+    window_s: float | None = None,
+) -> Arrivals:
+    """A trace's requests. `window_s` (of the trace's own time) takes a part of it, begun where the
+    seed says; `bucket_s` is the width over which equal time stamps are spread."""
+    if not rows:
+        raise InputError("the trace holds no request")
+    rng = np.random.default_rng(seed)
+    stamps = np.array([row.timestamp for row in rows]) / 1e3
+    backwards = np.flatnonzero(np.diff(stamps) < 0)
+    if backwards.size or stamps[0] < 0:
+        line = 1 if stamps[0] < 0 else int(backwards[0]) + 2
+        raise InputError(
+            f"timestamp {rows[line - 1].timestamp:g} ms is "
+            + ("negative" if stamps[0] < 0 else "earlier than the one before it"),
+            where=f"row {line}",
+            fix="sort the rows by timestamp, in milliseconds from 0",
+        )
+    at_s = stamps + rng.uniform(0.0, bucket_s, len(rows))
+    chosen = np.argsort(at_s, kind="stable")
+    if window_s is not None:
+        start = rng.uniform(0.0, max(0.0, float(at_s[chosen[-1]]) - window_s))
+        inside = (at_s[chosen] >= start) & (at_s[chosen] < start + window_s)
+        chosen = chosen[inside]
+        at_s = at_s - start
+    picked = [rows[index] for index in chosen]
+    return Arrivals(
+        at_s=at_s[chosen] / speedup,
+        prompt_tokens=np.array([row.input_length for row in picked], dtype=np.int64),
+        cached_tokens=np.zeros(len(picked), dtype=np.int64),
+        output_tokens=np.array([row.output_length for row in picked], dtype=np.int64),
+        hashes=[block_hashes(row) for row in picked],
+    )
+
+
+def _lengths(workload: Workload, at_s: Array, rng: np.random.Generator) -> Arrivals:
+    """Output lengths are whole tokens with the workload's mean and spread."""
+    atoms = rng.choice(len(workload.new), len(at_s), p=workload.weight / workload.weight.sum())
+    cached = np.ceil(workload.cached[atoms]).astype(np.int64)
+    new = np.ceil(workload.new[atoms]).astype(np.int64)
+    output = np.full(len(at_s), workload.output_tokens)
+    if workload.output_cv2 > 0:
+        shape = 1 / workload.output_cv2
+        output = rng.gamma(shape, workload.output_tokens / shape, len(at_s))
+    whole = np.maximum(1, np.rint(output)).astype(np.int64)
+    return Arrivals(at_s, new + cached, cached, whole)

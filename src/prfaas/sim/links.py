@@ -1,0 +1,233 @@
+"""A link between clusters as a fluid: concurrent transfers share its bandwidth fairly.
+
+A hand-off has two lives. While its prefill runs, KV of finished tokens is *produced* at a steady
+rate and leaves as fast as its share allows; what does not leave is its backlog. When the prefill
+ends, the rest (backlog, windows, states) *drains*.
+
+    share level f:   sum over producing min(rate, f) + (backlogged + draining) * f = bandwidth
+
+All that drain get the same share at all times, so one counter of bits per flow serves them all, and
+a heap says who is done next: the cost of an event does not grow with the number of transfers. Only
+producing flows, at most one per prefill node, are looked at one by one.
+Knows nothing of requests or nodes; rates change by `set_bps` (a trace, an outage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+
+from prfaas.sim.events import Events
+from prfaas.types import LinkStats
+
+# Less than this is rounding, not a backlog: a clock of 10^6 s is exact to 10^-10 s, in which a link
+# of 10^11 bits per second carries ten bits.
+_LEAST_BITS = 100.0
+
+
+class Flow:
+    """One transfer on a link."""
+
+    __slots__ = ("backlog_bits", "done", "ended", "finish_at", "rate_bps")
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done  # called when the last bit has left; the caller adds the round trip
+        self.rate_bps = 0.0
+        self.backlog_bits = 0.0
+        self.finish_at = 0.0  # of the shared counter
+        self.ended = False
+
+
+class FluidLink:
+    def __init__(self, events: Events, bps: float, bin_s: float) -> None:
+        self.bps = bps
+        self.carried_bits: list[float] = []  # per bin of `bin_s`
+        self._events = events
+        self._bin_s = bin_s
+        self._producing: list[Flow] = []
+        self._draining: list[tuple[float, int, Flow]] = []
+        self._drain_count = 0  # without those cancelled
+        self._drain_bits = 0.0
+        self._served_bits = 0.0  # per draining flow, since the beginning
+        self._level = inf  # share of every flow that wants more
+        self._flow_bps = 0.0  # of all flows together
+        self._at_s = 0.0
+        self._wake = 0  # only the newest wake-up counts
+        self._serial = 0
+        self._reported_s = 0.0
+        self._reported_bits = 0.0
+        self._total_bits = 0.0
+
+    # Transfers ------------------------------------------------------------------------------------
+
+    def produce(self, bits: float, seconds: float, done: Callable[[], None]) -> Flow:
+        """A prefill begins: `bits` become ready evenly over `seconds`. `drain` ends that."""
+        flow = Flow(done)
+        flow.rate_bps = bits / seconds if seconds > 0 else 0.0
+        self._advance()
+        self._producing.append(flow)
+        self._share()
+        return flow
+
+    def drain(self, flow: Flow, closing_bits: float) -> None:
+        """The prefill of `flow` has ended: what is left, and what is final only now, remains."""
+        self._advance()
+        self._producing.remove(flow)
+        self._start_draining(flow, flow.backlog_bits + closing_bits)
+        self._share()
+
+    def send(self, bits: float, done: Callable[[], None]) -> Flow:
+        """A transfer whose bits are all there, such as a copy of a cached prefix."""
+        flow = Flow(done)
+        self._advance()
+        self._start_draining(flow, bits)
+        self._share()
+        return flow
+
+    def cancel(self, flow: Flow) -> None:
+        if flow.ended:
+            return
+        self._advance()
+        flow.ended = True
+        if flow in self._producing:
+            self._producing.remove(flow)
+        else:
+            self._drain_count -= 1
+            self._drain_bits -= flow.finish_at - self._served_bits
+        self._share()
+
+    def set_bps(self, bps: float) -> None:
+        self._advance()
+        self.bps = bps
+        self._share()
+
+    # Asking ---------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._producing and not self._drain_count
+
+    def report(self, peer: str, rtt_s: float) -> LinkStats:
+        """Since the last report. A link that carries nothing at all has lost its connections."""
+        self._advance()
+        now = self._events.now_s
+        elapsed = now - self._reported_s
+        goodput = (self._total_bits - self._reported_bits) / elapsed if elapsed > 0 else 0.0
+        self._reported_s, self._reported_bits = now, self._total_bits
+        backlog_bits = self._drain_bits + sum(flow.backlog_bits for flow in self._producing)
+        waiting = backlog_bits > _LEAST_BITS
+        drain_s: float | None = 0.0
+        if waiting:
+            drain_s = backlog_bits / goodput if goodput > 0 else None
+        return LinkStats(
+            peer=peer,
+            at_s=now,
+            connections=1 if self.bps > 0 else 0,
+            goodput_bps=goodput,
+            backlog_bytes=int(backlog_bits / 8) if waiting else 0,
+            in_flight_bytes=0,
+            drain_s=drain_s,
+            rtt_s=rtt_s,
+            delivery_bps=self.bps if waiting and self.bps > 0 else None,
+        )
+
+    def settle(self) -> None:
+        """Accounts for everything up to now."""
+        self._advance()
+
+    # Inside ---------------------------------------------------------------------------------------
+
+    def _start_draining(self, flow: Flow, bits: float) -> None:
+        self._serial += 1
+        flow.finish_at = self._served_bits + bits
+        heappush(self._draining, (flow.finish_at, self._serial, flow))
+        self._drain_count += 1
+        self._drain_bits += bits
+
+    def _advance(self) -> None:
+        """Moves the fluid up to now at the rates that held since the last change."""
+        now = self._events.now_s
+        elapsed = now - self._at_s
+        if elapsed <= 0:
+            return
+        level = self._level
+        for flow in self._producing:
+            if flow.backlog_bits > 0 or flow.rate_bps > level:
+                left = flow.backlog_bits + (flow.rate_bps - level) * elapsed
+                flow.backlog_bits = left if left > _LEAST_BITS else 0.0
+        if self._drain_count:
+            self._served_bits += level * elapsed
+            self._drain_bits -= level * elapsed * self._drain_count
+        if self._flow_bps > 0:
+            self._carry(self._at_s, now)
+        self._at_s = now
+
+    def _share(self) -> None:
+        """Shares the bandwidth anew, and plans when the next flow changes its nature."""
+        bandwidth = self.bps
+        greedy = self._drain_count
+        capped = []
+        for flow in self._producing:
+            if flow.backlog_bits > 0:
+                greedy += 1
+            else:
+                capped.append(flow.rate_bps)
+        capped.sort()
+        left, sharers = bandwidth, greedy + len(capped)
+        for rate in capped:
+            if rate * sharers > left:
+                break
+            left -= rate
+            sharers -= 1
+        level = left / sharers if sharers else inf
+        self._level = level
+        self._flow_bps = bandwidth if sharers else bandwidth - left
+        now = self._events.now_s
+        next_s = inf
+        for flow in self._producing:
+            if flow.backlog_bits > 0 and flow.rate_bps < level:
+                next_s = min(next_s, flow.backlog_bits / (level - flow.rate_bps))
+        while self._draining and self._draining[0][2].ended:
+            heappop(self._draining)
+        if self._draining and level > 0:
+            next_s = min(next_s, (self._draining[0][0] - self._served_bits) / level)
+        self._wake += 1
+        if next_s != inf:
+            self._events.at(now + max(next_s, 0.0), self._on_wake, self._wake)
+
+    def _on_wake(self, wake: int) -> None:
+        if wake != self._wake:
+            return
+        self._advance()
+        finished = []
+        served = self._served_bits + _LEAST_BITS
+        while self._draining and (self._draining[0][2].ended or self._draining[0][0] <= served):
+            flow = heappop(self._draining)[2]
+            if not flow.ended:
+                flow.ended = True
+                self._drain_count -= 1
+                self._drain_bits -= flow.finish_at - self._served_bits
+                finished.append(flow)
+        if not self._drain_count:
+            self._drain_bits = self._served_bits = 0.0  # small numbers keep their digits
+            self._draining.clear()
+        self._share()
+        for flow in finished:
+            flow.done()
+
+    def _carry(self, start_s: float, end_s: float) -> None:
+        bits = self.carried_bits
+        width = self._bin_s
+        first, last = int(start_s / width), int(end_s / width)
+        if len(bits) <= last:
+            bits.extend([0.0] * (last + 1 - len(bits)))
+        rate = self._flow_bps
+        self._total_bits += rate * (end_s - start_s)
+        if first == last:
+            bits[first] += rate * (end_s - start_s)
+            return
+        bits[first] += rate * ((first + 1) * width - start_s)
+        for whole in range(first + 1, last):
+            bits[whole] += rate * width
+        bits[last] += rate * (end_s - last * width)

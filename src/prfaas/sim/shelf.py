@@ -1,0 +1,75 @@
+"""What a decode node keeps of the hand-offs it received: blocks by group, least recently used first
+to go.
+
+The same rules as the pool's (which blocks of which group make a prefix resumable), without its
+leases and checkpoints: a decode node takes none of its own, and its running requests live in the
+engine. The pool would do, at ten times the cost per request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from prfaas.cache.groups import GroupRule
+from prfaas.cache.journal import Journal
+from prfaas.types import BlockHash
+
+
+class Shelf:
+    def __init__(
+        self,
+        rules: Sequence[GroupRule],
+        unit_bytes: Sequence[int],
+        block_tokens: int,
+        capacity_bytes: float,
+        journal: Journal,
+    ) -> None:
+        self._groups = list(zip(rules, unit_bytes, strict=True))
+        self._block_tokens = block_tokens
+        self._capacity_bytes = capacity_bytes
+        self._journal = journal
+        self._bytes = 0
+        self._held: OrderedDict[tuple[int, BlockHash], None] = OrderedDict()
+
+    def put(self, hashes: Sequence[BlockHash], *, states: bool) -> None:
+        """A hand-off of these whole blocks is in place; with `states` what closes it, too."""
+        held, journal = self._held, self._journal
+        for group, (rule, nbytes) in enumerate(self._groups):
+            if rule.closes and not states:
+                continue
+            # Last block first, so that what is evicted shortens a run instead of beheading it.
+            for block in reversed(rule.needs(len(hashes), self._block_tokens)):
+                key = (group, hashes[block])
+                if key in held:
+                    held.move_to_end(key)
+                else:
+                    held[key] = None
+                    self._bytes += nbytes
+                    journal.record("stored", rule.name, hashes[block])
+        while self._bytes > self._capacity_bytes:
+            (group, name), _ = held.popitem(last=False)
+            rule, nbytes = self._groups[group]
+            self._bytes -= nbytes
+            journal.record("removed", rule.name, name)
+
+    def attention_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        """How long the run of blocks is that every growing group has."""
+        full = [group for group, (rule, _) in enumerate(self._groups) if not rule.closes]
+        held = self._held
+        for place, name in enumerate(hashes):
+            if any((group, name) not in held for group in full):
+                return place * self._block_tokens
+        return len(hashes) * self._block_tokens if full else 0
+
+    def can_resume(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether a prompt could resume after exactly these blocks."""
+        return all(
+            (group, hashes[block]) in self._held
+            for group, (rule, _) in enumerate(self._groups)
+            for block in rule.needs(len(hashes), self._block_tokens)
+        )
+
+    def check(self) -> None:
+        assert self._bytes == sum(self._groups[group][1] for group, _ in self._held)
+        assert self._bytes <= self._capacity_bytes

@@ -1,0 +1,279 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.config.deployment import PaperSection, SchedulerSection
+from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.request import Request, Route, offloadable
+from prfaas.scheduler.short_term import adjust, has_room, route
+from prfaas.scheduler.state import State
+from prfaas.scheduler.view import View
+from prfaas.scheduler.waiting import HeldWork, Hold, length_class
+from prfaas.types import LinkStats
+from tests.scheduler.views import (
+    FAR,
+    LOCAL,
+    NEAR,
+    OUT,
+    PLAN,
+    REMOTE,
+    Hit,
+    free_times,
+    policies,
+    requests,
+    state,
+    view,
+    views,
+)
+
+THRESHOLD = PLAN.threshold_tokens
+
+
+def routed(request: Request, seen: View, how: State, threshold: int = THRESHOLD) -> Route:
+    way = route(request, seen, replace(PLAN, threshold_tokens=threshold), how)
+    assert isinstance(way, Route), way
+    return way
+
+
+# What holds whatever the state of the world -------------------------------------------------------
+
+
+@given(requests, views, policies, st.sampled_from(Verdict))
+def test_never_to_a_dead_node_nor_over_a_cut_link(
+    request: Request, seen: View, policy: str, verdict: Verdict
+) -> None:
+    way = route(request, seen, PLAN, state(policy, verdict))
+    clusters = {c.cluster: {n.node: n for n in c.nodes} for c in (seen.local, *seen.remotes)}
+    usable = {n for nodes in clusters.values() for n, v in nodes.items() if v.usable}
+    prefills = [n for c in clusters.values() for n, v in c.items() if v.role == "prefill"]
+    if isinstance(way, Hold):
+        far = seen.links[OUT].up and offloadable(request)
+        reach = [n for n in prefills if n in usable and (n in LOCAL or far)]
+        if way.cluster is None:
+            assert not reach or not usable & set(LOCAL[2:]), "nobody could take it"
+        else:
+            assert policy == "adaptive", "others bind at once"
+            free = [clusters[way.cluster][n].free_at_s for n in reach if n in clusters[way.cluster]]
+            assert min(free) > seen.now_s
+        return
+    assert way.prefill in usable and way.prefill in prefills
+    assert way.decode in usable and way.decode in LOCAL[2:]
+    assert way.offloaded == (way.cluster == FAR) == (way.prefill in REMOTE)
+    assert seen.links[OUT].up or not way.offloaded
+    for copy in way.copies:
+        assert copy.source in usable and copy.target == way.prefill
+        assert (copy.source in LOCAL) == (copy.target in LOCAL) or seen.links[OUT].up
+    assert 0 <= way.cached_tokens < request.prompt_tokens
+    assert 0 <= way.transfer_tokens <= request.prompt_tokens
+
+
+@given(requests, views, policies, st.sampled_from([Verdict.BUILDING, Verdict.CONGESTED]))
+def test_no_copy_crosses_a_scarce_link(
+    request: Request, seen: View, policy: str, verdict: Verdict
+) -> None:
+    way = route(request, seen, PLAN, state(policy, verdict))
+    for copy in () if isinstance(way, Hold) else way.copies:
+        assert (copy.source in LOCAL) == (copy.target in LOCAL)
+
+
+@given(requests, views, st.integers(0, 5000), st.integers(0, 5000))
+def test_a_higher_threshold_never_offloads_more(
+    request: Request, seen: View, one: int, other: int
+) -> None:
+    low, high = sorted((one, other))
+    lower = route(request, seen, replace(PLAN, threshold_tokens=low), state("paper"))
+    higher = route(request, seen, replace(PLAN, threshold_tokens=high), state("paper"))
+    if isinstance(lower, Hold) or isinstance(higher, Hold):
+        assert isinstance(lower, Hold) and isinstance(higher, Hold)
+    elif higher.offloaded:
+        local = [n for n in seen.local.nodes if n.role == "prefill" and n.usable]
+        assert lower.offloaded or not local
+
+
+@given(st.integers(1, 4000), st.integers(0, 15), st.sampled_from(Verdict), free_times)
+def test_the_uncached_length_decides(
+    uncached: int, blocks: int, verdict: Verdict, free: dict
+) -> None:
+    """However long the prompt: what the PD cluster has of it does not count."""
+    held = blocks * 64
+    cached = {LOCAL[0]: Hit(held, held)} if held else {}
+    seen = view(cached, free_at_s=free)
+    way = routed(Request(1, uncached + held), seen, state("paper", verdict))
+    assert way.offloaded == (uncached > THRESHOLD)
+
+
+@given(requests, views, policies, st.sampled_from(Verdict))
+def test_the_same_question_has_the_same_answer(
+    request: Request, seen: View, policy: str, verdict: Verdict
+) -> None:
+    how = state(policy, verdict)
+    assert route(request, seen, PLAN, how) == route(request, seen, PLAN, how)
+
+
+# Paper --------------------------------------------------------------------------------------------
+
+
+def test_a_remote_prefix_counts_only_while_bandwidth_is_abundant() -> None:
+    tokens = THRESHOLD + 640
+    seen = view({REMOTE[0]: Hit(640, 640)})
+    near = routed(Request(1, tokens), seen, state("paper"))
+    assert not near.offloaded and near.cached_tokens == 640
+    assert [(c.source, c.target) for c in near.copies] == [(REMOTE[0], near.prefill)]
+    far = routed(Request(1, tokens), seen, state("paper", Verdict.BUILDING))
+    assert far.offloaded and far.prefill == REMOTE[0] and not far.copies
+
+
+def test_a_local_prefix_follows_a_long_request_while_bandwidth_is_abundant() -> None:
+    seen = view({LOCAL[0]: Hit(1280, 1280)})
+    request = Request(1, 1280 + THRESHOLD + 1)
+    way = routed(request, seen, state("paper"))
+    assert way.offloaded and way.cached_tokens == 1280
+    assert [c.source for c in way.copies] == [LOCAL[0]]
+    alone = routed(request, seen, state("paper", Verdict.CONGESTED))
+    assert alone.offloaded and alone.cached_tokens == 0
+
+
+def test_a_busy_holder_hands_its_prefix_to_a_free_neighbour() -> None:
+    seen = view({LOCAL[0]: Hit(640, 640)}, free_at_s={LOCAL[0]: 130.0})
+    way = routed(Request(1, 700), seen, state("paper"))
+    assert way.prefill == LOCAL[1] and way.cached_tokens == 640
+    assert way.copies[0].source == LOCAL[0]
+
+
+def test_the_holder_is_preferred_while_it_is_free() -> None:
+    seen = view({LOCAL[1]: Hit(640, 640)})
+    way = routed(Request(1, 700), seen, state("paper"))
+    assert way.prefill == LOCAL[1] and not way.copies
+
+
+def test_what_the_decode_node_has_does_not_travel() -> None:
+    seen = view({LOCAL[3]: Hit(0, 640)})
+    way = routed(Request(1, THRESHOLD + 641), seen, state("paper"))
+    assert way.decode == LOCAL[3] and way.offloaded
+    assert way.transfer_tokens == THRESHOLD + 1
+    assert way.nbytes == way.transfer_tokens * 1000 + 50_000
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(1, 5000, prompt_logprobs=True),
+        Request(1, 5000, adapter="lora"),
+        Request(1, 5000, multimodal=True),
+    ],
+)
+@pytest.mark.parametrize("policy", ["paper", "adaptive", "remote"])
+def test_what_must_stay_stays(request_: Request, policy: str) -> None:
+    assert routed(request_, view(), state(policy)).cluster == NEAR
+
+
+def test_local_and_remote_do_as_they_are_called() -> None:
+    assert not routed(Request(1, 5000), view(), state("local")).offloaded
+    assert routed(Request(1, 1), view(), state("remote")).offloaded
+    fallback = routed(Request(1, 5000), view(dead=frozenset(LOCAL[:2])), state("local"))
+    assert fallback.offloaded, "rather remote than not at all"
+
+
+# Adjustment ---------------------------------------------------------------------------------------
+
+
+def stats(at_s: float, *, goodput_bps: float, backlog_bytes: int = 0) -> LinkStats:
+    drain_s = backlog_bytes * 8 / goodput_bps
+    delivery = goodput_bps if backlog_bytes else None
+    return LinkStats("near", at_s, 1, goodput_bps, backlog_bytes, 0, drain_s, 0.01, delivery)
+
+
+def told(seen: View, said: LinkStats) -> View:
+    return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=said)})
+
+
+def after(seconds: int, how: State, *, goodput_bps: float, backlog_bytes: int = 0) -> State:
+    start = int(how.links[OUT].health.at_s or 0.0) + 1
+    for now in range(start, start + seconds):
+        said = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
+        how = adjust(how, told(view(now_s=now), said), now)
+    return how
+
+
+def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> None:
+    rules = PaperSection(step=1.5, limit=2.0, hold_s=5.0)
+    how = replace(state("paper"), rules=SchedulerSection(policy="paper", paper=rules))
+    full = after(3, how, goodput_bps=0.95e8)
+    assert full.links[OUT].health.verdict is Verdict.BUILDING
+    assert full.threshold_factor == 1.5, "once, until it shows what that did"
+    fuller = after(20, full, goodput_bps=0.95e8)
+    assert fuller.threshold_factor == 2.0
+    request = Request(1, int(THRESHOLD * 1.9))
+    assert not routed(request, view(), fuller).offloaded
+    calm = after(30, fuller, goodput_bps=0.1e8)
+    assert calm.threshold_factor == 1.0
+    assert routed(request, view(), calm).offloaded
+
+
+def test_a_queue_at_prfaas_raises_the_threshold() -> None:
+    how = state("paper")
+    surge = view(free_at_s=dict.fromkeys(REMOTE, 120.0))
+    assert adjust(how, surge, 100.0).threshold_factor > 1
+    both = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 120.0))
+    assert adjust(how, both, 100.0).threshold_factor == 1, "nobody is better off"
+
+
+def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
+    slow = after(3, state("adaptive"), goodput_bps=1e7, backlog_bytes=10_000_000)
+    assert slow.links[OUT].bps == 1e7
+    still = after(1, slow, goodput_bps=5e6)
+    assert still.links[OUT].bps == 1e7
+    assert after(10, still, goodput_bps=5e6).links[OUT].bps is None
+
+
+# Adaptive -----------------------------------------------------------------------------------------
+
+
+def test_adaptive_leaves_a_slow_link_alone() -> None:
+    request = Request(1, THRESHOLD * 2)
+    assert routed(request, view(), state("adaptive")).offloaded
+    slow = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000_000)
+    assert not routed(request, view(), slow).offloaded
+    promised = view(pending_bytes=1e9)
+    assert not routed(request, promised, state("adaptive")).offloaded
+
+
+def test_adaptive_avoids_a_queue_on_either_side() -> None:
+    for tokens in (THRESHOLD // 2, THRESHOLD * 2):
+        request = Request(1, tokens)
+        far_busy = view(free_at_s=dict.fromkeys(REMOTE, 150.0))
+        near_busy = view(free_at_s=dict.fromkeys(LOCAL, 150.0))
+        assert not routed(request, far_busy, state("adaptive")).offloaded
+        assert routed(request, near_busy, state("adaptive")).offloaded
+
+
+def test_under_pressure_adaptive_keeps_to_the_plan() -> None:
+    """Equal queues on both sides: short ones stay, long ones go, whoever would be faster now. And
+    all of them wait at the router, where a long one lets those pass that come soon after it."""
+    busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 160.0))
+    how = state("adaptive")
+    short = route(Request(1, THRESHOLD // 4, 90.0), busy, PLAN, how)
+    long = route(Request(2, THRESHOLD * 3, 89.0), busy, PLAN, how)
+    assert isinstance(short, Hold) and short.cluster == NEAR
+    assert isinstance(long, Hold) and long.cluster == FAR
+    longest = route(Request(3, 5000, 89.0), busy, PLAN, how)
+    assert isinstance(longest, Hold) and longest.precedence > long.precedence
+    assert long.precedence > 89.0 + short.work_s
+
+
+def test_what_is_held_back_counts_as_a_queue() -> None:
+    request = Request(1, THRESHOLD * 2)
+    held = HeldWork().more(length_class(0.2), 400.0)
+    assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
+    assert not routed(request, view(held={FAR: held}), state("adaptive")).offloaded
+
+
+def test_room_is_where_a_node_is_nearly_done() -> None:
+    how = state("adaptive")
+    limit_s = how.rules.adaptive.queue_s
+    for wait_s, room in ((0.0, True), (limit_s, True), (limit_s + 0.1, False)):
+        seen = view(free_at_s=dict.fromkeys(REMOTE, 100.0 + wait_s))
+        assert has_room(FAR, seen, how) == room
+    assert not has_room(FAR, view(dead=frozenset(REMOTE)), how)

@@ -1,0 +1,47 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.scheduler.waiting import HeldWork, Hold, WaitingRoom, length_class
+from prfaas.types import ClusterId
+
+CLUSTERS = [ClusterId("far"), ClusterId("near"), None]
+holds = st.builds(
+    Hold, st.just("test"), st.sampled_from(CLUSTERS), st.floats(0.01, 30), st.floats(0, 100)
+)
+
+
+@given(st.lists(holds, max_size=20), st.lists(st.sampled_from(CLUSTERS), max_size=20))
+def test_each_line_in_its_order_and_all_work_counted(
+    given_holds: list[Hold], asked: list[ClusterId | None]
+) -> None:
+    room: WaitingRoom[int] = WaitingRoom()
+    left = dict(enumerate(given_holds))
+    for who, hold in left.items():
+        room.put(who, hold)
+    for line in asked:
+        who = room.take(line)
+        waiting = {k: h.precedence for k, h in left.items() if h.cluster == line}
+        assert (who is None) == (not waiting)
+        if who is not None:
+            assert waiting[who] == min(waiting.values())
+            del left[who]
+        assert len(room) == len(left)
+        assert set(room.lines()) == {hold.cluster for hold in left.values()}
+        for cluster, work in room.work.items():
+            held = sum(hold.work_s for hold in left.values() if hold.cluster == cluster)
+            assert abs(work.total_s - held) < 1e-6
+
+
+def test_the_first_of_equals_goes_first() -> None:
+    room: WaitingRoom[str] = WaitingRoom()
+    for who in "abc":
+        room.put(who, Hold("test", None, 1.0, 5.0))
+    assert [room.take(None) for _ in range(4)] == ["a", "b", "c", None]
+
+
+@given(st.floats(0.001, 100), st.floats(0.001, 100))
+def test_longer_prefills_do_not_count_for_shorter_ones(one: float, other: float) -> None:
+    held = HeldWork().more(length_class(one), one)
+    counts = length_class(one) <= length_class(other)
+    assert held.up_to(other) == (one if counts else 0.0)
+    assert counts or one > other

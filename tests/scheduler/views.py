@@ -1,0 +1,90 @@
+"""Small deployments as the router sees them, and strategies for many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from prfaas.config.deployment import SchedulerSection
+from prfaas.planner.problem import Path, Problem
+from prfaas.scheduler.congestion import LinkHealth, Verdict
+from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.plan import Plan, first_plan
+from prfaas.scheduler.request import Request
+from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
+from prfaas.scheduler.waiting import HeldWork
+from prfaas.types import ClusterId, NodeId
+from tests.planner.builders import problem
+
+FAR, NEAR = ClusterId("far"), ClusterId("near")
+OUT, BACK = (FAR, NEAR), (NEAR, FAR)
+PROBLEM: Problem = problem(fabric=Path(1e10, 0.0))  # 2 remote nodes, 4 local ones
+LOCAL = tuple(NodeId(f"near-{i}") for i in range(4))
+REMOTE = tuple(NodeId(f"far-{i}") for i in range(2))
+COSTS = costs_of(PROBLEM, 5000)
+PLAN: Plan = first_plan(PROBLEM, LOCAL, SchedulerSection().replan)
+
+
+class Hit(NamedTuple):
+    tokens: int
+    attention_tokens: int
+
+
+def node(name: NodeId, role: str, *, usable: bool = True, free_at_s: float = 0.0) -> NodeView:
+    assert role in ("prefill", "decode")
+    return NodeView(name, role, usable, free_at_s, 0, 0, 4, float("inf"))  # type: ignore[arg-type]
+
+
+def view(
+    cached: Mapping[NodeId, Hit] | None = None,
+    *,
+    dead: frozenset[NodeId] = frozenset(),
+    free_at_s: Mapping[NodeId, float] | None = None,
+    up: bool = True,
+    pending_bytes: float = 0.0,
+    now_s: float = 100.0,
+    held: Mapping[ClusterId, HeldWork] | None = None,
+) -> View:
+    """Two local nodes prefill, two decode; the links lead both ways."""
+    free = free_at_s or {}
+
+    def seen(name: NodeId, role: str) -> NodeView:
+        return node(name, role, usable=name not in dead, free_at_s=free.get(name, 0.0))
+
+    link = LinkView(up, 1e8, 0.01, None, pending_bytes)
+    return View(
+        now_s=now_s,
+        local=ClusterView(
+            NEAR, tuple(seen(n, "prefill" if i < 2 else "decode") for i, n in enumerate(LOCAL))
+        ),
+        remotes=(ClusterView(FAR, tuple(seen(n, "prefill") for n in REMOTE)),),
+        links={OUT: link, BACK: link},
+        costs=COSTS,
+        cached=cached or {},
+        held=held or {},
+    )
+
+
+def state(policy: str, verdict: Verdict = Verdict.CLEAR) -> State:
+    known = LinkState(LinkHealth(verdict))
+    rules = SchedulerSection(policy=policy)  # type: ignore[arg-type]
+    return State(rules, {OUT: known, BACK: known})
+
+
+hits = st.builds(
+    lambda tokens, more: Hit(tokens * 64, (tokens + more) * 64),
+    st.integers(1, 60),
+    st.integers(0, 10),
+)
+caches = st.dictionaries(st.sampled_from(LOCAL + REMOTE), hits)
+some_dead = st.frozensets(st.sampled_from(LOCAL + REMOTE))
+free_times = st.dictionaries(st.sampled_from(LOCAL + REMOTE), st.floats(0, 200))
+policies = st.sampled_from(["paper", "adaptive", "local", "remote"])
+views = st.builds(
+    view, caches, dead=some_dead, free_at_s=free_times, up=st.booleans(),
+    pending_bytes=st.floats(0, 1e10),
+)  # fmt: skip
+requests = st.builds(Request, st.just(1), st.integers(1, 5000))

@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+
+from prfaas.config.trace import TraceRow
+from prfaas.errors import InputError
+from prfaas.planner.workload import Workload, lognormal
+from prfaas.sim.arrivals import bursty, poisson, replay
+
+WORK = lognormal(6.5, 1.0, 20, 5000, output_tokens=100, cached_tokens=64)
+
+
+def rows(*stamps_ms: float) -> list[TraceRow]:
+    return [TraceRow(ms, 600, 10 + k, [k, 1000 + k]) for k, ms in enumerate(stamps_ms)]
+
+
+def test_poisson_has_the_workloads_lengths_and_the_asked_rate() -> None:
+    many = poisson(WORK, 4.0, 40_000, seed=1)
+    gaps = np.diff(many.at_s)
+    assert gaps.mean() == pytest.approx(0.25, rel=0.02) and gaps.std() == pytest.approx(
+        0.25, rel=0.02
+    )
+    new = many.prompt_tokens - many.cached_tokens
+    assert new.mean() == pytest.approx(WORK.mean_new_tokens, rel=0.03)
+    assert set(many.cached_tokens) == {64} and set(many.output_tokens) == {100}
+
+
+def test_outputs_spread_as_the_workload_says() -> None:
+    spread = Workload(WORK.new, WORK.cached, WORK.weight, output_tokens=100, output_cv2=0.5)
+    output = poisson(spread, 1.0, 40_000, seed=1).output_tokens
+    assert output.min() >= 1 and output.mean() == pytest.approx(100, rel=0.02)
+    assert output.var() / output.mean() ** 2 == pytest.approx(0.5, rel=0.05)
+
+
+def test_bursts_come_and_go_at_the_same_mean_rate() -> None:
+    many = bursty(WORK, 5.0, 60_000, seed=2, peak=5.0, burst_s=30.0, calm_s=300.0)
+    assert many.mean_rps == pytest.approx(5.0, rel=0.1)
+    assert np.all(np.diff(many.at_s) >= 0)
+    per_10s, _ = np.histogram(many.at_s, bins=np.arange(0, many.at_s[-1], 10))
+    calm_rps = 5.0 * 330 / 450
+    assert np.median(per_10s) == pytest.approx(calm_rps * 10, rel=0.1)
+    assert np.quantile(per_10s, 0.97) > 4 * calm_rps * 10, "a burst fills its ten seconds"
+
+
+def test_the_seed_decides_everything() -> None:
+    for make in (
+        lambda seed: poisson(WORK, 1.0, 50, seed),
+        lambda seed: bursty(WORK, 1.0, 50, seed),
+        lambda seed: replay(rows(*range(0, 90_000, 3000)), seed, window_s=30.0),
+    ):
+        one, same, other = make(1), make(1), make(2)
+        assert one.at_s.tolist() == same.at_s.tolist() and one.hashes == same.hashes
+        assert one.at_s.tolist() != other.at_s.tolist()
+
+
+def test_a_replay_spreads_each_tick_and_keeps_requests_whole() -> None:
+    many = replay(rows(*[0.0] * 500, *[3000.0] * 500), seed=3)
+    assert len(many) == 1000 and np.all(np.diff(many.at_s) >= 0)
+    first = many.at_s[many.output_tokens < 510]
+    assert 0 <= first.min() < 0.1 and 2.9 < first.max() <= 3.0
+    assert many.hashes is not None
+    for names, output in zip(many.hashes, many.output_tokens, strict=True):
+        assert [int.from_bytes(name, "big") for name in names] == [output - 10], "whole blocks only"
+
+
+def test_time_scales() -> None:
+    slow = replay(rows(0, 3000, 6000), seed=1)
+    fast = replay(rows(0, 3000, 6000), seed=1, speedup=2.0)
+    assert fast.at_s.tolist() == pytest.approx((slow.at_s / 2).tolist())
+    assert slow.scaled(2.0).at_s.tolist() == pytest.approx(fast.at_s.tolist())
+
+
+def test_a_window_is_a_part_of_the_trace() -> None:
+    part = replay(rows(*range(0, 300_000, 3000)), seed=5, window_s=60.0)
+    assert 15 <= len(part) <= 25
+    assert part.at_s[0] >= 0 and part.at_s[-1] < 60
+    assert np.diff(part.output_tokens).max() <= 5, "neighbours in the trace"
+
+
+@pytest.mark.parametrize(
+    ("stamps", "what"), [((-1.0, 5.0), "negative"), ((0.0, 9.0, 4.0), "earlier")]
+)
+def test_times_that_cannot_be(stamps: tuple[float, ...], what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        replay(rows(*stamps), seed=1)
+
+
+def test_an_empty_trace() -> None:
+    with pytest.raises(InputError, match="no request"):
+        replay([], seed=1)

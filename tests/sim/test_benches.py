@@ -1,0 +1,109 @@
+"""The benchmarks run, print what they promise, and fill the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_bench(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / f"{name}.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        {
+            "timestamp": 3000 * (k // 8),
+            "input_length": 512 * (6 + 9 * (k % 5)),
+            "output_length": 60,
+            "hash_ids": [1000 * (k % 50) + block for block in range(6 + 9 * (k % 5))],
+        }
+        for k in range(60)
+    ]
+    path = tmp_path_factory.mktemp("trace") / "tiny.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_speed_beside_a_peer(tmp_path: Path, trace: Path) -> None:
+    peer = tmp_path / "some_peer.py"
+    peer.write_text(
+        "import json, sys\n"
+        "rows = open(sys.argv[1]).read().splitlines()\n"
+        "print('noise'); print(json.dumps({'wall_s': 0.5, 'requests': len(rows)}))\n"
+    )
+    done = run_bench(
+        "simulate", "--requests", 2000, "--trace", trace, "--peers", peer, "--rounds", 1
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert list(report["poisson"]) == ["20", "200", "2000"]
+    assert all(run["us_per_request"] > 0 for run in report["poisson"].values())
+    there = report["trace"]["peers"]["some_peer"]
+    assert (there["wall_s"], there["requests"]) == (0.5, 60)
+    assert there["cpu_s"] > 0
+    for policy in ("paper", "adaptive"):
+        run = report["trace"][policy]
+        assert run["requests"] == 60
+        assert run["wall_s_ratio_to_peer"] == pytest.approx(run["wall_s"] / 0.5, rel=0.01)
+        assert run["peak_memory_mb"] > 10
+
+
+def test_a_peer_that_fails_is_named(tmp_path: Path, trace: Path) -> None:
+    peer = tmp_path / "broken_peer.py"
+    peer.write_text("raise SystemExit('no such library')\n")
+    done = run_bench(
+        "simulate", "--requests", 200, "--trace", trace, "--peers", peer, "--rounds", 1
+    )
+    assert done.returncode != 0
+    assert "broken_peer" in done.stderr and "no such library" in done.stderr
+
+
+def test_policies_are_compared_and_the_page_is_filled(tmp_path: Path, trace: Path) -> None:
+    done = run_bench("policies", "--trace", trace, "--seeds", 2)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (tiny,) = report["traces"].values()
+    assert len(tiny["calm"]) == 2 * 3 * 4  # seeds, loads, policies
+    assert len(tiny["stress"]) == 2 * 2 * 4 * 2  # seeds, loads, stresses, policies
+    for difference in tiny["calm_difference"] + tiny["stress_difference"]:
+        assert difference["low"] <= difference["mean"] <= difference["high"]
+    loads = {(row["load"], row["seed"], row["policy"]): row for row in tiny["calm"]}
+    paper, adaptive = loads[0.8, 0, "paper"], loads[0.8, 0, "adaptive"]
+    other = loads[0.8, 1, "adaptive"]["ttft_mean_s"] / loads[0.8, 1, "paper"]["ttft_mean_s"] - 1
+    (found,) = (
+        d for d in tiny["calm_difference"] if (d["load"], d["metric"]) == (0.8, "ttft_mean_s")
+    )
+    mean = (adaptive["ttft_mean_s"] / paper["ttft_mean_s"] - 1 + other) / 2
+    assert found["mean"] == pytest.approx(mean)
+
+    results = tmp_path / "results.json"
+    results.write_text(done.stdout)
+    page = tmp_path / "docs" / "simulator.md"
+    page.parent.mkdir()
+    names = ("facts", "calm tiny", "calm difference tiny", "stress tiny", "stress difference tiny")
+    page.write_text("".join(f"<!-- begin {n} -->\nold\n<!-- end {n} -->\n" for n in names))
+    written = run_bench("policies_docs", results, "--docs", page.parent)
+    assert written.returncode == 0, written.stderr
+    text = page.read_text()
+    assert "\nold\n" not in text
+    assert f"{tiny['saturated_rps']:.2f}" in text
+    assert (page.parent / "img" / "simulator-load.png").read_bytes().startswith(b"\x89PNG")
+    page.write_text("nothing to fill")
+    assert (
+        "no place for 'facts'"
+        in run_bench("policies_docs", results, "--docs", tmp_path / "docs").stderr
+    )

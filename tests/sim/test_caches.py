@@ -1,0 +1,73 @@
+from prfaas.sim.caches import Caches
+from prfaas.sim.config import CacheConfig
+from prfaas.sim.events import Events
+from prfaas.types import BlockHash, ClusterId, NodeId
+from tests.planner.builders import FAST, SPEC
+
+A, B = NodeId("a"), NodeId("b")
+NAMES = tuple(BlockHash(bytes([k])) for k in range(6))
+
+
+def caches(bytes_per_node: float = float("inf")) -> tuple[Caches, Events]:
+    events = Events()
+    config = CacheConfig(bytes_per_node, block_tokens=64, checkpoints="last")
+    nodes = [(node, ClusterId("c"), FAST) for node in (A, B)]
+    return Caches(SPEC, config, nodes, events, event_lag_s=0.5), events
+
+
+def prefilled(subject: Caches, node: NodeId, names: tuple[BlockHash, ...]) -> int:
+    lease = subject.open(node, names)
+    assert lease is not None
+    subject.commit(node, lease)
+    subject.release(node, lease)
+    return lease.match.tokens
+
+
+def test_the_router_learns_late_what_a_node_has() -> None:
+    subject, events = caches()
+    prefilled(subject, A, NAMES)
+    assert not subject.match(NAMES)
+    events.run_before(1.0)
+    (found,) = subject.match(NAMES).items()
+    assert found[0] == A and found[1].tokens == 6 * 64
+    assert prefilled(subject, A, NAMES) == 6 * 64
+    subject.check()
+
+
+def test_states_decide_where_a_prompt_resumes() -> None:
+    subject, events = caches()
+    prefilled(subject, A, NAMES)
+    events.run_before(1.0)
+    found = subject.match(NAMES[:4])[A]
+    assert (found.tokens, found.attention_tokens) == (0, 4 * 64), "no state was kept there"
+
+
+def test_a_copy_brings_the_state_with_it() -> None:
+    subject, events = caches()
+    prefilled(subject, A, NAMES)
+    assert subject.holds(A, NAMES) and not subject.holds(A, NAMES[:4])
+    subject.copied(B, NAMES)
+    events.run_before(1.0)
+    assert subject.match(NAMES)[B].tokens == 6 * 64
+
+
+def test_a_lost_node_has_nothing_and_says_nothing() -> None:
+    subject, events = caches()
+    prefilled(subject, A, NAMES)
+    subject.leave(A)
+    subject.join(A)
+    events.run_before(1.0)
+    assert not subject.match(NAMES), "what it said before it died does not count"
+    assert prefilled(subject, A, NAMES) == 0
+    assert not subject.holds(NodeId("nobody"), NAMES)
+    subject.check()
+
+
+def test_what_does_not_fit_is_served_and_not_kept() -> None:
+    subject, events = caches(bytes_per_node=200_000)
+    assert subject.open(A, NAMES) is None
+    assert prefilled(subject, A, NAMES[:2]) == 0
+    assert prefilled(subject, A, (BlockHash(b"x"), BlockHash(b"y"))) == 0
+    events.run_before(1.0)
+    assert not subject.match(NAMES[:2]), "evicted, and the router knows"
+    assert subject.open(A, ()) is None

@@ -1,0 +1,69 @@
+import pytest
+
+from prfaas.planner.profile import DecodeRate, DecodeStep
+from prfaas.scheduler.request import Route
+from prfaas.sim.events import Events
+from prfaas.sim.job import Job
+from prfaas.sim.nodes import Batch, SimNode
+from prfaas.types import ClusterId, NodeId
+
+CONSTANT = DecodeRate(4, 0.1)
+# Alone a step takes 0.1 s, in a batch of two 0.2 s.
+SLOWING = DecodeRate(2, 0.2, (DecodeStep(1, 0.1), DecodeStep(2, 0.2)))
+
+
+def job(index: int) -> Job:
+    here = ClusterId("c")
+    way = Route(here, NodeId("a"), NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
+    return Job(index, way, 0.0)
+
+
+def ends(rate: DecodeRate, starts: dict[float, int]) -> tuple[dict[int, float], list[float]]:
+    """When each of the requests that begin at `starts` (output tokens) ends; first tokens."""
+    events, ended, firsts = Events(), {}, []
+    batch = Batch(events, rate, lambda j: ended.update({j.index: events.now_s}))
+    for index, (at_s, tokens) in enumerate(starts.items()):
+
+        def start(what: tuple[int, int]) -> None:
+            firsts.append(batch.start(job(what[0]), what[1]))
+
+        events.at(at_s, start, (index, tokens))
+    events.run_before(float("inf"))
+    assert batch.running == 0
+    return ended, firsts
+
+
+def test_constant_steps() -> None:
+    ended, firsts = ends(CONSTANT, {0.0: 10, 0.5: 10})
+    assert ended == pytest.approx({0: 1.0, 1: 1.5}) and firsts == pytest.approx([0.1, 0.6])
+
+
+def test_a_fuller_batch_steps_more_slowly() -> None:
+    ended, firsts = ends(SLOWING, {0.0: 10, 0.5: 10})
+    # 5 tokens alone by 0.5 s; 5 more at half the speed by 1.5 s; the other then has 5 left, alone.
+    assert ended == pytest.approx({0: 1.5, 1: 2.0}) and firsts == pytest.approx([0.1, 0.7])
+
+
+@pytest.mark.parametrize("rate", [CONSTANT, SLOWING])
+def test_a_lost_node_ends_nobody(rate: DecodeRate) -> None:
+    events, ended = Events(), []
+    batch = Batch(events, rate, ended.append)
+    lost = job(0)
+    batch.start(lost, 10)
+    lost.over = True
+    batch.clear()
+    batch.start(job(1), 20)
+    events.run_before(float("inf"))
+    assert [j.index for j in ended] == [1] and batch.running == 0
+
+
+def test_work_is_what_is_queued_and_what_is_left() -> None:
+    events = Events()
+    node = SimNode(
+        NodeId("a"), ClusterId("c"), "prefill", Batch(events, CONSTANT, lambda _: None), 0.0
+    )
+    assert node.work_s(5.0) == 0 and node.drained
+    node.running = job(0)
+    node.running.started_s, node.running.service_s = 4.0, 3.0
+    node.queued_s = 2.5
+    assert node.work_s(5.0) == 4.5
