@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.config.deployment import ReplanSection
+from prfaas.planner import baselines
 from prfaas.planner.plan import Planner
 from prfaas.planner.workload import Workload, lognormal
 from prfaas.scheduler.plan import Solver, best_for
@@ -83,6 +84,16 @@ def test_a_fixed_split_and_threshold_stay() -> None:
     loop.serve(SHORT, HOUR_S)
     assert loop.plan.n_prefill == 3
     assert not loop.conversions
+
+
+def test_without_a_remote_cluster_there_is_no_threshold_to_move() -> None:
+    alone = baselines.homogeneous(CASE_STUDY)
+    assert alone is not None
+    loop = Loop(alone)
+    loop.serve(CASE_STUDY.workload, HOUR_S)
+    assert len(loop.plans) == 1
+    loop.serve(SHORT, HOUR_S)
+    assert loop.conversions, "roles still follow the traffic"
 
 
 def test_roles_wait_for_traffic_to_settle() -> None:

@@ -62,7 +62,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
         here = solver.best(sum(role == "prefill" for role in roles.values()))
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
-    moved = off > max(rules.threshold_step, 1 / math.sqrt(seen))
+    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(seen))
     if not (changed or moved or hardware_changed):
         return None
     return Plan(
