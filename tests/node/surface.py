@@ -67,7 +67,7 @@ async def surfaced(engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncI
     pooling = Pooling(AbsentKvd(), 64)
     try:
         async with serving(engine, pooling, metrics, MonotonicClock(), lambda *_: None) as served:
-            model = Model("made-up", tokenizer, kvd_url=None)
+            model = Model("made-up", tokenizer)
             server = TestServer(
                 Surface(model, engine, served, metrics).application(), handler_cancellation=True
             )

@@ -17,6 +17,8 @@ COMMANDS = {
     "plan": "Is it worth it? Best threshold and split, beside three baselines.",
     "model": "Make a small model that needs no download.",
     "profile": "Measure a model here: prefill, KV size, decode steps.",
+    "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
+    "handoff": "Hand one request from a prefill to a decode node, step by step.",
     "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
     "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
     "certs": "Make a test CA and certificates for mutual TLS.",

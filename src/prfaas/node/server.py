@@ -35,7 +35,9 @@ class Model:
 
     name: str
     tokenizer: Tokenizer | None  # None: token ids only
-    kvd_url: str | None  # where a gateway finds this node's kvd
+    kvd_url: str | None = None  # where a gateway finds this node's kvd
+    events: str | None = None  # where KV events are published, and where they are replayed
+    replay: str | None = None
 
     def encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -88,6 +90,8 @@ class Surface:
             "max_model_len": self._engine.limits.max_tokens,
             "prfaas": {
                 "kvd_url": self._model.kvd_url,
+                "events": self._model.events,
+                "replay": self._model.replay,
                 "compat": msgspec.to_builtins(self._engine.compat),
             },
         }
