@@ -47,12 +47,16 @@ class PrfaasPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, Counter] = {
+        counters = {
             name: self._counter_cls(f"prfaas_connector_{name}", text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        # Named at once, so that a counter that never moved reads 0.
+        self._counters: dict[int, dict[str, Counter]] = {
+            engine: {name: counter.labels(*labels) for name, counter in counters.items()}
+            for engine, labels in per_engine_labelvalues.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            self._counters[name].labels(*labels).inc(value)
+            self._counters[engine_idx][name].inc(value)
