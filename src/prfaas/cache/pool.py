@@ -23,7 +23,7 @@ from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, hybrid_hit, rules_for
 from prfaas.cache.journal import Action, Journal
-from prfaas.cache.lease import Held, Lease, LeaseId, Match, PoolStats
+from prfaas.cache.lease import Held, Lease, LeaseId, Match, Occupancy, PoolStats
 from prfaas.cache.places import LeaseTables, segment_ranges
 from prfaas.cache.ssd import SpillFile
 from prfaas.cache.tree import Node, PrefixTree
@@ -85,6 +85,16 @@ class HybridPrefixPool:
             rule.name: self._blocks.pages_by_group[index] * self.layout.page_bytes
             for index, rule in enumerate(self.rules)
         }
+
+    def occupancy(self) -> Occupancy:
+        blocks = self._blocks
+        return Occupancy(
+            blocks.capacity_pages,
+            blocks.used_pages,
+            blocks.idle_pages,
+            len(self._leases),
+            len(self._spilled),
+        )
 
     def holdings(self) -> dict[str, list[BlockHash]]:
         """Every prefix block held, in either tier: what a snapshot for an index says."""

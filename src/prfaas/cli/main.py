@@ -19,6 +19,7 @@ COMMANDS = {
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
     "handoff": "Hand one request from a prefill to a decode node, step by step.",
+    "kvd": "Keep and move KV: one per host, beside its engines.",
     "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
     "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
     "certs": "Make a test CA and certificates for mutual TLS.",

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from weakref import WeakValueDictionary
+from typing import NamedTuple
 
 from prfaas.cache.arena import Arena
 from prfaas.errors import ConnectionLost, InputError, TransferFailed, WireError
 from prfaas.kvd.leases import Pages, ReadLease, WriteLease
 from prfaas.kvd.messages import (
     Answer,
+    Answered,
     Attach,
     Begin,
     Call,
@@ -84,9 +85,9 @@ class KvdClient:
         self.close()
 
     @property
-    def node(self) -> str:
-        """Under which name the pool's cache events appear."""
-        return self._session.registered.node
+    def registered(self) -> Registered:
+        """What the kvd said of itself: its name in cache events, its addresses, its arena."""
+        return self._session.registered
 
     def begin(
         self,
@@ -104,8 +105,7 @@ class KvdClient:
         """
         wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
         session = self._live()
-        answer = session.call(Begin(tuple(hashes), tokens, wanted, grant))
-        return answer if isinstance(answer, NotNow) else session.write_lease(_ticket(answer))
+        return session.begin(Begin(tuple(hashes), tokens, wanted, grant))
 
     def attach(self, transfer_id: TransferId) -> ReadLease:
         """Takes over a committed transfer. TransferFailed, saying why, when there is none: not
@@ -125,7 +125,7 @@ class KvdClient:
         `flush` before telling the owner that this process is done."""
         session = self._live()
         session.call(Join(ticket.lease_id))
-        return session.write_lease(ticket)
+        return session.write_lease(ticket, Future())
 
     def join_read(self, ticket: Ticket) -> ReadLease:
         """Another process's lease, to read from in this one. Its owner releases it."""
@@ -159,6 +159,11 @@ class KvdClient:
             return self._session
 
 
+class _Reply(NamedTuple):
+    answer: Answer
+    sent: Future[None]  # of a lease with a transfer: how that ends
+
+
 class _Session:
     """One connection and its reader."""
 
@@ -166,9 +171,9 @@ class _Session:
         self.dead = False
         self._lock = threading.Lock()  # of the fields below
         self._numbers = 0
-        self._waiting: dict[int, Future[Answer]] = {}
+        self._waiting: dict[int, Future[_Reply]] = {}
         self._ready: dict[int, list[SegmentName]] = {}
-        self._leases: WeakValueDictionary[int, WriteLease] = WeakValueDictionary()
+        self._sent: dict[int, Future[None]] = {}  # by lease; until the kvd says how it ended
         self._sending = threading.Lock()  # of the socket's write side, and of the order of frames
         self._socket = _connect(path)
         try:
@@ -184,9 +189,16 @@ class _Session:
         self._reader = threading.Thread(target=self._read, name="prfaas-kvd-client", daemon=True)
         self._reader.start()
 
+    def begin(self, call: Begin) -> WriteLease | NotNow:
+        answer, sent = self._ask(call)
+        return answer if isinstance(answer, NotNow) else self.write_lease(_ticket(answer), sent)
+
     def call(self, call: Call) -> Answer:
         """The answer; a refusal is raised."""
-        future: Future[Answer] = Future()
+        return self._ask(call).answer
+
+    def _ask(self, call: Call) -> _Reply:
+        future: Future[_Reply] = Future()
         with self._lock:
             if self.dead:
                 raise ConnectionLost("the kvd is gone")
@@ -195,15 +207,15 @@ class _Session:
             self._waiting[number] = future
         self._send(Numbered(number, call))
         try:
-            answer = future.result(ANSWER_S)
+            reply = future.result(ANSWER_S)
         except FutureTimeout:
             self._end()
             raise ConnectionLost(f"no answer from the kvd for {ANSWER_S:g} s") from None
-        if isinstance(answer, Refused):
-            if answer.kind == "input":
-                raise InputError(answer.problem)
-            raise TransferFailed(answer.problem)
-        return answer
+        if isinstance(reply.answer, Refused):
+            if reply.answer.kind == "input":
+                raise InputError(reply.answer.problem)
+            raise TransferFailed(reply.answer.problem)
+        return reply
 
     def ready(self, lease_id: int, segment: SegmentName) -> None:
         """What comes while another thread is sending travels in one frame."""
@@ -211,14 +223,8 @@ class _Session:
             self._ready.setdefault(lease_id, []).append(segment)
         self._send(None)
 
-    def write_lease(self, ticket: Ticket) -> WriteLease:
-        lease = WriteLease(ticket, self._pages, self)
-        with self._lock:
-            dead = self.dead
-            self._leases[ticket.lease_id] = lease
-        if dead:
-            lease.settle_sent("the kvd is gone")
-        return lease
+    def write_lease(self, ticket: Ticket, sent: Future[None]) -> WriteLease:
+        return WriteLease(ticket, self._pages, self, sent)
 
     def read_lease(self, ticket: Ticket) -> ReadLease:
         return ReadLease(ticket, self._pages, self)
@@ -269,37 +275,42 @@ class _Session:
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for body in frames.feed(data):
-                    message = decode_answer(body)
-                    if isinstance(message.answer, Sent):
-                        with self._lock:
-                            lease = self._leases.get(message.answer.lease_id)
-                        if lease is not None:
-                            lease.settle_sent(message.answer.reason)
-                        continue
-                    with self._lock:
-                        waiting = self._waiting.pop(message.number, None)
-                    if waiting is not None:
-                        waiting.set_result(message.answer)
+                    self._heard(decode_answer(body))
         except (OSError, WireError):
             pass  # the kvd is gone, or not one: everybody who waits is told below
         finally:
             self._end()
+
+    def _heard(self, message: Answered) -> None:
+        if isinstance(message.answer, Sent):
+            with self._lock:
+                sent = self._sent.pop(message.answer.lease_id, None)
+            if sent is not None:
+                _settle(sent, message.answer.reason)
+            return
+        with self._lock:
+            waiting = self._waiting.pop(message.number, None)
+            reply = _Reply(message.answer, Future())
+            # Here and not by whoever waits: the next frame may already say how it ended.
+            if isinstance(message.answer, Ticket) and message.answer.sending:
+                self._sent[message.answer.lease_id] = reply.sent
+        if waiting is not None:
+            waiting.set_result(reply)
 
     def _end(self) -> None:
         """Everybody who waits learns that the kvd is gone. Idempotent."""
         with self._lock:
             self.dead = True
             waiting, self._waiting = self._waiting, {}
-            leases = list(self._leases.values())
-            self._leases.clear()
+            unsettled, self._sent = self._sent, {}
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected any more
         for future in waiting.values():
             future.set_exception(ConnectionLost("the kvd is gone"))
-        for lease in leases:
-            lease.settle_sent("the kvd is gone")
+        for sent in unsettled.values():
+            _settle(sent, "the kvd is gone")
 
 
 def _connect(path: str) -> socket.socket:
@@ -311,6 +322,13 @@ def _connect(path: str) -> socket.socket:
         sock.close()
         raise ConnectionLost(f"no kvd at {path}: {error.strerror or error}") from None
     return sock
+
+
+def _settle(sent: Future[None], reason: str) -> None:
+    if reason:
+        sent.set_exception(TransferFailed(reason))
+    else:
+        sent.set_result(None)
 
 
 def _ticket(answer: Answer) -> Ticket:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from prfaas.cache.arena import Arena
 from prfaas.cache.places import PageTable, segment_ranges
-from prfaas.errors import ConnectionLost, TransferFailed
+from prfaas.errors import ConnectionLost
 from prfaas.kvd.messages import Abort, Answer, Call, Commit, Release, SegmentName, Ticket, table_of
 from prfaas.kvspec import KVSpec, Segment
 
@@ -79,15 +79,16 @@ class WriteLease:
     nothing to compute) and after each of `checkpoint_tokens`.
     """
 
-    def __init__(self, ticket: Ticket, pages: Pages, line: Line) -> None:
+    def __init__(self, ticket: Ticket, pages: Pages, line: Line, sent: Future[None]) -> None:
         self.ticket = ticket
         self.tokens = ticket.tokens
         self.match_tokens = ticket.match_tokens
         self.skip_tokens: Mapping[str, int] = ticket.skip_tokens  # of the local pool
         self.checkpoint_tokens = ticket.checkpoint_tokens
         # With a grant: done when the receiver has committed, TransferFailed as soon as it is known
-        # that it will not. The prefill is then of no use to anybody but the local pool.
-        self.sent: Future[None] = Future()
+        # that it will not (the prefill is then of use to the local pool alone). Without one, and in
+        # a process that joined: never done.
+        self.sent = sent
         self._pages = pages
         self._readable = table_of(ticket.readable)
         self._writable = table_of(ticket.writable)
@@ -122,11 +123,3 @@ class WriteLease:
                 self._line.call(Abort(self.ticket.lease_id, reason))
             except ConnectionLost:
                 pass
-
-    def settle_sent(self, reason: str) -> None:
-        """The kvd's word on the transfer."""
-        if not self.sent.done():
-            if reason:
-                self.sent.set_exception(TransferFailed(reason))
-            else:
-                self.sent.set_result(None)

@@ -134,6 +134,8 @@ class Numbered(msgspec.Struct, frozen=True, array_like=True):
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
     node: str  # under which name the pool's cache events appear
+    http_url: str  # where gateways reach this kvd
+    data_address: str
     page_bytes: int
     pages: int
 
@@ -148,6 +150,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     checkpoint_tokens: tuple[int, ...]
     readable: tuple[UnitPages, ...]
     writable: tuple[UnitPages, ...]
+    sending: bool = False  # a `Sent` will follow
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
