@@ -35,6 +35,8 @@ _TRANSFERS = TransferOptions()
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
 @click.option("--key", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--client-cert", type=click.Path(path_type=Path), help="For sending; else --cert.")
+@click.option("--client-key", type=click.Path(path_type=Path), help="Its key.")
 @click.option("--grant-s", default=_TRANSFERS.grant_s, show_default=True, help="Until a frame.")
 @click.option(
     "--dispatch-s", default=_TRANSFERS.dispatch_s, show_default=True, help="Until a poll."
@@ -54,6 +56,8 @@ def kvd(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
+    client_cert: Path | None,
+    client_key: Path | None,
     grant_s: float,
     dispatch_s: float,
     log_level: str,
@@ -67,9 +71,7 @@ def kvd(
 
     Port 0: any free one; the first line of output says which.
     """
-    given = [path for path in (ca, cert, key) if path is not None]
-    if given and len(given) < 3:
-        raise InputError("mutual TLS needs all three", where="--ca, --cert, --key", fix="give all")
+    tls = _tls(ca, cert, key, client_cert, client_key)
     if via is not None:
         parse_address(via, "--via")
     for flag, seconds in (("--grant-s", grant_s), ("--dispatch-s", dispatch_s)):
@@ -82,7 +84,7 @@ def kvd(
         node=node,
         via=via,
         gateways=gateways,
-        tls=TlsFiles(ca, cert, key) if ca and cert and key else None,
+        tls=tls,
         store=StoreOptions(
             memory_bytes=parse_bytes(memory, "--memory"),
             ssd=ssd,
@@ -94,6 +96,22 @@ def kvd(
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options))
+
+
+def _tls(
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    client_cert: Path | None,
+    client_key: Path | None,
+) -> TlsFiles | None:
+    if (client_cert is None) != (client_key is None):
+        raise InputError("one without the other", where="--client-cert, --client-key")
+    if ca and cert and key:
+        return TlsFiles(ca, cert, key, client_cert or cert, client_key or key)
+    if ca or cert or key or client_cert:
+        raise InputError("mutual TLS needs all three", where="--ca, --cert, --key", fix="give all")
+    return None
 
 
 async def _serve(options: KvdOptions) -> None:

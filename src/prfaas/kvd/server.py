@@ -39,9 +39,13 @@ _CONNECTIONS = 64  # of all links together, beyond the first of each
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
+    """One certificate for listening, one for sending: a CA may issue them for one use only."""
+
     ca: Path
     cert: Path
     key: Path
+    client_cert: Path
+    client_key: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
         links = Links(
             LinkOptions(connections=options.connections, tls_name=SERVICE_NAME if tls else None),
-            tls=client_context(tls.ca, tls.cert, tls.key) if tls else None,
+            tls=client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None,
             budget=ConnectionBudget(_CONNECTIONS),
         )
         address = options.via or str(data)
