@@ -1,11 +1,7 @@
-"""A kvd in a process of its own, and the gateway's part of a hand-off.
-
-python -m tests.vllm.kvds SOCKET MEMORY_BYTES   prints where its HTTP side listens
-"""
+"""A kvd in a process of its own, and what a gateway asks it."""
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import urllib.error
@@ -13,20 +9,18 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.kvd.incoming import TransferOptions, TransferStatus
+from prfaas.kvd.events import EventPage
+from prfaas.kvd.incoming import TransferStatus
 from prfaas.kvd.report import Report
-from prfaas.kvd.server import KvdOptions, running
-from prfaas.kvd.store import StoreOptions
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
 
 MEMORY_BYTES = 256 << 20
 GRANT_S = 20.0
-T = TypeVar("T")
 
 
 class HttpRefusal(Exception):
@@ -67,6 +61,11 @@ class Kvd:
     def abort(self, transfer_id: TransferId) -> None:
         self._ask(TransferStatus, "POST", f"/v1/transfers/{transfer_id}/abort", b"{}")
 
+    def stored(self, engine_id: str) -> set[bytes]:
+        """Names of the blocks that the engine has reported as cached."""
+        page = self._ask(EventPage, "GET", f"/v1/events?node={engine_id}&since=0")
+        return {name for event in page.events for name in event.hashes if event.action == "stored"}
+
     def idle(self) -> bool:
         """Nothing is held: no lease of an engine, no transfer under way in either direction."""
         report = self.report()
@@ -94,14 +93,15 @@ def kvd(socket: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[Kvd]:
 
 def start(socket: Path, memory_bytes: int = MEMORY_BYTES) -> Kvd:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm.kvds", str(socket), str(memory_bytes)],
+        [sys.executable, "-m", "prfaas", "kvd", "--socket", str(socket)]
+        + ["--memory", str(memory_bytes), "--grant-s", str(GRANT_S)],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    url = process.stdout.readline().strip()
-    assert url, "the kvd did not start"
-    return Kvd(socket, process, url)
+    where = process.stdout.readline()
+    assert " http " in where, "the kvd did not start"
+    return Kvd(socket, process, where.split(" http ")[1].strip())
 
 
 def stop(running_kvd: Kvd) -> None:
@@ -110,19 +110,3 @@ def stop(running_kvd: Kvd) -> None:
     process.wait(10)
     assert process.stdout is not None
     process.stdout.close()
-
-
-async def _serve(socket: Path, memory_bytes: int) -> None:
-    options = KvdOptions(
-        socket,
-        store=StoreOptions(memory_bytes=memory_bytes),
-        transfers=TransferOptions(grant_s=GRANT_S),
-    )
-    async with running(options) as where:
-        sys.stdout.write(where.http_url + "\n")
-        sys.stdout.flush()
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))

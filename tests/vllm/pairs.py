@@ -12,6 +12,7 @@ import msgspec
 
 from prfaas.types import Grant, TransferId
 from tests.vllm import kvds
+from tests.vllm.reference import Generated
 from tests.vllm.servers import Answer, VllmServer, await_health, vllm_server
 
 PATIENCE_S = 60.0
@@ -50,10 +51,10 @@ class Pair:
         params = {"do_remote_prefill": True, "transfer_id": transfer_id}
         return self.decode.complete(prompt, max_tokens, kv_transfer_params=params)
 
-    def tokens(self, prompt: list[int], handoff_tokens: int, max_tokens: int) -> list[int]:
+    def generate(self, prompt: list[int], handoff_tokens: int, max_tokens: int) -> Generated:
         """The whole way of an offloaded request."""
         params = self.hand_off(prompt, handoff_tokens)
-        return self.resume(prompt, max_tokens, params["transfer_id"]).tokens
+        return self.resume(prompt, max_tokens, params["transfer_id"]).generated
 
     def sent_bytes(self, params: dict[str, Any]) -> int:
         return self.target.status(TransferId(params["transfer_id"])).nbytes

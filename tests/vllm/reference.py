@@ -10,11 +10,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 START_AND_RUN_S = 300
+MAX_LOGPROB_DIFFERENCE = 0.002  # seen: 2e-5, from the order of additions alone
 
 
-def reference(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+class Generated(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+
+    def same(self, other: Generated) -> bool:
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return self.tokens == other.tokens and all(
+            abs(one - two) <= MAX_LOGPROB_DIFFERENCE for one, two in pairs
+        )
+
+
+def reference(model: Path, prompts: list[list[int]], max_tokens: int) -> list[Generated]:
     """In a process of its own: vLLM keeps its settings in the process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.reference", str(model), str(max_tokens)],
@@ -25,8 +38,7 @@ def reference(model: Path, prompts: list[list[int]], max_tokens: int) -> list[li
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    tokens: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    return tokens
+    return [Generated(*one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _main(model: str, max_tokens: int) -> None:
@@ -42,12 +54,18 @@ def _main(model: str, max_tokens: int) -> None:
         distributed_executor_backend="uni",
     )
     sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in json.load(sys.stdin)]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    sys.stdout.write("\n" + json.dumps(tokens) + "\n")
+    generated = [_generated(output.outputs[0]) for output in outputs]
+    sys.stdout.write("\n" + json.dumps(generated) + "\n")
+
+
+def _generated(output: Any) -> Generated:
+    tokens = list(output.token_ids)
+    chosen = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
+    return Generated(tokens, chosen)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.reference import Generated
 from tests.waiting import wait_until
 
 START_S = 240.0
@@ -42,9 +43,10 @@ class Answer:
     body: Any
 
     @property
-    def tokens(self) -> list[int]:
+    def generated(self) -> Generated:
         assert self.status == 200, self.body
-        return self.body["choices"][0]["token_ids"]
+        (choice,) = self.body["choices"]
+        return Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     @property
     def transfer(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class VllmServer:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            "logprobs": 0,
             **more,
         }
         return self._ask("POST", "/v1/completions", json.dumps(body))
@@ -119,11 +122,17 @@ def vllm_server(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvd": str(kvd)},
     }
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{directory / name}.events",
+    }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m", "--uds", str(path)]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--no-enable-log-requests"]
-    command += ["--kv-transfer-config", json.dumps(transfer), *flags]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    command += ["--kv-events-config", json.dumps(events), *flags]
     cores = sorted(os.sched_getaffinity(0))
     env = {
         **os.environ,

@@ -21,7 +21,7 @@ from prfaas.types import BlockHash, TransferId
 from tests.vllm import kvds
 from tests.vllm.kvds import HttpRefusal, Kvd
 from tests.vllm.pairs import Pair, pair
-from tests.vllm.reference import reference
+from tests.vllm.reference import Generated, reference
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)  # servers start and stop within it
@@ -71,7 +71,7 @@ CASES = [
 class Model:
     arch: str
     directory: Path
-    expected: dict[str, list[list[int]]]  # by name, as PROMPTS
+    expected: dict[str, list[Generated]]  # by name, as PROMPTS
 
 
 @pytest.fixture(scope="session")
@@ -113,18 +113,22 @@ def boundary(tokens: int) -> int:
 def test_thirty_prompts_eight_at_a_time(case: Case) -> None:
     """Every other one is handed off at N - 1, the rest at the last boundary."""
 
-    def answer(index: int) -> list[int]:
+    def answer(index: int) -> Generated:
         prompt = PROMPTS["all"][index]
         aligned = boundary(len(prompt)) if index % 2 else 0
-        return case.pair.tokens(prompt, aligned or len(prompt) - 1, MAX_TOKENS)
+        return case.pair.generate(prompt, aligned or len(prompt) - 1, MAX_TOKENS)
 
     with ThreadPoolExecutor(CONCURRENT) as threads:
         answers = list(threads.map(answer, range(len(LENGTHS))))
+    expected = case.model.expected["all"]
     wrong = [
-        n for n, a, e in zip(LENGTHS, answers, case.model.expected["all"], strict=True) if a != e
+        (length, answer, plain)
+        for length, answer, plain in zip(LENGTHS, answers, expected, strict=True)
+        if not answer.same(plain)
     ]
-    assert not wrong, f"other tokens for prompts of {wrong} tokens"
-    assert len(set(map(tuple, answers))) > len(LENGTHS) // 2, "the model does not discriminate"
+    assert not wrong
+    several = {tuple(answer.tokens) for answer in answers}
+    assert len(several) > len(LENGTHS) // 2, "the model does not discriminate"
     wait_until(case.pair.nothing_held)
 
 
@@ -140,7 +144,7 @@ def test_a_second_turn_sends_only_what_is_new(case: Case) -> None:
         case.pair.source, boundary(TURNS[1]), boundary(TURNS[0])
     )
     resumed = case.pair.resume(second, MAX_TOKENS, more["transfer_id"])
-    assert [answer.tokens, resumed.tokens] == expected
+    assert answer.generated.same(expected[0]) and resumed.generated.same(expected[1])
     # The prefill side resumed too: from its own cache, or from its kvd's pool.
     resumed_tokens = case.pair.prefill.metric("prfaas_connector_loaded_tokens_total") - loaded
     assert resumed_tokens == (0 if case.cached else boundary(TURNS[0]))
@@ -149,22 +153,36 @@ def test_a_second_turn_sends_only_what_is_new(case: Case) -> None:
 def test_a_branch_of_a_longer_prompt_is_not_computed_again(case: Case) -> None:
     """The decode server holds attention blocks beyond the branch, but no state where it ends."""
     longer, branch = PROMPTS["branch"]
-    answers = [case.pair.tokens(longer, boundary(len(longer)), MAX_TOKENS)]
+    answers = [case.pair.generate(longer, boundary(len(longer)), MAX_TOKENS)]
     cut = boundary(BRANCH[1] - 40)
     computed = _computed_tokens(case)
-    answers.append(case.pair.tokens(branch, cut, MAX_TOKENS))
-    assert answers == case.model.expected["branch"]
+    answers.append(case.pair.generate(branch, cut, MAX_TOKENS))
+    assert all(a.same(e) for a, e in zip(answers, case.model.expected["branch"], strict=True))
     assert _computed_tokens(case) - computed <= len(branch) - cut
 
 
+def test_cache_events_reach_the_kvd_as_hashes(case: Case) -> None:
+    prompt = PROMPTS["edges"][4]
+    (engine,) = case.pair.source.report().engines
+    case.pair.prefill.complete(prompt, 1)
+    names = set(block_hashes(prompt, BLOCK))
+    if case.cached:
+        wait_until(lambda: names <= case.pair.source.stored(engine.engine_id))
+    else:
+        assert not case.pair.source.stored(engine.engine_id)
+
+
 @pytest.mark.parametrize("what", ["growing", "closing"])
-def test_zeroed_state_changes_the_tokens(case: Case, what: str) -> None:
-    """The control: tokens depend on full attention as well as on states and windows."""
+def test_zeroed_state_changes_the_answer(case: Case, what: str) -> None:
+    """The control: answers depend on full attention as well as on states and windows."""
     number = ["growing", "closing"].index(what)
     prompt, expected = PROMPTS["edges"][number], case.model.expected["edges"][number]
     params = case.pair.hand_off(prompt, boundary(len(prompt)))
     _zero(case.pair.target, prompt, boundary(len(prompt)), what)
-    assert case.pair.resume(prompt, MAX_TOKENS, params["transfer_id"]).tokens != expected
+    answer = case.pair.resume(prompt, MAX_TOKENS, params["transfer_id"]).generated
+    assert not answer.same(expected)
+    # Zeroed states and windows change the tokens themselves.
+    assert what == "growing" or answer.tokens != expected.tokens
 
 
 def test_an_engine_of_another_kind_is_refused_with_the_reason(case: Case) -> None:
@@ -183,7 +201,7 @@ def test_a_lost_transfer_is_an_error_not_an_answer(case: Case) -> None:
     params = case.pair.hand_off(prompt, boundary(len(prompt)))
     case.pair.target.abort(TransferId(params["transfer_id"]))
     assert case.pair.resume(prompt, MAX_TOKENS, params["transfer_id"]).status == 500
-    assert case.pair.tokens(prompt, len(prompt) - 1, MAX_TOKENS) == expected
+    assert case.pair.generate(prompt, len(prompt) - 1, MAX_TOKENS).same(expected)
     wait_until(case.pair.nothing_held)
 
 
@@ -227,7 +245,7 @@ def test_a_sender_killed_in_the_middle_and_started_again(case: Case) -> None:
     assert case.pair.target.status(grant.transfer_id, wait_s=60).state == "failed"
     assert case.pair.resume(prompt, MAX_TOKENS, grant.transfer_id).status == 500
     wait_until(lambda: _reregistered(case, case.pair.source))
-    assert case.pair.tokens(prompt, len(prompt) - 1, MAX_TOKENS) == expected
+    assert case.pair.generate(prompt, len(prompt) - 1, MAX_TOKENS).same(expected)
     wait_until(case.pair.nothing_held)
 
 
@@ -236,7 +254,7 @@ def test_a_receiver_started_again_has_lost_what_it_held(case: Case) -> None:
     params = case.pair.hand_off(prompt, boundary(len(prompt)))
     case.pair.target = _restarted(case.pair.target)
     assert case.pair.resume(prompt, MAX_TOKENS, params["transfer_id"]).status == 500
-    assert case.pair.tokens(prompt, boundary(len(prompt)), MAX_TOKENS) == expected
+    assert case.pair.generate(prompt, boundary(len(prompt)), MAX_TOKENS).same(expected)
     wait_until(case.pair.nothing_held)
 
 
