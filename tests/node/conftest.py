@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
 from tests.node.hosts import Gateway, Host
 
-StartHost: TypeAlias = Callable[..., Host]
-
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t"),
-    *("--accelerator", "h20", "--gpus", "8", "--byte-scale", "1e-4"),
+    *("--accelerator", "h20", "--gpus", "8", "--byte-scale", "1e-4", "--time-scale", "0.1"),
 )
 
 
@@ -68,15 +65,20 @@ def kimi(start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair("kimi-linear")
 
 
-@pytest.fixture
-def start_host(tmp_path: Path) -> Iterator[StartHost]:
-    hosts: list[Host] = []
+def start_emulated(folder: Path, *decode_kvd: str) -> Iterator[Gateway]:
+    options = EMULATED
+    hosts = [Host(folder / "p", options), Host(folder / "d", options, decode_kvd)]
+    try:
+        for host in hosts:
+            host.wait_until_ready()
+        yield Gateway(*hosts)
+    finally:
+        for host in hosts:
+            host.close()
 
-    def start(node_options: Sequence[str], kvd_options: Sequence[str] = ()) -> Host:
-        host = Host(tmp_path / str(len(hosts)), node_options, kvd_options)
-        hosts.append(host)
-        return host
 
-    yield start
-    for host in hosts:
-        host.close()
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Two hosts whose engine checks every byte it resumes from. Whatever a test does to them, it
+    leaves them healthy: that is half of what is tested."""
+    yield from start_emulated(tmp_path_factory.mktemp("emulated"))

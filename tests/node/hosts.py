@@ -284,3 +284,9 @@ def call(method: str, url: str, body: Any = None) -> tuple[int, Any]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error)
+
+
+def text_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=2 * PATIENCE_S) as answer:
+        page: bytes = answer.read()
+    return page.decode()

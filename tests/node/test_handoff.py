@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli.engines import load_tokenizer
-from tests.node.conftest import StartHost, hf_options
 from tests.node.hosts import Gateway, Host, cached_of, tokens_of
 
 BLOCK, CHUNK, WINDOW, TAIL = 64, 128, 64, 128
@@ -154,18 +153,3 @@ def test_the_text_is_that_of_the_tokens(kimi: Gateway, checkpoint: Callable[[str
     text = tokenizer.decode(tokens_of(answer), skip_special_tokens=True)
     assert answer["choices"][0]["text"] == text
     assert answer["usage"]["prompt_tokens"] == len("Once upon a time")
-
-
-@pytest.mark.slow
-def test_a_prefix_survives_its_engine(
-    start_host: StartHost, checkpoint: Callable[[str], Path]
-) -> None:
-    host = start_host(hf_options(checkpoint("kimi-linear")))
-    ids = prompt(200, 61)
-    expected = tokens_of(host.complete(ids, max_tokens=NEW_TOKENS, ignore_eos=True))
-    host.node.kill()
-    host.begin_node()
-    answer = host.complete(ids, max_tokens=NEW_TOKENS, ignore_eos=True)
-    assert cached_of(answer) == 192
-    assert tokens_of(answer) == expected
-    host.wait_until_idle()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 import uvloop
 
+from prfaas.cli.child import child_kvd
 from prfaas.cli.engines import (
     EmulatedChoice,
     EngineChoice,
@@ -14,19 +18,18 @@ from prfaas.cli.engines import (
     hf_engine,
     load_tokenizer,
 )
-from prfaas.cli.logs import configure_logging
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.node.child import child_kvd
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_MAX_WAITING = 256
 DEFAULT_GPUS = 8
+LOG_LEVELS = ["debug", "info", "warning", "error"]
 _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.option("--engine", type=click.Choice(["hf", "emulated"]), default="hf", show_default=True)
 @click.option("--model", required=True, help="A checkpoint directory; emulated: a catalog name.")
 @click.option("--name", help="What clients call the model; the directory's or catalog's own.")
@@ -51,6 +54,7 @@ _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 @click.option("--events", default=_SETTINGS.events, show_default=True, help="KV events (ZMQ).")
 @click.option("--replay", default=_SETTINGS.replay, show_default=True, help="Their replay.")
 @click.option("--drain-s", default=_SETTINGS.drain_s, show_default=True, help="After SIGTERM.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
 def node(
     engine: str,
@@ -77,6 +81,7 @@ def node(
     events: str,
     replay: str,
     drain_s: float,
+    log_level: str,
     kvd_options: tuple[str, ...],
 ) -> None:
     """Serve a model as vLLM would: /v1/completions, /metrics, KV events; prefill or decode.
@@ -87,26 +92,18 @@ def node(
     \b
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
-      prfaas node --model ./tiny-kimi -- --memory-gib 8 --gateway http://gateway:9000
+      prfaas node --model ./tiny-kimi -- --memory 8GiB --gateway http://gateway:9000
       prfaas node --engine emulated --model case-study-1t --accelerator h200 --gpus 8
     """
-    configure_logging()
     if kvd is not None and kvd_options:
         raise InputError(
             f"options for a kvd of the node's own: {' '.join(kvd_options)}",
             where="--kvd",
             fix="give them to that kvd",
         )
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
     choice = EngineChoice(model, block_tokens, max_waiting, max_running, chunk_tokens)
-    directory = tokenizer
-    if engine == "hf":
-        directory = tokenizer or Path(model)
-    words = load_tokenizer(directory) if directory is not None else None
-    if engine == "hf":
-        computing = hf_engine(choice, device, dtype)
-    else:
-        scales = Scales(time_scale, byte_scale, output_scale)
-        computing = emulated_engine(choice, EmulatedChoice(accelerator, gpus, catalog, scales))
+    scales = Scales(time_scale, byte_scale, output_scale)
     settings = NodeSettings(
         name=name or Path(model).resolve().name,
         host=host,
@@ -116,16 +113,23 @@ def node(
         replay=replay,
         drain_s=drain_s,
     )
-
-    def report(url: str) -> None:
-        click.echo(f"serving {settings.name} at {url}")
-
-    try:
-        if kvd is not None:
-            place = KvdPlace(kvd, kvd_url)
-            uvloop.run(run_node(computing, words, place, settings, report))
+    words_in = tokenizer or (Path(model) if engine == "hf" else None)
+    words = load_tokenizer(words_in) if words_in is not None else None
+    with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as place:
+        if engine == "hf":
+            computing = hf_engine(choice, device, dtype)
         else:
-            with child_kvd(kvd_options) as place:
-                uvloop.run(run_node(computing, words, place, settings, report))
-    finally:
-        computing.close()
+            computing = emulated_engine(choice, EmulatedChoice(accelerator, gpus, catalog, scales))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(
+                    run_node(
+                        computing,
+                        words,
+                        place,
+                        settings,
+                        lambda url: click.echo(f"serving {settings.name} at {url}"),
+                    )
+                )
+        finally:
+            computing.close()

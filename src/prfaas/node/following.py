@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
@@ -21,13 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Follower:
-    def __init__(
-        self, session: aiohttp.ClientSession, kvd_url: str, node: Callable[[], str]
-    ) -> None:
-        """`node` names the pool's events; it changes with a restarted kvd."""
+    def __init__(self, session: aiohttp.ClientSession, kvd_url: str) -> None:
         self._session = session
         self._url = f"{kvd_url}/v1/events"
-        self._node = node
 
     async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
         instance, since = "", _SNAPSHOT
@@ -46,7 +42,7 @@ class Follower:
             publisher.publish(translated(announcer, page))
 
     async def _page(self, since: int) -> EventPage:
-        query = {"since": str(since), "wait_s": f"{WAIT_S:g}", "node": self._node()}
+        query = {"since": str(since), "wait_s": f"{WAIT_S:g}"}
         timeout = aiohttp.ClientTimeout(total=2 * WAIT_S)
         async with self._session.get(self._url, params=query, timeout=timeout) as answer:
             answer.raise_for_status()

@@ -90,7 +90,7 @@ async def run_node(
         await web.SockSite(runner, listening).start()
         if kvd.url is not None:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            follower = Follower(session, kvd.url, lambda: client.node)
+            follower = Follower(session, kvd.url)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)
         await stop.wait()
