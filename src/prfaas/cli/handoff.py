@@ -220,13 +220,10 @@ async def _prefill(
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             step.note = f"{handoff_tokens} tokens, {cached} of them cached"
 
-    async def commit() -> None:
+    async def commit() -> Step:
         with timer.step("commit") as step:
             await _committed(decode, grant)
-            if prefill.kvd is not None:
-                url = f"{prefill.kvd}/v1/transfers/{grant.transfer_id}"
-                step.nbytes = (await _json(prefill.http, "GET", url))["nbytes"]
-                step.note = "bytes sent"
+        return step
 
     computing, committing = asyncio.create_task(compute()), asyncio.create_task(commit())
     try:
@@ -236,6 +233,10 @@ async def _prefill(
             task.cancel()
         await asyncio.gather(computing, committing, return_exceptions=True)
         raise
+    if prefill.kvd is not None:  # which knows of the transfer since the prefill has begun
+        sent = await _json(prefill.http, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
+        committed = committing.result()
+        committed.nbytes, committed.note = sent["nbytes"], "bytes sent"
 
 
 async def _committed(decode: _Node, grant: Grant) -> None:
