@@ -52,6 +52,7 @@ class _Arrival:
     shelf: Shelf
     lease: Lease
     life: IncomingLife
+    hashes: tuple[bytes, ...]  # of the prompt's whole blocks
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
 
@@ -106,7 +107,8 @@ class IncomingTransfers:
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
         )
-        arrival = _Arrival(grant, shelf, lease, IncomingLife(self._options.dispatch_s))
+        life = IncomingLife(self._options.dispatch_s)
+        arrival = _Arrival(grant, shelf, lease, life, asked.hashes)
         self._arrivals[grant.transfer_id] = arrival
         if lease.new_bytes:
             self._expect(arrival)
@@ -163,6 +165,7 @@ class IncomingTransfers:
             checkpoint_tokens=lease.checkpoint_tokens,
             readable=units_of(arrival.shelf.pool.tables(lease.id).readable),
             writable=(),
+            hashes=arrival.hashes,
         )
 
     def release(self, lease_id: int) -> bool:

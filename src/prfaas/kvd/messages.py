@@ -151,6 +151,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     readable: tuple[UnitPages, ...]
     writable: tuple[UnitPages, ...]
     sending: bool = False  # a `Sent` will follow
+    hashes: tuple[bytes, ...] = ()  # of an attached transfer: whose state it is
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
