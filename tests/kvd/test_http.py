@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.pulling import Prefix
 from prfaas.kvd.role import Role
+from prfaas.transport.address import Address
 from prfaas.types import ClusterId, NotNow, OpenTransfer
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
@@ -189,3 +191,14 @@ def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_wildcard_is_not_advertised(tmp_path: Path) -> None:
+    everywhere = Address("0.0.0.0", 0)
+    with kvd(tmp_path, listen=everywhere, http=everywhere, advertise="localhost") as host:
+        assert host.data.startswith("localhost:") and host.url.startswith("http://localhost:")
+        assert host.stats()["data_address"] == host.data
+    with kvd(tmp_path, listen=everywhere, via="relay:7400") as host:
+        assert host.data.startswith(socket.gethostname())
+        with host.engine():
+            assert host.grant(PROMPT).data_address == "relay:7400"

@@ -30,6 +30,7 @@ _TRANSFERS = TransferOptions()
 @click.option("--ssd-size", default=format_bytes(_STORE.ssd_bytes), show_default=True)
 @click.option("--checkpoints", default=_STORE.checkpoints, show_default=True)
 @click.option("--node", help="Name in cache events; the data address when absent.")
+@click.option("--advertise", metavar="HOST", help="This host as others reach it.")
 @click.option("--via", metavar="HOST:PORT", help="A relay that senders use instead of --listen.")
 @click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
@@ -51,6 +52,7 @@ def kvd(
     ssd_size: str,
     checkpoints: str,
     node: str | None,
+    advertise: str | None,
     via: str | None,
     gateways: tuple[str, ...],
     ca: Path | None,
@@ -82,6 +84,7 @@ def kvd(
         listen=parse_address(listen, "--listen", any_port=True),
         http=parse_address(http, "--http", any_port=True),
         node=node,
+        advertise=advertise,
         via=via,
         gateways=gateways,
         tls=tls,

@@ -55,11 +55,10 @@ class Departure:
         """More is ready in these lanes: whatever is whole now leaves."""
         leaving: list[Segment] = []
         for lane in lanes:
-            waiting = self._waiting.get(lane, [])
-            ready = [segment for segment in waiting if coverage.has(segment)]
-            if ready:
-                leaving += ready
-                self._waiting[lane] = [segment for segment in waiting if segment not in ready]
+            waiting: list[Segment] = []
+            for segment in self._waiting.get(lane, ()):
+                (leaving if coverage.has(segment) else waiting).append(segment)
+            self._waiting[lane] = waiting
         if leaving:
             self.transfer.ready_all({s.name: self._slices(s, found=False) for s in leaving})
 

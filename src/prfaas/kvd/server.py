@@ -54,6 +54,7 @@ class KvdOptions:
     listen: Address = Address("127.0.0.1", 0)
     http: Address = Address("127.0.0.1", 0)
     node: str | None = None  # None: the data address
+    advertise: str | None = None  # this host as others reach it; None: as it listens, or its name
     via: str | None = None  # what grants name instead of the data address
     gateways: Sequence[str] = ()
     tls: TlsFiles | None = None
@@ -87,7 +88,7 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         except OSError as error:
             raise InputError(f"{options.listen}: {error.strerror}", where="--listen") from None
         stack.callback(listener.close)
-        data = Address(*listener.address)
+        data = _reachable(Address(*listener.address), options.advertise)
         instance = uuid.uuid4().hex
         events = EventLog(instance)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
@@ -105,7 +106,8 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         )
         client = await stack.enter_async_context(aiohttp.ClientSession())
         side = GatewaySide(store, incoming, outgoing, events, reporter, client)
-        engines.http_url = http_url = await _serve_http(stack, side.app(), options.http)
+        served = await _serve_http(stack, side.app(), options.http)
+        engines.http_url = http_url = f"http://{_reachable(served, options.advertise)}"
         await _serve_engines(stack, engines, options.socket)
         # Ended in the reverse order: no new work, then what is under way, then the pages. Links and
         # the listener signal this loop from their threads, so they end while it still runs.
@@ -134,7 +136,14 @@ async def _sweep(incoming: IncomingTransfers, links: Links) -> None:
             links.sample()
 
 
-async def _serve_http(stack: AsyncExitStack, app: web.Application, address: Address) -> str:
+def _reachable(address: Address, advertise: str | None) -> Address:
+    """A wildcard is an address to listen on, not one to connect to."""
+    anywhere = address.host in ("0.0.0.0", "::")
+    host = advertise or (socket.gethostname() if anywhere else address.host)
+    return Address(host, address.port)
+
+
+async def _serve_http(stack: AsyncExitStack, app: web.Application, address: Address) -> Address:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
@@ -142,7 +151,7 @@ async def _serve_http(stack: AsyncExitStack, app: web.Application, address: Addr
         await web.TCPSite(runner, address.host, address.port).start()
     except OSError as error:
         raise InputError(f"{address}: {error.strerror}", where="--http") from None
-    return f"http://{Address(*runner.addresses[0][:2])}"
+    return Address(*runner.addresses[0][:2])
 
 
 async def _serve_engines(stack: AsyncExitStack, engines: Engines, path: Path) -> None:
