@@ -20,7 +20,7 @@ from prfaas.kvd.report import Report
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
 
 MEMORY_BYTES = 256 << 20
-GRANT_S = 20.0
+GRANT_S = 10.0
 
 
 class HttpRefusal(Exception):
