@@ -21,7 +21,7 @@ from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment, SlidingWindow
 
 Lane: TypeAlias = tuple[str, int]  # group, layer
-MAX_STRIPES = 16_384  # of growing groups in one transfer; more make its manifest slow to handle
+MAX_STRIPES = 4_096  # of growing groups in one transfer: beginning it takes time for each
 
 
 class Span(NamedTuple):
