@@ -144,15 +144,16 @@ class Pooling:
             raise RequestFailed("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
             raise RequestFailed("transfer_lost", str(error)) from error
-        if lease.tokens >= len(work.prompt):
+        hashes = self._hashes(work, lease.tokens)
+        if lease.tokens >= len(work.prompt) or tuple(hashes) != lease.ticket.hashes:
             lease.release()
             raise InputError(
-                f"the transfer holds {lease.tokens} tokens, the prompt has {len(work.prompt)}",
+                f"the transfer holds the first {lease.tokens} tokens of another prompt, or all of "
+                f"this one ({len(work.prompt)})",
                 where="prompt",
-                fix="send the whole prompt, and hand off before its last token",
+                fix="send the whole prompt and its salt, and hand off before its last token",
             )
         job = Job(work.id, work.prompt, work.sampling, resume=Resume(lease.tokens, lease))
-        hashes = self._hashes(work, lease.tokens)
         return Prepared(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
 
     def _with_lease(
