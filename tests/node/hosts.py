@@ -220,7 +220,6 @@ class Gateway:
                 "do_remote_decode": True,
                 "grant": granted.grant,
                 "handoff_tokens": granted.handoff_tokens,
-                "checkpoint_tokens": None,
             },
         )
 

@@ -95,9 +95,9 @@ def transfer(prompt_tokens: int = 100, **params: Any) -> Any:
 
 def test_both_halves_of_a_hand_off() -> None:
     grant = msgspec.to_builtins(GRANT)
-    half = transfer(do_remote_decode=True, grant=grant, handoff_tokens=64, checkpoint_tokens=None)
-    assert half == RemoteDecode(GRANT, 64, None)
-    assert transfer(do_remote_decode=True, grant=grant) == RemoteDecode(GRANT, 100, None)
+    half = transfer(do_remote_decode=True, grant=grant, handoff_tokens=64)
+    assert half == RemoteDecode(GRANT, 64)
+    assert transfer(do_remote_decode=True, grant=grant) == RemoteDecode(GRANT, 100)
     assert transfer(do_remote_prefill=True, transfer_id="t-1") == RemotePrefill(TransferId("t-1"))
     assert transfer() is None
     assert transfer(do_remote_decode=False, do_remote_prefill=False) is None
@@ -111,12 +111,6 @@ def test_both_halves_of_a_hand_off() -> None:
         {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "t"},
         {"do_remote_decode": True, "grant": msgspec.to_builtins(GRANT), "handoff_tokens": 0},
         {"do_remote_decode": True, "grant": msgspec.to_builtins(GRANT), "handoff_tokens": 101},
-        {
-            "do_remote_decode": True,
-            "grant": msgspec.to_builtins(GRANT),
-            "handoff_tokens": 64,
-            "checkpoint_tokens": 65,
-        },
     ],
 )
 def test_half_a_hand_off_that_cannot_be(params: dict[str, Any]) -> None:

@@ -213,6 +213,22 @@ def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
     with_node(scenario, scales=Scales(time=0.1))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
+    async def scenario(node: Surfaced) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 3000}
+        asking = asyncio.create_task(node.stream(**asked) if stream else node.complete(**asked))
+        none = 'vllm:generation_tokens_total{engine="0",model_name="made-up"} 0.0'
+        while none in await metrics(node):
+            pass
+        await node.serving.drain(0.0)
+        answer = await asking
+        last = answer[-1] if stream else answer[1]
+        assert last["error"]["code"] == "draining"
+
+    with_node(scenario, scales=Scales(time=0.1))
+
+
 async def health(node: Surfaced) -> int:
     async with node.http.get("/health") as answer:
         return answer.status

@@ -210,7 +210,6 @@ async def _prefill(
         "do_remote_decode": True,
         "grant": msgspec.to_builtins(grant),
         "handoff_tokens": handoff_tokens,
-        "checkpoint_tokens": None,
     }
     asked = {**fields, "prompt": fields["prompt"][:handoff_tokens], "max_tokens": 1}
 

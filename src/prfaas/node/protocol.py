@@ -49,7 +49,6 @@ class TransferParams(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
     grant: Grant | None = None
     handoff_tokens: int | None = None
-    checkpoint_tokens: int | None = None
     transfer_id: str | None = None
 
 
@@ -104,11 +103,11 @@ class Completion(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemoteDecode:
-    """Prefill here, push the state to the receiver of `grant`, generate nothing."""
+    """Prefill here, push the state to the receiver of `grant` (and what it wants of boundaries on
+    the way), generate nothing."""
 
     grant: Grant
     handoff_tokens: int
-    checkpoint_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +162,7 @@ def transfer_of(request: Completion, prompt_tokens: int) -> Transfer:
             f"a hand-off after {tokens} of {prompt_tokens} tokens",
             "handoff_tokens must lie within the prompt",
         )
-    checkpoint = params.checkpoint_tokens
-    if checkpoint is not None and not 0 < checkpoint <= tokens:
-        raise _bad_transfer(
-            f"a checkpoint after {checkpoint} tokens", f"it must lie in 1 to {tokens}"
-        )
-    return RemoteDecode(params.grant, tokens, checkpoint)
+    return RemoteDecode(params.grant, tokens)
 
 
 def _bad_transfer(problem: str, fix: str) -> InputError:

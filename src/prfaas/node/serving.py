@@ -51,7 +51,16 @@ class Ongoing:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.ended_by: Literal["stop", "abort"] | None = None
         self.over = False
+        self.resumed_tokens = 0
+        self.generated_tokens = 0
         self._cancel_job = cancel_job
+
+    def __repr__(self) -> str:
+        half = type(self.work.transfer).__name__ if self.work.transfer is not None else "plain"
+        return (
+            f"{self.work.id} ({half}): {len(self.work.prompt)} prompt tokens, "
+            f"{self.resumed_tokens} of them resumed from, {self.generated_tokens} generated,"
+        )
 
     def cancel(self, because: Literal["stop", "abort"]) -> None:
         """Ends it soon; nothing when it has ended."""
@@ -128,7 +137,10 @@ class Serving:
             ending = Failed(failure)
         else:
             self._metrics.succeeded(ongoing.ended_by or ending.reason)
+            if ending.reason == "cancelled":  # whoever still listens must not take it for complete
+                ending = Failed(RequestFailed("draining", "cut off: this node is shutting down"))
         ongoing.over = True
+        _LOG.info("%s %s", ongoing, ending)
         ongoing.events.put_nowait(ending)
         self._ongoing.discard(ongoing)
         if not self._ongoing:
@@ -174,7 +186,6 @@ class Serving:
     async def _pass_on(
         self, ongoing: Ongoing, prepared: Prepared, inbox: asyncio.Queue[Event | _Lost]
     ) -> Ending:
-        begun = False
         last_s = ongoing.arrived_s
         while True:
             event = await inbox.get()
@@ -190,12 +201,15 @@ class Serving:
                 case Prefilled():
                     await self._commit(ongoing, prepared)
                     self._count_prompt(prepared, event)
+                    ongoing.resumed_tokens = event.resumed_tokens
                 case Token():
                     now = self._clock.now()
-                    histogram = self._metrics.step_s if begun else self._metrics.ttft_s
+                    first = ongoing.generated_tokens == 0
+                    histogram = self._metrics.ttft_s if first else self._metrics.step_s
                     histogram.observe(now - last_s)
                     self._metrics.generation_tokens.inc()
-                    begun, last_s = True, now
+                    ongoing.generated_tokens += 1
+                    last_s = now
             ongoing.events.put_nowait(event)
 
     async def _commit(self, ongoing: Ongoing, prepared: Prepared) -> None:
