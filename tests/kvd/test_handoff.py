@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +190,28 @@ def test_under_tls(tmp_path: Path) -> None:
             assert there.settled(grant)["state"] == "committed"
             with decode.attach(grant.transfer_id) as state:
                 assert_holds(state, prompt, 20)
+
+
+def test_many_at_once_with_shared_prefixes_and_aborts(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    shared = prompt_of(24)
+
+    def one(number: int) -> str:
+        prompt = [*shared, *prompt_of(5 + number % 17, seed=number)]
+        grant = there.grant(prompt)
+        lease = begun(prefill.begin(names(prompt), len(prompt), grant=grant))
+        if number % 5 == 0:
+            fill(lease, prompt, stop=24)
+            lease.abort("changed my mind")
+            return str(there.settled(grant)["state"])
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        with decode.attach(grant.transfer_id) as state:
+            assert_holds(state, prompt, len(prompt))
+        return "read"
+
+    with here.engine() as prefill, there.engine() as decode, ThreadPoolExecutor(10) as threads:
+        outcomes = Counter(threads.map(one, range(50)))
+        assert outcomes == {"read": 40, "failed": 10}
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
