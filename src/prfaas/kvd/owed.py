@@ -185,7 +185,9 @@ def stripes(
         )
     full_lanes = sum(len(g.layers) for g in spec.groups if isinstance(g, FullAttention))
     blocks = -(-tokens // block_tokens)
-    step = block_tokens * max(1, -(-blocks * full_lanes // MAX_STRIPES))
+    # One fewer of each lane than there is room for: the border of what was found cuts one in two.
+    per_lane = max(1, MAX_STRIPES // max(1, full_lanes) - 1)
+    step = block_tokens * -(-blocks // per_lane)
     found: list[Stripe] = []
     growing: list[Stripe] = []
     windows: list[Stripe] = []
