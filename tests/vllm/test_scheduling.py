@@ -193,6 +193,13 @@ def test_a_transfer_longer_than_the_prompt_is_no_answer(pair: Pair) -> None:
     pair.idle()
 
 
+def test_a_transfer_of_another_prompt_is_no_answer(pair: Pair) -> None:
+    params = pair.hand_off("mine", prompt_of(256, seed=8), 255)
+    pair.decode.add("mine", prompt_of(256, seed=9), params)
+    assert pair.decode.run("mine") == FAILED
+    pair.idle()
+
+
 @pytest.mark.parametrize(
     "params",
     [

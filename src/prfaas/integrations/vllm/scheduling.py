@@ -28,7 +28,7 @@ from prfaas.integrations.vllm.progress import Saving, loads
 from prfaas.integrations.vllm.steps import Load, Save, Steps
 from prfaas.kvd.client import KvdClient
 from prfaas.kvd.leases import ReadLease, WriteLease
-from prfaas.types import NotNow
+from prfaas.types import BlockHash, NotNow
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -74,8 +74,8 @@ class SchedulerSide:
     @property
     def completes_divergent_hits(self) -> bool:
         """Whether vLLM may count on attention blocks of its own whose state it has lost, because
-        the load brings the state. Not for a request whose transfer ends where that hit ends: it
-        would load nothing, and compute the whole prompt."""
+        the load brings the state. Not for a request that finds no more at the kvd than that hit:
+        it would load nothing, have no state there, and compute again what the kvd has."""
         return self._may_diverge and not self._reconciling
 
     # A request's life -----------------------------------------------------------------------------
@@ -98,22 +98,20 @@ class SchedulerSide:
     def loadable(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
-            case Producing() as job:
-                more = job.lease.match_tokens - computed_tokens
-                # At least one token is left to compute, or there is no step to save it with.
-                if more > 0 and job.lease.match_tokens < job.saving.tokens:
-                    return more, True
             case Consuming(done=False, lease=None):
                 return 1, True  # for an answer, vLLM must believe that there is a load
             case Consuming(done=False, lease=ReadLease() as lease):
-                if lease.tokens > computed_tokens:
-                    self._reconciling.discard(request.request_id)
-                    return lease.tokens - computed_tokens, True
-                if self.completes_divergent_hits:
-                    self._reconciling.add(request.request_id)
-                    return None, False
-                self._reconciling.discard(request.request_id)
-        return 0, False
+                reach = lease.tokens
+            case Producing() as job if job.lease.match_tokens < job.saving.tokens:
+                reach = job.lease.match_tokens
+            case _:  # a prefill that is there whole is computed again: a step must end it
+                return 0, False
+        if reach and reach <= computed_tokens and self.completes_divergent_hits:
+            self._reconciling.add(request.request_id)
+            return None, False
+        self._reconciling.discard(request.request_id)
+        more = max(0, reach - computed_tokens)
+        return more, more > 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         job = self._requests.get(request.request_id)
@@ -198,17 +196,11 @@ class SchedulerSide:
         if request.prompt_token_ids is None or request.mm_features:
             self._refuse(request, refused("invalid_request", "only text is handed off"))
             return
-        _cut(request, asked.handoff_tokens)
-        adapter = request.lora_request.lora_name if request.lora_request else ""
-        hashes = block_hashes(
-            request.prompt_token_ids,
-            self._layout.block_tokens,
-            salt=request.cache_salt or "",
-            adapter=adapter,
-        )
+        tokens = asked.handoff_tokens
+        _cut(request, tokens)
         try:
             lease = self._kvd.begin(
-                hashes, asked.handoff_tokens, checkpoint_tokens=(), grant=asked.grant
+                self._hashes(request, tokens), tokens, checkpoint_tokens=(), grant=asked.grant
             )
         except PrfaasError as error:
             self._refuse(request, refused("kvd_unavailable", str(error)))
@@ -219,7 +211,7 @@ class SchedulerSide:
             return
         saving = Saving(
             self._layout,
-            asked.handoff_tokens,
+            tokens,
             match_tokens=lease.match_tokens,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=lease.checkpoint_tokens,
@@ -232,11 +224,21 @@ class SchedulerSide:
         except PrfaasError as error:
             self._lost(request, str(error))
             return
-        if lease.tokens >= request.num_prompt_tokens:
+        hashes = self._hashes(request, lease.tokens)
+        if lease.tokens >= request.num_prompt_tokens or lease.ticket.hashes != tuple(hashes):
             lease.release()
-            self._lost(request, f"a transfer of {lease.tokens} tokens leaves none to compute")
+            what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
+            self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = Consuming(lease)
+
+    def _hashes(self, request: Request, tokens: int) -> list[BlockHash]:
+        return block_hashes(
+            (request.prompt_token_ids or [])[:tokens],
+            self._layout.block_tokens,
+            salt=request.cache_salt or "",
+            adapter=request.lora_request.lora_name if request.lora_request else "",
+        )
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         _LOG.warning("%s: not handed off: %s", request.request_id, answer["error"]["message"])
