@@ -32,10 +32,6 @@ class IncomingLife:
         self._dispatch_s = dispatch_s  # how long a commit waits for the gateway's next word
         self._deadline_s = 0.0  # meant for COMMITTED only
 
-    @property
-    def over(self) -> bool:
-        return self.stage in (Stage.RELEASED, Stage.FAILED)
-
     def committed(self, now: float) -> bool:
         """Everything is in place. False when it was aborted meanwhile: it has failed."""
         assert self.stage is Stage.GRANTED, self.stage
@@ -95,7 +91,6 @@ class WritingLife:
     def __init__(self, *, sending: bool) -> None:
         self.writer = Writer.WRITING
         self.sender = Sender.SENDING if sending else Sender.NONE
-        self.reason = ""
 
     @property
     def free(self) -> bool:
@@ -116,4 +111,3 @@ class WritingLife:
         """The transfer has ended; an empty reason: committed."""
         assert self.sender is Sender.SENDING, self.sender
         self.sender = Sender.FAILED if reason else Sender.SENT
-        self.reason = reason
