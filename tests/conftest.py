@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from hypothesis import settings
+
+# They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
+collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
 # The same examples for everybody, and no verdict on how fast a busy machine is. New ground is
 # broken by `make fuzz` and by changing code, not by chance in somebody else's run.

@@ -27,6 +27,8 @@ WITHIN_ROW = {
     ("catalog", "kvspec"),
     ("catalog", "config"),  # the strict TOML reader
     ("scheduler", "planner"),
+    ("node", "kvd"),  # the client's side of it, as is the next
+    ("integrations", "kvd"),
 }
 # Library -> the only parts that may import it.
 ROOMS = {

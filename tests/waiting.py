@@ -8,8 +8,8 @@ from collections.abc import Callable
 PATIENCE_S = 30.0  # how long a test waits for what must happen; never how long it takes
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
+def wait_until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:
+    until_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until_s, "it never came true"
         time.sleep(0.002)

@@ -64,6 +64,7 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant"
     skip_tokens: dict[str, int]  # per group: leading tokens the receiver already holds
     max_bytes: int
     deadline_s: float  # seconds from the answer to the first frame; frames renew the lease
+    checkpoint_tokens: tuple[int, ...] = ()  # states after these lengths are to be sent as well
 
 
 class NotNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="not_now"):

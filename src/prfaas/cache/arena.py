@@ -63,16 +63,16 @@ class Arena:
         self._map = mmap.mmap(fd, needed)
         self._view = memoryview(self._map)
 
-    def views(
+    def ranges(
         self, pages: Sequence[int], offset: int = 0, nbytes: int | None = None
-    ) -> list[memoryview]:
-        """Writable views, without copying, of `nbytes` bytes from `offset` of the unit that lies on
-        `pages`. Neighbouring pages come as one view."""
+    ) -> list[tuple[int, int]]:
+        """Where in the file `nbytes` bytes from `offset` of the unit that lies on `pages` are:
+        (start, stop) of each run of neighbouring pages."""
         length = len(pages) * self.page_bytes
         stop = length if nbytes is None else offset + nbytes
         if not 0 <= offset <= stop <= length:
             raise InputError(f"bytes {offset} to {stop} of a unit of {length}")
-        views: list[memoryview] = []
+        ranges: list[tuple[int, int]] = []
         start_byte = end_byte = -1  # of the run of neighbours being gathered
         while offset < stop:
             position, within = divmod(offset, self.page_bytes)
@@ -84,12 +84,22 @@ class Arena:
                 end_byte += count
             else:
                 if start_byte >= 0:
-                    views.append(self._view[start_byte:end_byte])
+                    ranges.append((start_byte, end_byte))
                 start_byte, end_byte = first, first + count
             offset += count
         if start_byte >= 0:
-            views.append(self._view[start_byte:end_byte])
-        return views
+            ranges.append((start_byte, end_byte))
+        return ranges
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Writable, without copying."""
+        return self._view[start:stop]
+
+    def views(
+        self, pages: Sequence[int], offset: int = 0, nbytes: int | None = None
+    ) -> list[memoryview]:
+        """Writable views, without copying, of what `ranges` finds."""
+        return [self._view[start:stop] for start, stop in self.ranges(pages, offset, nbytes)]
 
     def close(self) -> None:
         """Unmaps. Every view handed out must have been released."""

@@ -81,3 +81,14 @@ class PoolStats:
     spilled_blocks: int = 0
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, but not what was written
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full a pool is now."""
+
+    capacity_pages: int | None
+    used_pages: int
+    idle_pages: int  # of the used ones: prefixes that nobody holds, to be evicted when need be
+    leases: int
+    spilled_units: int  # on SSD

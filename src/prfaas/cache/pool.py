@@ -23,12 +23,13 @@ from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, hybrid_hit, rules_for
 from prfaas.cache.journal import Action, Journal
-from prfaas.cache.lease import Held, Lease, LeaseId, Match, PoolStats
+from prfaas.cache.lease import Held, Lease, LeaseId, Match, Occupancy, PoolStats
+from prfaas.cache.places import LeaseTables, segment_ranges
 from prfaas.cache.ssd import SpillFile
 from prfaas.cache.tree import Node, PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, growing_units
 from prfaas.errors import InputError
-from prfaas.kvspec import KVSpec, Segment, block_slices
+from prfaas.kvspec import KVSpec, Segment
 from prfaas.types import BlockHash, NotNow
 
 TOO_LARGE_RETRY_S = 3600.0  # it will not fit later either; come back with another pool
@@ -59,7 +60,6 @@ class HybridPrefixPool:
         self.layout = layout
         self.rules = rules_for(spec)
         self.stats = PoolStats()
-        self._group_index = {rule.name: index for index, rule in enumerate(self.rules)}
         self._has_full = any(not rule.closes for rule in self.rules)
         self._blocks = BlockPool(capacity_pages, eviction)
         self._tree = PrefixTree(len(self.rules))
@@ -85,6 +85,16 @@ class HybridPrefixPool:
             rule.name: self._blocks.pages_by_group[index] * self.layout.page_bytes
             for index, rule in enumerate(self.rules)
         }
+
+    def occupancy(self) -> Occupancy:
+        blocks = self._blocks
+        return Occupancy(
+            blocks.capacity_pages,
+            blocks.used_pages,
+            blocks.idle_pages,
+            len(self._leases),
+            len(self._spilled),
+        )
 
     def holdings(self) -> dict[str, list[BlockHash]]:
         """Every prefix block held, in either tier: what a snapshot for an index says."""
@@ -140,6 +150,16 @@ class HybridPrefixPool:
     def read_views(self, lease_id: LeaseId, segment: Segment) -> list[memoryview]:
         """A segment's bytes, in order: of the prefix found and, once committed, of the rest."""
         return self._views(segment, self._leases[lease_id].readable)
+
+    def tables(self, lease_id: LeaseId) -> LeaseTables:
+        """Which pages the lease's units are on: they stay there until it is released. For whoever
+        reads and writes them elsewhere; the rules of `read_views` and `write_views` hold."""
+        held = self._leases[lease_id]
+        readable = {key: block.pages for key, block in held.pinned.items()}
+        new = {key: block.pages for key, block in held.new.items()}
+        if held.committed:
+            return LeaseTables({**readable, **new}, {})
+        return LeaseTables(readable, new)
 
     # Giving back ----------------------------------------------------------------------------------
 
@@ -475,17 +495,15 @@ class HybridPrefixPool:
         return where // self.block_tokens - 1 if self.rules[group].kind == "linear" else where
 
     def _views(self, segment: Segment, unit: Callable[[UnitKey], Block | None]) -> list[memoryview]:
-        assert self._arena is not None, "a pool that keeps books only has no bytes"
-        slices = list(block_slices(self.spec, segment, self.block_tokens))
-        group = self._group_index[segment.group]
-        linear = self.rules[group].kind == "linear"
-        views: list[memoryview] = []
-        for piece in slices:
-            block = unit((group, segment.stop if linear else piece.block))
-            if block is None:
-                raise InputError(f"segment {segment.name} is not part of this lease")
-            views += self._arena.views(block.pages, piece.offset, piece.nbytes)
-        return views
+        arena = self._arena
+        assert arena is not None, "a pool that keeps books only has no bytes"
+
+        def pages_of(key: UnitKey) -> Sequence[int] | None:
+            block = unit(key)
+            return None if block is None else block.pages
+
+        ranges = segment_ranges(self.spec, self.block_tokens, arena, segment, pages_of)
+        return [arena.view(start, stop) for start, stop in ranges]
 
 
 def _in_order(blocks: Iterable[Block]) -> list[Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prfaas.errors import InputError
 from prfaas.types import Grant, TransferId
@@ -16,6 +16,7 @@ def new_grant(
     max_bytes: int,
     deadline_s: float,
     skip_tokens: Mapping[str, int] | None = None,
+    checkpoint_tokens: Sequence[int] = (),
 ) -> Grant:
     """A grant with a fresh id, and a token that only its holder knows."""
     return Grant(
@@ -25,6 +26,7 @@ def new_grant(
         skip_tokens=dict(skip_tokens or {}),
         max_bytes=max_bytes,
         deadline_s=deadline_s,
+        checkpoint_tokens=tuple(checkpoint_tokens),
     )
 
 

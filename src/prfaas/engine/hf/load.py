@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from prfaas.catalog.hf_file import read_hf_config
+from prfaas.engine.fingerprint import fingerprint
 from prfaas.engine.hf.shapes import LayerShape, layer_shapes
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
 from prfaas.types import Compat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SAMPLED_BYTES = 1 << 20  # of each end and the middle of a weights file, for its fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def load_model(
         device=torch_device,
         dtype=DTYPES[dtype_name],
         state_dtype=geometry.state_dtype,
-        revision="random" if random_weights else _fingerprint(path),
+        revision="random" if random_weights else fingerprint(path),
         max_tokens=text_config.max_position_embeddings,
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos(model.generation_config),
@@ -155,25 +153,6 @@ def _model(
 def _eos(generation: GenerationConfig) -> frozenset[int]:
     eos = generation.eos_token_id
     return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
-
-
-def _fingerprint(directory: Path) -> str:
-    """Tells checkpoints apart without reading all of them: the config, and of every weights file
-    its name, size, both ends and its middle."""
-    digest = hashlib.sha256(_canonical_config(directory))
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for at in (0, max(0, size // 2), max(0, size - SAMPLED_BYTES)):
-                file.seek(at)
-                digest.update(file.read(SAMPLED_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def _canonical_config(directory: Path) -> bytes:
-    config = json.loads((directory / "config.json").read_text())
-    return json.dumps(config, sort_keys=True).encode()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

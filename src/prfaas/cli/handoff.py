@@ -1,0 +1,336 @@
+"""`prfaas handoff`: plays the gateway for one request and shows every step of the hand-off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import click
+import msgspec
+from rich.table import Table
+
+from prfaas.cache.hashing import block_hashes
+from prfaas.cli.output import console, print_json
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.errors import InputError
+from prfaas.scheduler.handoff import handoff as handoff_length
+from prfaas.types import Compat, Grant, NotNow, OpenTransfer
+
+WAIT_S = 30.0  # of one long poll
+TIMEOUT_S = 600.0  # of a whole request
+DEFAULT_MAX_TOKENS = 16
+# Made-up prompts use ids that every vocabulary has, and that are text in a byte-level one.
+_MADE_UP_IDS = range(32, 127)
+
+
+@click.command()
+@click.argument("prefill_url")
+@click.argument("decode_url")
+@click.option("--prompt", help="Text; the decode node tokenises it.")
+@click.option("--tokens", type=int, help="Instead: a made-up prompt of so many tokens.")
+@click.option("--seed", default=0, show_default=True, help="Of the made-up prompt.")
+@click.option("--prefill-kvd", help="URL; a `prfaas node` knows its own.")
+@click.option("--decode-kvd", help="URL; a `prfaas node` knows its own.")
+@click.option("--max-tokens", default=DEFAULT_MAX_TOKENS, show_default=True)
+@click.option("--salt", default="", help="The tenant's cache salt.")
+@click.option("--compare", is_flag=True, help="Also answer on the prefill node alone, and compare.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def handoff(
+    prefill_url: str,
+    decode_url: str,
+    prompt: str | None,
+    tokens: int | None,
+    seed: int,
+    prefill_kvd: str | None,
+    decode_kvd: str | None,
+    max_tokens: int,
+    salt: str,
+    compare: bool,
+    as_json: bool,
+) -> None:
+    """Prefill one prompt at PREFILL_URL, hand its state over, and decode it at DECODE_URL.
+
+    The first check of a new pair: grant, prefill, the transfer's commit and decode, each with its
+    time and bytes. With --compare the same greedy answer is computed on the prefill node
+    alone, and a difference is an error.
+
+    \b
+      prfaas handoff http://prefill:8000 http://decode:8000 --tokens 4000 --compare
+      prfaas handoff http://p:8000 http://d:8000 --prompt "Once" --decode-kvd http://d:7000
+    """
+    if (prompt is None) == (tokens is None):
+        raise InputError("which prompt?", fix="give either --prompt or --tokens")
+    if tokens is not None and tokens < 1:
+        raise InputError(f"{tokens}", where="--tokens", fix="give at least 1")
+    text = (
+        prompt if prompt is not None else random.Random(seed).choices(_MADE_UP_IDS, k=tokens or 1)
+    )
+    pair = Pair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd)
+    story = asyncio.run(_play(pair, text, max_tokens, salt, compare, MonotonicClock()))
+    if as_json:
+        print_json(story.as_dict())
+    else:
+        _show(story)
+    if compare and story.expected != story.answer:
+        raise click.ClickException("the hand-off changed the answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill_url: str
+    decode_url: str
+    prefill_kvd: str | None
+    decode_kvd: str | None
+
+
+@dataclass(slots=True)
+class Step:
+    name: str
+    began_s: float
+    took_s: float
+    nbytes: int | None = None
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Story:
+    """One hand-off, step by step; times count from its beginning."""
+
+    prompt_tokens: int
+    handoff_tokens: int
+    steps: list[Step] = field(default_factory=list)
+    answer: list[int] | None = None
+    text: str = ""
+    expected: list[int] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
+
+
+class _Node:
+    """A node and its kvd, as a gateway sees them."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, card: dict[str, Any], kvd: str | None
+    ):
+        ours = card.get("prfaas") or {}
+        self.http = http
+        self.url = url
+        self.model = card["id"]
+        self.kvd = kvd or ours.get("kvd_url")
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        answer = await _json(
+            self.http,
+            "POST",
+            f"{self.url}/v1/completions",
+            {"model": self.model, "temperature": 0.0, "return_token_ids": True, **fields},
+        )
+        assert isinstance(answer, dict)
+        return answer
+
+
+async def _play(
+    pair: Pair, prompt: str | list[int], max_tokens: int, salt: str, compare: bool, clock: Clock
+) -> Story:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        prefill = await _node(http, pair.prefill_url, pair.prefill_kvd)
+        decode = await _node(http, pair.decode_url, pair.decode_kvd)
+        ids = await _ids(decode, prompt)
+        fields = {"prompt": ids, "max_tokens": max_tokens, "cache_salt": salt}
+        if decode.kvd is None:
+            raise InputError(
+                f"{decode.url} does not name its kvd", where="--decode-kvd", fix="give its URL"
+            )
+        compat = await _compat(http, decode.kvd)
+        length = handoff_length(len(ids), compat.block_tokens, resumable=False)
+        story = Story(len(ids), length.handoff_tokens)
+        timer = _Timer(story, clock)
+        transfer: dict[str, Any] = {}
+        if length.handoff_tokens:
+            sender = await _compat(http, prefill.kvd) if prefill.kvd is not None else compat
+            hashes = block_hashes(ids[: length.handoff_tokens], compat.block_tokens, salt=salt)
+            grant = await _open(
+                decode, timer, OpenTransfer(tuple(hashes), length.handoff_tokens, sender)
+            )
+            await _prefill(prefill, decode, timer, grant, fields, length.handoff_tokens)
+            transfer = {
+                "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
+            }
+        with timer.step("decode") as step:
+            answer = await decode.complete(**fields, **transfer)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            step.note = (
+                f"{answer['usage']['completion_tokens']} tokens, {cached} of the prompt's read"
+            )
+        (choice,) = answer["choices"]
+        story.answer, story.text = choice["token_ids"], choice["text"]
+        if compare:
+            with timer.step("compare"):
+                # Under a salt that nobody has used: whatever is cached is left alone.
+                nobody = secrets.token_hex(8)
+                alone = await prefill.complete(**{**fields, "cache_salt": nobody})
+            story.expected = alone["choices"][0]["token_ids"]
+    return story
+
+
+async def _open(decode: _Node, timer: _Timer, asked: OpenTransfer) -> Grant:
+    with timer.step("grant") as step:
+        url = f"{decode.kvd}/v1/open"
+        raw = await _json(decode.http, "POST", url, msgspec.to_builtins(asked))
+        answer = msgspec.convert(raw, Grant | NotNow)
+        if isinstance(answer, NotNow):
+            raise InputError(
+                f"not now: {answer.reason}",
+                where=url,
+                fix=f"try again in {answer.retry_after_s:g} s",
+            )
+        held = ", ".join(f"{tokens} of {group}" for group, tokens in answer.skip_tokens.items())
+        step.note = f"bytes at most; to {answer.data_address}; tokens held there: {held or 'none'}"
+        step.nbytes = answer.max_bytes
+    return answer
+
+
+async def _prefill(
+    prefill: _Node,
+    decode: _Node,
+    timer: _Timer,
+    grant: Grant,
+    fields: dict[str, Any],
+    handoff_tokens: int,
+) -> None:
+    """The commit is learnt at the receiver, while the prefill's own answer is under way."""
+    params = {
+        "do_remote_decode": True,
+        "grant": msgspec.to_builtins(grant),
+        "handoff_tokens": handoff_tokens,
+    }
+    asked = {**fields, "prompt": fields["prompt"][:handoff_tokens], "max_tokens": 1}
+
+    async def compute() -> None:
+        with timer.step("prefill") as step:
+            answer = await prefill.complete(**asked, kv_transfer_params=params)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            step.note = f"{handoff_tokens} tokens, {cached} of them cached"
+
+    async def commit() -> Step:
+        with timer.step("commit") as step:
+            await _committed(decode, grant)
+        return step
+
+    computing, committing = asyncio.create_task(compute()), asyncio.create_task(commit())
+    try:
+        await asyncio.gather(computing, committing)
+    except BaseException:
+        for task in (computing, committing):
+            task.cancel()
+        await asyncio.gather(computing, committing, return_exceptions=True)
+        raise
+    if prefill.kvd is not None:  # which knows of the transfer since the prefill has begun
+        sent = await _json(prefill.http, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
+        committed = committing.result()
+        committed.nbytes, committed.note = sent["nbytes"], "bytes sent"
+
+
+async def _committed(decode: _Node, grant: Grant) -> None:
+    while True:
+        url = f"{decode.kvd}/v1/transfers/{grant.transfer_id}?wait_s={WAIT_S:g}"
+        status = await _json(decode.http, "GET", url)
+        if status["state"] == "committed":
+            return
+        if status["state"] != "granted":
+            raise InputError(f"the transfer is {status['state']}: {status['reason']}", where=url)
+
+
+async def _node(http: aiohttp.ClientSession, url: str, kvd: str | None) -> _Node:
+    models = await _json(http, "GET", f"{url}/v1/models")
+    return _Node(http, url, models["data"][0], kvd)
+
+
+async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    body = {"model": node.model, "prompt": prompt}
+    ids: list[int] = (await _json(node.http, "POST", f"{node.url}/tokenize", body))["tokens"]
+    return ids
+
+
+async def _compat(http: aiohttp.ClientSession, kvd: str) -> Compat:
+    pool = (await _json(http, "GET", f"{kvd}/v1/stats"))["pool"]
+    if pool is None:
+        raise InputError("no engine has registered there", where=kvd, fix="start its engine first")
+    return msgspec.convert(pool["compat"], Compat)
+
+
+async def _json(http: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
+    try:
+        async with http.request(method, url, json=body) as answer:
+            data = await answer.read()
+            if answer.status >= 400:
+                problem = data.decode(errors="replace").strip()
+                raise InputError(f"HTTP {answer.status}: {problem}", where=url)
+            return msgspec.json.decode(data)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise InputError(f"no answer: {error}", where=url, fix="is it running?") from None
+    except msgspec.DecodeError as error:
+        raise InputError(f"not JSON: {error}", where=url) from None
+
+
+# Showing ------------------------------------------------------------------------------------------
+
+
+class _Timing:
+    def __init__(self, timer: _Timer, name: str) -> None:
+        self._timer = timer
+        self._name = name
+
+    def __enter__(self) -> Step:
+        self._step = Step(self._name, self._timer.now(), 0.0)
+        self._timer.story.steps.append(self._step)
+        return self._step
+
+    def __exit__(self, *_: object) -> None:
+        self._step.took_s = self._timer.now() - self._step.began_s
+
+
+class _Timer:
+    def __init__(self, story: Story, clock: Clock) -> None:
+        self.story = story
+        self._clock = clock
+        self._began_s = clock.now()
+
+    def now(self) -> float:
+        return self._clock.now() - self._began_s
+
+    def step(self, name: str) -> _Timing:
+        return _Timing(self, name)
+
+
+def _show(story: Story) -> None:
+    screen = console()
+    title = f"{story.prompt_tokens:,} tokens, {story.handoff_tokens:,} of them handed off"
+    table = Table(title=title, title_justify="left")
+    for column, justify in (
+        ("step", "left"),
+        ("began (ms)", "right"),
+        ("took (ms)", "right"),
+        ("bytes", "right"),
+        ("", "left"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for step in story.steps:
+        nbytes = "" if step.nbytes is None else f"{step.nbytes:,}"
+        table.add_row(
+            step.name, f"{step.began_s * 1e3:,.1f}", f"{step.took_s * 1e3:,.1f}", nbytes, step.note
+        )
+    screen.print(table)
+    screen.print(f"answer: {story.text!r}", markup=False)
+    if story.expected is not None:
+        same = story.expected == story.answer
+        screen.print("the same as on one node" if same else "NOT the answer of one node")

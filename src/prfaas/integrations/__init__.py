@@ -1,0 +1,1 @@
+"""prfaas inside other people's engines."""

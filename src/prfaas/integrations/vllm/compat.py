@@ -1,0 +1,105 @@
+"""What depends on vLLM's version, and what two vLLM engines must agree on to share blocks.
+
+The only file that looks at the version. Two engines exchange native blocks, so everything that
+decides what is inside one goes into `Compat.layout`: engines that differ in it are refused at the
+grant, as are engines of another kind, whose layout has another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as VLLM_VERSION
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from prfaas.engine.fingerprint import fingerprint
+from prfaas.errors import InputError
+from prfaas.types import Compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+OLDEST = (0, 32)  # the first to tell a failed load of a hybrid model from a finished one
+
+
+def check_version(version: str = VLLM_VERSION) -> None:
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < OLDEST:
+        raise InputError(
+            f"vLLM {version} cannot report a failed load of a hybrid model",
+            fix=f"use vLLM {'.'.join(map(str, OLDEST))} or newer",
+        )
+
+
+def check_config(config: VllmConfig) -> None:
+    """What the connector does not move is refused at the start, not found out by a request."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise InputError(f"{name} is {getattr(parallel, name)}", fix="it must be 1")
+    transfer = config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise InputError(f"kv_role is {transfer.kv_role}", fix="use kv_both: roles are assigned")
+    if transfer.kv_load_failure_policy != "fail":
+        raise InputError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy}",
+            fix="use fail: the gateway re-issues, a decode server does not prefill long prompts",
+        )
+
+
+def compat_of(config: VllmConfig, caches: KVCacheConfig, block_tokens: int) -> Compat:
+    model: Any = config.model_config
+    states = [spec for spec in _specs(caches) if isinstance(spec, MambaSpec)]
+    attention = [spec for spec in _specs(caches) if not isinstance(spec, MambaSpec)]
+    return Compat(
+        model=model.architecture,
+        revision=_revision(model),
+        kv_dtype=_names(spec.dtype for spec in attention),
+        state_dtype=_names(dtype for spec in states for dtype in spec.dtypes),
+        block_tokens=block_tokens,
+        layout=_layout(config, caches),
+        tensor_parallel=config.parallel_config.tensor_parallel_size,
+    )
+
+
+def _layout(config: VllmConfig, caches: KVCacheConfig) -> str:
+    release = ".".join(VLLM_VERSION.split("+")[0].split(".")[:2])
+    details = [repr(group.kv_cache_spec) for group in caches.transfer_groups]
+    details += [str(caches.kv_cache_layout), str(envs.VLLM_SSM_CONV_STATE_LAYOUT)]
+    details += [str(config.attention_config.backend), _instructions(caches)]
+    digest = hashlib.sha256("\n".join(details).encode()).hexdigest()[:12]
+    return f"vllm {release} {current_platform.device_type} blocks {digest}"
+
+
+def _instructions(caches: KVCacheConfig) -> str:
+    """A CPU's attention packs blocks for its instruction set."""
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return " ".join(
+        _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+        for spec in _specs(caches)
+        if not isinstance(spec, MambaSpec)
+    )
+
+
+def _revision(model: Any) -> str:
+    directory = Path(model.model)
+    if (directory / "config.json").is_file():
+        return fingerprint(directory)
+    return f"{model.model}@{model.revision or 'main'}"
+
+
+def _specs(caches: KVCacheConfig) -> list[Any]:
+    return [group.kv_cache_spec for group in caches.transfer_groups]
+
+
+def _names(dtypes: Any) -> str:
+    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+    return "+".join(names) or "none"

@@ -1,0 +1,181 @@
+"""PrfaasConnector: vLLM's hooks, handed to the side they belong to. No decisions here.
+
+vLLM makes one object in the scheduler's process and one in each worker's. Both register at the
+host's kvd; the scheduler's side owns leases, workers join them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from prfaas.errors import InputError
+from prfaas.integrations.vllm import compat
+from prfaas.integrations.vllm.events import EventRelay
+from prfaas.integrations.vllm.layout import NativeLayout, native_layout
+from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
+from prfaas.integrations.vllm.scheduling import SchedulerSide
+from prfaas.integrations.vllm.steps import Steps
+from prfaas.integrations.vllm.working import WorkerSide
+from prfaas.kvd.client import KvdClient
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_version()
+        compat.check_config(vllm_config)
+        layout = native_layout(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
+        kvd = _client(vllm_config, kv_cache_config, layout)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._relay: EventRelay | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(kvd, layout)
+            self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, layout)
+        else:
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerSide(kvd, layout, rank, kv_cache_config.num_blocks)
+
+    # In the scheduler's process -------------------------------------------------------------------
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self._scheduler is not None and self._scheduler.completes_divergent_hits
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduling.loadable(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids  # type: ignore[no-any-return]
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Steps:
+        return self._scheduling.steps(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.told(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request)
+
+    # In a worker's process ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._working.use(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Steps) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._working.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._working.start_loads(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are finished before a request's first step."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._working.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._working.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._working.results(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=results.ended,
+            finished_recving=results.loaded,
+            failed_recving=results.failed,
+        )
+
+    # Both -----------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> PrfaasStats | None:
+        counts = (self._scheduler or self._working).take_counts()
+        return PrfaasStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrfaasStats:
+        return PrfaasStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrfaasPromMetrics:
+        return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers report themselves between the pieces of a graph only."""
+        return True
+
+    def shutdown(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+        (self._scheduler or self._working).close()
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a hook of the scheduler's process"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "a hook of a worker's process"
+        return self._worker
+
+
+def _client(config: VllmConfig, caches: KVCacheConfig, layout: NativeLayout) -> KvdClient:
+    transfer: Any = config.kv_transfer_config
+    path = transfer.get_from_extra_config("kvd", None)
+    if not path:
+        raise InputError(
+            "no kvd is named",
+            where="kv_connector_extra_config",
+            fix='add "kvd": the socket that `prfaas kvd` was started with',
+        )
+    return KvdClient(
+        path,
+        engine_id=transfer.engine_id,
+        spec=layout.spec,
+        block_tokens=layout.block_tokens,
+        compat=compat.compat_of(config, caches, layout.block_tokens),
+        whole_blocks=True,
+        url=transfer.get_from_extra_config("url", None),
+    )

@@ -1,0 +1,63 @@
+"""vLLM's own cache events, read from its publisher on this host and handed to the kvd.
+
+The kvd passes hashes on to gateways; the events' token ids stay on this host. A payload that the
+kvd cannot take is gone, and the gap in its numbers makes gateways ask again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import zmq
+
+from prfaas.errors import PrfaasError
+from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.kvd.client import KvdClient
+
+_LOG = logging.getLogger(__name__)
+_POLL_MS = 200  # how soon a close is noticed
+
+
+class EventRelay:
+    def __init__(self, endpoint: str, topic: str, kvd: KvdClient, names: dict[int, str]) -> None:
+        self._endpoint = endpoint.replace("*", "127.0.0.1")
+        self._topic = topic
+        self._kvd = kvd
+        self._names = names
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prfaas-events", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, config: Any, kvd: KvdClient, layout: NativeLayout) -> EventRelay | None:
+        """None unless vLLM publishes events over ZMQ."""
+        if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+            return None
+        names = {group.index: group.spec.name for group in layout.groups}
+        return cls(config.endpoint, config.topic, kvd, names)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+        socket.connect(self._endpoint)
+        try:
+            while not self._stop.is_set():
+                if socket.poll(_POLL_MS):
+                    self._pass_on(socket.recv_multipart()[-1])
+        finally:
+            socket.close()
+            context.term()
+
+    def _pass_on(self, payload: bytes) -> None:
+        try:
+            self._kvd.publish(payload, self._names)
+        except PrfaasError as error:
+            _LOG.warning("cache events are lost: %s", error)

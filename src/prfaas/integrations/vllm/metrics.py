@@ -1,0 +1,62 @@
+"""What the connector counts, on its way through vLLM to Prometheus: sums, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS = {
+    "handoffs": "Prefills whose state is complete at the kvd",
+    "refusals": "Prefills that were not handed off",
+    "lost": "Decodes that found nothing to continue from",
+    "loaded_tokens": "Tokens loaded from the kvd instead of computed",
+    "saved_bytes": "Bytes of native blocks copied to the kvd",
+    "loaded_bytes": "Bytes of native blocks copied from the kvd",
+}
+
+
+class PrfaasStats(KVConnectorStats):
+    """Sums by the names of `COUNTERS`."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: PrfaasStats) -> PrfaasStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PrfaasPromMetrics(KVConnectorPromMetrics):
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counters = {
+            name: self._counter_cls(f"prfaas_connector_{name}", text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        # Named at once, so that a counter that never moved reads 0.
+        self._counters: dict[int, dict[str, Counter]] = {
+            engine: {name: counter.labels(*labels) for name, counter in counters.items()}
+            for engine, labels in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            self._counters[engine_idx][name].inc(value)

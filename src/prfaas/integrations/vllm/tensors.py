@@ -1,0 +1,62 @@
+"""vLLM's cache tensors as bytes, and copies between their blocks and a kvd's pages.
+
+Knows nothing of requests, leases or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from prfaas.errors import InputError
+
+
+def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """One layer's cache as [block, byte], without copying. Layers share storage, so the stride
+    between blocks may be longer than a block; vLLM may also count in smaller kernel blocks."""
+    rows, rest = divmod(cache.shape[0], num_blocks)
+    row_bytes = cache[0].numel() * cache.element_size()
+    stride_bytes = cache.stride(0) * cache.element_size()
+    if rest or not cache[0].is_contiguous() or (rows > 1 and row_bytes != stride_bytes):
+        raise InputError(
+            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} for "
+            f"{num_blocks} blocks",
+            fix="use an attention backend whose blocks are contiguous",
+        )
+    storage = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    storage.set_(cache.untyped_storage())
+    start = cache.storage_offset() * cache.element_size()
+    return storage.as_strided((num_blocks, rows * row_bytes), (rows * stride_bytes, 1), start)
+
+
+def save(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+    """Engine to pages. The bytes are in place when this returns."""
+    for piece, page in _pieces(blocks, block_ids, pages):
+        page.copy_(piece)
+
+
+def load(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+    """Pages to engine. The bytes are in place when this returns."""
+    for piece, page in _pieces(blocks, block_ids, pages):
+        piece.copy_(page)
+    if blocks.is_cuda:
+        torch.cuda.current_stream(blocks.device).synchronize()
+
+
+def _pieces(
+    blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Stretches that are contiguous on both sides: pages end where they like."""
+    block_bytes = blocks.shape[1]
+    assert sum(page.nbytes for page in pages) == block_bytes * len(block_ids)
+    at = 0
+    for view in pages:
+        page = torch.frombuffer(view, dtype=torch.uint8)
+        done = 0
+        while done < len(page):
+            index, within = divmod(at, block_bytes)
+            count = min(block_bytes - within, len(page) - done)
+            yield blocks[block_ids[index], within : within + count], page[done : done + count]
+            done += count
+            at += count

@@ -1,0 +1,101 @@
+"""Cache events of this host's nodes (its pool, its engines), kept for replay. Hashes only.
+
+Numbers are per node and without gaps. Whoever asks for what is no longer kept is told to take a
+snapshot. No sockets: waiting is on an event of the loop that owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from prfaas.cache.hashing import EngineHashes, hash_events
+from prfaas.types import BlockHash, HashEvent, NodeId
+
+KEPT_EVENTS = 10_000  # per node
+
+
+class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Events from the number asked for, or `snapshot`: everything held, when those are gone."""
+
+    node: NodeId
+    instance: str  # of the kvd's process: numbers begin anew with another one
+    next_seq: int
+    events: tuple[HashEvent, ...] = ()
+    snapshot: dict[str, tuple[bytes, ...]] | None = None
+
+
+class EventLog:
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._kept: dict[NodeId, deque[HashEvent]] = {}
+        self._next: dict[NodeId, int] = {}
+        self._engines: dict[NodeId, EngineHashes] = {}
+        self._arrived = asyncio.Event()
+
+    @property
+    def nodes(self) -> dict[NodeId, int]:
+        """Each node's next number."""
+        return dict(self._next)
+
+    def next_seq(self, node: NodeId) -> int:
+        return self._next.get(node, 0)
+
+    def add(self, node: NodeId, events: Sequence[HashEvent]) -> None:
+        if events:
+            self._kept.setdefault(node, deque(maxlen=KEPT_EVENTS)).extend(events)
+            self._advance(node, events[-1].seq + 1)
+
+    def publish(self, node: NodeId, payload: bytes, group_names: Mapping[int, str]) -> None:
+        """An engine's own events, in vLLM's format."""
+        engine = self._engines.get(node)
+        if engine is None:
+            engine = EngineHashes(node, group_names, self.next_seq(node))
+            self._engines[node] = engine
+        self.add(node, hash_events(engine, payload))
+        self._advance(node, engine.next_seq)  # beyond the last event: one could not be read
+
+    def forget_engine(self, node: NodeId) -> None:
+        """The engine is gone, and with it what it held."""
+        engine = self._engines.pop(node, None)
+        if engine is not None:
+            self.add(node, hash_events(engine, _CLEARED))
+
+    def page(
+        self, node: NodeId, since: int, pool: Mapping[str, Sequence[BlockHash]] | None
+    ) -> EventPage:
+        """Events from number `since` on. `pool`: what the pool holds, when `node` is the pool;
+        `since` of -1 asks for a snapshot."""
+        after = self.next_seq(node)
+        kept = self._kept.get(node, deque())
+        wanted = tuple(event for event in kept if event.seq >= since)
+        whole = [event.seq for event in wanted] == list(range(since, after))
+        if since >= 0 and since <= after and whole:
+            return EventPage(node, self._instance, after, wanted)
+        held = pool
+        if held is None:
+            engine = self._engines.get(node)
+            held = engine.holdings() if engine is not None else {}
+        snapshot: dict[str, tuple[bytes, ...]] = {g: tuple(hashes) for g, hashes in held.items()}
+        return EventPage(node, self._instance, after, snapshot=snapshot)
+
+    async def wait(self, node: NodeId, since: int, wait_s: float) -> None:
+        """Until there is an event of that number, or the time is over."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while self.next_seq(node) == since:
+                    await self._arrived.wait()
+        except TimeoutError:
+            pass
+
+    def _advance(self, node: NodeId, next_seq: int) -> None:
+        if next_seq != self._next.get(node):
+            self._next[node] = next_seq
+            arrived, self._arrived = self._arrived, asyncio.Event()
+            arrived.set()
+
+
+_CLEARED = msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]])

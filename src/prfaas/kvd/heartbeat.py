@@ -1,0 +1,45 @@
+"""Tells gateways that this kvd is here, again and again. A gateway that does not answer is tried
+again at the next beat; nothing here depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from prfaas.kvd.report import Report, Reporter
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+_ANSWER_S = 5.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The body of a gateway's /prfaas/v1/register."""
+
+    kvd_url: str
+    report: Report
+
+
+async def beat(http: aiohttp.ClientSession, gateway: str, kvd_url: str, reporter: Reporter) -> None:
+    """Until cancelled."""
+    url = f"{gateway.rstrip('/')}/prfaas/v1/register"
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    heard = None
+    while True:
+        body = msgspec.json.encode(Heartbeat(kvd_url, reporter.report()))
+        headers = {"Content-Type": "application/json"}
+        problem = ""
+        try:
+            async with http.post(url, data=body, headers=headers, timeout=timeout) as response:
+                if response.status >= 400:
+                    problem = f"answers {response.status}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = str(error) or type(error).__name__
+        if heard != (not problem):
+            heard = not problem
+            log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
+        await asyncio.sleep(BEAT_S)

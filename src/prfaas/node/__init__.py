@@ -1,0 +1,1 @@
+"""An engine behind vLLM's HTTP surface, attached to its kvd. Prefills and decodes."""

@@ -1,0 +1,121 @@
+"""From the pool's `HashEvent`s back to vLLM's KV events, for whoever reads those.
+
+The kvd says which blocks its pool stored and removed, by hash; vLLM's events also carry a block's
+tokens, its parent and the tenant's salt. The node knows those of every prompt it has served. What
+arrived by a transfer is announced when the request that continues it brings the tokens. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from prfaas.kvspec import FullAttention, KVSpec, SlidingWindow
+from prfaas.types import BlockHash, HashEvent
+
+# Names are needed from a prompt's arrival until its blocks are stored, which is soon.
+KEPT_NAMES = 65_536
+_MEDIUM = "GPU"  # what vLLM says of the only tier its readers count on
+
+
+class _Named(NamedTuple):
+    parent: BlockHash | None
+    tokens: array[int]
+    salt: str
+
+
+class Announcer:
+    def __init__(self, spec: KVSpec, block_tokens: int, kept_names: int = KEPT_NAMES) -> None:
+        self._spec = spec
+        self.block_tokens = block_tokens
+        self._kept_names = kept_names
+        self._groups = {group.name: index for index, group in enumerate(spec.groups)}
+        self._named: OrderedDict[BlockHash, _Named] = OrderedDict()  # last used last
+        self._unnamed: OrderedDict[tuple[BlockHash, str], None] = OrderedDict()  # stored, no tokens
+
+    def learn(
+        self, tokens: Sequence[int], hashes: Sequence[BlockHash], salt: str
+    ) -> list[dict[str, Any]]:
+        """A prompt and the names of its blocks; events of those that were stored before it came."""
+        size = self.block_tokens
+        parent: BlockHash | None = None
+        late: dict[str, list[BlockHash]] = {}
+        for position, name in enumerate(hashes):
+            if name not in self._named:
+                block = array("I", tokens[position * size : (position + 1) * size])
+                self._named[name] = _Named(parent, block, salt)
+            self._named.move_to_end(name)
+            for group in self._groups:
+                if (name, group) in self._unnamed:
+                    del self._unnamed[name, group]
+                    late.setdefault(group, []).append(name)
+            parent = name
+        while len(self._named) > self._kept_names:
+            self._named.popitem(last=False)
+        return [event for group, names in late.items() for event in self._stored(group, names)]
+
+    def translate(self, event: HashEvent) -> list[dict[str, Any]]:
+        names = [BlockHash(name) for name in event.hashes]
+        if event.action == "stored":
+            unknown = [name for name in names if name not in self._named]
+            self._unnamed.update(dict.fromkeys((name, event.group) for name in unknown))
+            while len(self._unnamed) > self._kept_names:
+                self._unnamed.popitem(last=False)
+            return self._stored(event.group, [name for name in names if name in self._named])
+        gone = [name for name in names if (name, event.group) not in self._unnamed]
+        for name in names:
+            self._unnamed.pop((name, event.group), None)
+        if not gone:
+            return []
+        return [
+            {
+                "type": "BlockRemoved",
+                "block_hashes": gone,
+                "medium": _MEDIUM,
+                "group_idx": self._groups[event.group],
+            }
+        ]
+
+    def cleared(self) -> list[dict[str, Any]]:
+        """The pool began anew."""
+        self._unnamed.clear()
+        return [{"type": "AllBlocksCleared"}]
+
+    def _stored(self, group: str, names: Sequence[BlockHash]) -> list[dict[str, Any]]:
+        return [self._stored_run(group, run) for run in self._runs(names)]
+
+    def _runs(self, names: Iterable[BlockHash]) -> list[list[BlockHash]]:
+        """One event can name only blocks of which each is the next one's parent."""
+        runs: list[list[BlockHash]] = []
+        for name in names:
+            if runs and self._named[name].parent == runs[-1][-1]:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        return runs
+
+    def _stored_run(self, group: str, run: Sequence[BlockHash]) -> dict[str, Any]:
+        blocks = [self._named[name] for name in run]
+        first, kind = blocks[0], self._spec[group]
+        salted = [first.salt] if first.salt and first.parent is None else None
+        event: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": list(run),
+            "parent_block_hash": first.parent,
+            "token_ids": [token for block in blocks for token in block.tokens],
+            "block_size": self.block_tokens,
+            "lora_id": None,
+            "medium": _MEDIUM,
+            "lora_name": None,
+            "extra_keys": [salted, *([None] * (len(run) - 1))],
+            "group_idx": self._groups[group],
+            "kv_cache_spec_kind": "mamba",
+        }
+        if isinstance(kind, FullAttention):
+            event["kv_cache_spec_kind"] = "full_attention"
+        elif isinstance(kind, SlidingWindow):
+            event["kv_cache_spec_kind"] = "sliding_window"
+            event["kv_cache_spec_sliding_window"] = kind.window
+        return event

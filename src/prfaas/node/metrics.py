@@ -1,0 +1,110 @@
+"""What a node counts, under vLLM's names where vLLM has one, so that one scraper reads both.
+
+Gauges are read from the engine when somebody asks; histograms and counters are fed by requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from prfaas.engine.api import EngineStats, Limits
+
+# Seconds. vLLM's own bounds, thinned out.
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+_STEP_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LABELS = ("model_name", "engine")
+
+
+class NodeMetrics:
+    def __init__(self, model: str, block_tokens: int, limits: Limits) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = (model, "0")
+        self._limits = limits
+        self._running = self._gauge("vllm:num_requests_running", "Requests being computed.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 1 is all of it.")
+        config = Gauge(
+            "vllm:cache_config_info",
+            "What the cache was set up with.",
+            (*_LABELS, "block_size"),
+            registry=self.registry,
+        )
+        config.labels(*self._labels, str(block_tokens)).set(1)
+        self.queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the pool.")
+        self.external_queries = self._counter(
+            "vllm:external_prefix_cache_queries", "Prompt tokens asked of a transfer."
+        )
+        self.external_hits = self._counter(
+            "vllm:external_prefix_cache_hits", "Prompt tokens that a transfer brought."
+        )
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.ttft_s = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S
+        )
+        self.step_s = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of one request.", _STEP_S
+        )
+        self.exported_bytes = self._counter(
+            "prfaas_node_exported_bytes", "State written to the kvd's pages."
+        )
+        self.unpooled = self._counter(
+            "prfaas_node_unpooled_requests",
+            "Plain requests computed without the pool: no room in it, or no kvd.",
+        )
+        self._by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their state came from.",
+            (*_LABELS, "source"),
+            registry=self.registry,
+        )
+        self._succeeded = Counter(
+            "vllm:request_success",
+            "Requests that ended, by why.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._failed = Counter(
+            "prfaas_node_failed_requests",
+            "Requests that ended with an error, by its code.",
+            (*_LABELS, "code"),
+            registry=self.registry,
+        )
+
+    def computed(self, *, computed: int, local: int, external: int) -> None:
+        """The prompt of one request is there."""
+        self.prompt_tokens.inc(computed + local + external)
+        for source, tokens in (
+            ("local_compute", computed),
+            ("local_cache_hit", local),
+            ("external_kv_transfer", external),
+        ):
+            self._by_source.labels(*self._labels, source).inc(tokens)
+
+    def succeeded(self, reason: str) -> None:
+        self._succeeded.labels(*self._labels, reason).inc()
+
+    def failed(self, code: str) -> None:
+        self._failed.labels(*self._labels, code).inc()
+
+    def render(self, stats: Callable[[], EngineStats], held: int) -> bytes:
+        """`held` requests wait for the pool before the engine knows of them."""
+        now = stats()
+        self._running.set(now.running + now.prefilling)
+        self._waiting.set(now.waiting + held)
+        capacity = max(1, self._limits.max_running) * self._limits.max_tokens
+        self._usage.set(min(1.0, now.kv_tokens / capacity))
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _LABELS, registry=self.registry).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, _LABELS, registry=self.registry, buckets=bounds)
+        return family.labels(*self._labels)

@@ -1,0 +1,100 @@
+"""KV events over ZMQ as vLLM sends them: PUB with numbered batches, ROUTER that replays them.
+
+PUB      [topic, number (8 bytes, big endian), [timestamp, [event, ...], rank]]
+replay   a DEALER or REQ sends [b"", first number], and gets [b"", number, batch] for each batch
+         that is still kept, then [b"", -1, b""]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from prfaas.errors import InputError
+
+TOPIC = b"kv"
+KEPT_BATCHES = 10_000  # vLLM's default
+_END = (-1).to_bytes(8, "big", signed=True)
+_RANK = 0
+_LOG = logging.getLogger(__name__)
+
+
+class EventPublisher:
+    """Made by `publishing`. `publish` may be called from the loop only."""
+
+    def __init__(self, pub: zmq.Socket[bytes], replay: zmq.asyncio.Socket) -> None:
+        self._pub = pub
+        self._replay = replay
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._next = 0
+
+    @property
+    def endpoint(self) -> str:
+        return _last_endpoint(self._pub)
+
+    @property
+    def replay_endpoint(self) -> str:
+        return _last_endpoint(self._replay)
+
+    def publish(self, events: list[dict[str, Any]]) -> None:
+        if not events:
+            return
+        batch = msgspec.msgpack.encode([time.time(), events, _RANK])
+        self._kept.append((self._next, batch))
+        # A PUB socket never waits: a reader that is too slow loses batches, sees the gap and asks.
+        self._pub.send_multipart((TOPIC, self._next.to_bytes(8, "big"), batch))
+        self._next += 1
+
+    async def serve_replays(self) -> None:
+        while True:
+            identity, *request = await self._replay.recv_multipart()
+            if len(request) != 2 or len(request[1]) != 8:
+                _LOG.warning("a replay request of %d frames was not understood", len(request))
+                continue
+            first = int.from_bytes(request[1], "big")
+            for number, batch in list(self._kept):
+                if number >= first:
+                    frames = (identity, b"", number.to_bytes(8, "big"), batch)
+                    await self._replay.send_multipart(frames)
+            await self._replay.send_multipart((identity, b"", _END, b""))
+
+
+@asynccontextmanager
+async def publishing(endpoint: str, replay_endpoint: str) -> AsyncIterator[EventPublisher]:
+    """Endpoints are bound; port 0 takes any free one."""
+    with (
+        zmq.Context() as context,
+        zmq.asyncio.Context() as waiting_context,
+        context.socket(zmq.PUB) as pub,
+        waiting_context.socket(zmq.ROUTER) as replay,
+    ):
+        pub.linger = replay.linger = 0
+        for socket, address in ((pub, endpoint), (replay, replay_endpoint)):
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise InputError(
+                    f"cannot listen: {error}", where=address, fix="use tcp://HOST:PORT"
+                ) from None
+        publisher = EventPublisher(pub, replay)
+        replaying = asyncio.create_task(publisher.serve_replays())
+        try:
+            yield publisher
+        finally:
+            replaying.cancel()
+            await asyncio.gather(replaying, return_exceptions=True)
+
+
+def _last_endpoint(socket: zmq.Socket[Any]) -> str:
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.cli.runner import Result
+from tests.cli.test_node import EMULATED
+from tests.node.hosts import Process
+
+Run = Callable[..., Result]
+SMALL = ("--time-scale", "0.01", "--", "--memory", "64MiB")
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    """Two nodes that fit each other, and one that does not."""
+    nodes = [
+        Process("node", *EMULATED, "--byte-scale", scale, *SMALL)
+        for scale in ("1e-4", "1e-4", "2e-4")
+    ]
+    try:
+        yield [node.find(r"serving \S+ at (http://\S+)") for node in nodes]
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def test_each_step_is_shown_with_its_time_and_bytes(prfaas: Run, urls: list[str]) -> None:
+    shown = prfaas("handoff", *urls[:2], "--tokens", "500", "--compare")
+    assert shown.code == 0, shown.err
+    assert "500 tokens, 448 of them handed off" in shown.out
+    for step in ("grant", "prefill", "commit", "decode", "compare"):
+        assert step in shown.out
+    assert "the same as on one node" in shown.out
+
+
+def test_a_second_hand_off_sends_nothing(prfaas: Run, urls: list[str]) -> None:
+    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "2", "--json"]
+    first, second = (json.loads(prfaas(*arguments).out) for _ in range(2))
+    steps = [{step["name"]: step for step in story["steps"]} for story in (first, second)]
+    assert steps[0]["commit"]["nbytes"] > 0 and steps[1]["commit"]["nbytes"] == 0
+    assert first["answer"] == second["answer"] and len(first["answer"]) == 16
+
+
+def test_a_prompt_too_short_to_hand_off_is_decoded(prfaas: Run, urls: list[str]) -> None:
+    story = json.loads(prfaas("handoff", *urls[:2], "--tokens", "1", "--json").out)
+    assert [step["name"] for step in story["steps"]] == ["decode"]
+    assert len(story["answer"]) == 16
+
+
+def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: list[str]) -> None:
+    refused = prfaas("handoff", urls[2], urls[1], "--tokens", "500")
+    assert refused.code == 2
+    assert "revision: bytes x 0.0001 here, bytes x 0.0002 there" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["http://127.0.0.1:1", "http://127.0.0.1:1"], "--prompt or --tokens"),
+        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "0"], "--tokens"),
+        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9"], "is it running?"),
+        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9", "--prompt", "x"], "either"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line(prfaas: Run, arguments: list[str], says: str) -> None:
+    result = prfaas("handoff", *arguments)
+    assert result.code == 2
+    assert says in result.err and result.err.count("\n") == 1

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import socket
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.runner import Result
+from tests.node.hosts import Process, call
+from tests.waiting import wait_until
+
+Run = Callable[..., Result]
+EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator", "h20")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "/nowhere"], "/nowhere/tokenizer.json"),
+        ([*EMULATED, "--gpus", "3"], "8 x h20"),
+        (["--engine", "emulated", "--model", "no-such-model"], "no-such-model"),
+        ([*EMULATED, "--kvd", "/nowhere/kvd.sock"], "no kvd at /nowhere/kvd.sock"),
+        ([*EMULATED, "--kvd", "/nowhere/kvd.sock", "--", "--memory", "1GiB"], "--memory 1GiB"),
+        ([*EMULATED, "--byte-scale", "0"], "above 0"),
+        ([*EMULATED, "--max-running", "100"], "decode steps of up to 20"),
+        ([*EMULATED, "--tokenizer", "."], "tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    prfaas: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    if "--kvd" not in arguments:
+        arguments = [*arguments, "--kvd", "/nowhere/kvd.sock"]
+    result = prfaas("node", *arguments)
+    assert result.code == 2
+    assert says in result.err and result.err.count("\n") == 1
+
+
+def test_a_port_that_is_taken(prfaas: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = prfaas("node", *EMULATED, "--kvd", "/nowhere/kvd.sock", "--port", port)
+    assert result.code == 2 and f"127.0.0.1:{port}" in result.err
+
+
+def test_a_tokenizer_that_is_none(prfaas: Run, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = prfaas("node", "--model", str(tmp_path), "--kvd", "/nowhere/kvd.sock")
+    assert result.code == 2 and "not a tokenizer" in result.err
+
+
+def started(*kvd_options: str) -> tuple[Process, dict[str, Any]]:
+    """A node with a kvd of its own, and what it says of itself."""
+    node = Process("node", *EMULATED, "--byte-scale", "1e-4", "--", *kvd_options)
+    url = node.find(r"serving \S+ at (http://\S+)")
+    (card,) = call("GET", f"{url}/v1/models")[1]["data"]
+    return node, card["prfaas"]
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
+    node, card = started("--memory", "16MiB")
+    assert call("GET", f"{card['kvd_url']}/v1/role")[0] == 200
+    getattr(node, end)()
+
+    def gone() -> bool:
+        try:
+            call("GET", f"{card['kvd_url']}/v1/role")
+        except urllib.error.URLError:
+            return True
+        return False
+
+    wait_until(gone)
+
+
+def test_a_kvd_that_cannot_start_says_why() -> None:
+    node = Process("node", *EMULATED, "--", "--memory", "nonsense")
+    assert node.popen.wait(60) == 2
+    node.stop()
+    assert "nonsense" in node.output and "the node's kvd did not start" in node.output

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from prfaas.kvd.events import KEPT_EVENTS, EventLog
+from prfaas.types import HashEvent, NodeId
+
+NODE = NodeId("n")
+
+
+def event(seq: int) -> HashEvent:
+    return HashEvent(seq, NODE, "full0", 4, (b"h",), "stored")
+
+
+def test_what_is_not_kept_any_more_is_a_snapshot() -> None:
+    log = EventLog("now")
+    log.add(NODE, [event(seq) for seq in range(KEPT_EVENTS + 5)])
+    assert len(log.page(NODE, 5, {}).events) == KEPT_EVENTS
+    asked = log.page(NODE, 4, {"full0": []})
+    assert (asked.events, asked.snapshot, asked.next_seq) == ((), {"full0": ()}, KEPT_EVENTS + 5)
+
+
+def test_an_unreadable_payload_is_a_gap_that_a_replay_cannot_hide() -> None:
+    log = EventLog("now")
+    log.publish(NODE, b"\xc1", {0: "full0"})
+    assert log.nodes == {NODE: 1}
+    assert log.page(NODE, 0, None).snapshot == {"full0": ()}
+
+
+def test_a_node_nobody_knows_has_nothing() -> None:
+    assert EventLog("now").page(NODE, 0, None).events == ()

@@ -1,0 +1,217 @@
+"""Two kvds and an engine on each: the way of a hand-off, byte by byte."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.kvd.pulling import Pull
+from prfaas.kvd.server import TlsFiles
+from prfaas.kvspec import Segment, segment_bytes
+from prfaas.transport.certs import make_certificates
+from tests.cache.builders import SPECS
+from tests.kvd.hosts import (
+    COMPAT,
+    SPEC,
+    Host,
+    assert_holds,
+    begun,
+    fill,
+    kvd,
+    names,
+    prompt_of,
+)
+from tests.waiting import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    """The prefill side's kvd and the decode side's."""
+    with kvd(tmp_path, name="p") as here, kvd(tmp_path, name="d") as there:
+        yield here, there
+
+
+def test_every_byte_arrives_and_only_what_is_new_travels(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    prompt = prompt_of(42)
+    with here.engine() as prefill, there.engine() as decode:
+        grant = there.grant(prompt, checkpoint_tokens=40)
+        assert there.transfer(grant)["state"] == "granted"
+        lease = begun(prefill.begin(names(prompt), 42, grant=grant))
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        lease.sent.result(PATIENCE_S)
+        with decode.attach(grant.transfer_id) as found:
+            assert found.tokens == 42
+            assert_holds(found, prompt, 42)
+        first = there.received_bytes()
+        assert first > SPEC.kv_bytes(42)  # the checkpoint's windows and states beside
+        assert there.in_use() == (0, 0)
+
+        longer = [*prompt, *prompt_of(20, seed=1)]
+        grant = there.grant(longer)
+        assert grant.skip_tokens == {"full0": 40, "full1": 40}
+        lease = begun(prefill.begin(names(longer), len(longer), grant=grant))
+        assert lease.match_tokens == 40
+        assert_holds(lease, longer, 40)
+        fill(lease, longer)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        assert there.received_bytes() - first == SPEC.kv_bytes(62, 40)
+        with decode.attach(grant.transfer_id) as found:
+            assert_holds(found, longer, 62)
+        assert here.in_use() == there.in_use() == (0, 0)
+
+
+def test_a_prefix_found_here_leaves_before_anything_is_computed(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    prompt = prompt_of(30)
+    with here.engine() as prefill, there.engine() as decode:
+        begin = begun(prefill.begin(names(prompt[:24]), 24))
+        fill(begin, prompt[:24])
+        begin.commit()
+        grant = there.grant(prompt)
+        lease = begun(prefill.begin(names(prompt), 30, grant=grant))
+        assert lease.match_tokens == 24
+        found = SPEC.kv_bytes(24) - SPEC.kv_bytes(24, 24)  # attention of 24 tokens
+        wait_until(lambda: there.received_bytes() == found)
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        assert there.received_bytes() == SPEC.kv_bytes(30)
+        with decode.attach(grant.transfer_id) as state:
+            assert_holds(state, prompt, 30)
+
+
+def test_chunks_leave_while_later_ones_are_computed(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    prompt = prompt_of(40)
+    with here.engine() as prefill, there.engine():
+        grant = there.grant(prompt)
+        lease = begun(prefill.begin(names(prompt), 40, grant=grant))
+        fill(lease, prompt, stop=16)
+        growing = SPEC.kv_bytes(16) - SPEC.kv_bytes(16, 16)
+        wait_until(lambda: there.received_bytes() == growing)
+        assert there.transfer(grant)["state"] == "granted"
+        lease.abort("the client has gone")
+        assert "the client has gone" in there.settled(grant)["reason"]
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def test_what_the_receiver_holds_is_not_sent_again(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    prompt = prompt_of(40)
+    with here.engine() as prefill, there.engine() as decode:
+        kept = begun(decode.begin(names(prompt), 40))
+        fill(kept, prompt)
+        kept.commit()
+        grant = there.grant(prompt)
+        assert grant.max_bytes == 0
+        assert there.transfer(grant)["state"] == "committed"
+        lease = begun(prefill.begin(names(prompt), 40, grant=grant))
+        lease.sent.result(PATIENCE_S)
+        lease.abort("nothing to compute for")
+        with decode.attach(grant.transfer_id) as state:
+            assert_holds(state, prompt, 40)
+        assert there.received_bytes() == 0
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def test_opaque_blocks_travel_whole(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    spec = SPECS["windowed"]
+    compat = msgspec.structs.replace(COMPAT, layout="opaque")
+    options: dict[str, Any] = {"spec": spec, "compat": compat, "whole_blocks": True}
+    prompt = prompt_of(10)
+    wanted = [Segment("full0", layer, 0, 12) for layer in (0, 2)]
+    wanted.append(Segment("window0", 3, 4, 12))
+    with here.engine(**options) as prefill, there.engine(**options) as decode:
+        grant = there.grant(prompt, compat=compat)
+        lease = begun(prefill.begin(names(prompt), 10, checkpoint_tokens=(), grant=grant))
+        content = {s: random.Random(s.name).randbytes(segment_bytes(spec, s)) for s in wanted}
+        for segment, data in content.items():
+            for view in lease.buffers(segment):
+                view[:], data = data[: view.nbytes], data[view.nbytes :]
+            lease.ready(segment)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        with decode.attach(grant.transfer_id) as state:
+            for segment, data in content.items():
+                assert b"".join(state.views(segment)) == data
+
+
+def test_a_prefix_is_pulled_from_another_pool(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    prompt = prompt_of(40)
+    with here.engine() as source, there.engine() as target:
+        kept = begun(source.begin(names(prompt), 40))
+        fill(kept, prompt)
+        kept.commit()
+        asked = Pull(here.url, tuple(names(prompt)))
+        status, body = there.post("/v1/pull", asked)
+        assert status == 200, body
+        assert json.loads(body)["tokens"] == 40
+        with begun(target.pin(names(prompt))) as state:
+            assert state.tokens == 40
+            assert_holds(state, prompt, 40)
+        again = json.loads(there.post("/v1/pull", asked)[1])
+        assert (again["tokens"], again["granted_bytes"]) == (40, 0)
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def test_a_pull_from_nobody_leaves_nothing_behind(pair: tuple[Host, Host]) -> None:
+    _, there = pair
+    with there.engine():
+        nobody = Pull("http://127.0.0.1:1", tuple(names(prompt_of(8))))
+        status, body = there.post("/v1/pull", nobody)
+        assert status == 502 and b"127.0.0.1:1" in body
+        assert there.in_use() == (0, 0)
+
+
+def test_under_tls(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "certs")
+    tls = TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key)
+    prompt = prompt_of(20)
+    with kvd(tmp_path, name="p", tls=tls) as here, kvd(tmp_path, name="d", tls=tls) as there:
+        with here.engine() as prefill, there.engine() as decode:
+            grant = there.grant(prompt)
+            lease = begun(prefill.begin(names(prompt), 20, grant=grant))
+            fill(lease, prompt)
+            lease.commit()
+            assert there.settled(grant)["state"] == "committed"
+            with decode.attach(grant.transfer_id) as state:
+                assert_holds(state, prompt, 20)
+
+
+def test_many_at_once_with_shared_prefixes_and_aborts(pair: tuple[Host, Host]) -> None:
+    here, there = pair
+    shared = prompt_of(24)
+
+    def one(number: int) -> str:
+        prompt = [*shared, *prompt_of(5 + number % 17, seed=number)]
+        grant = there.grant(prompt)
+        lease = begun(prefill.begin(names(prompt), len(prompt), grant=grant))
+        if number % 5 == 0:
+            fill(lease, prompt, stop=24)
+            lease.abort("changed my mind")
+            return str(there.settled(grant)["state"])
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        with decode.attach(grant.transfer_id) as state:
+            assert_holds(state, prompt, len(prompt))
+        return "read"
+
+    with here.engine() as prefill, there.engine() as decode, ThreadPoolExecutor(10) as threads:
+        outcomes = Counter(threads.map(one, range(50)))
+        assert outcomes == {"read": 40, "failed": 10}
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))

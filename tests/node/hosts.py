@@ -1,0 +1,291 @@
+"""Hosts as an operator starts them: a kvd process and a node process each; and a gateway's part,
+played by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prfaas.cache.hashing import block_hashes
+from prfaas.kvd.messages import GroupShape, spec_of
+from prfaas.kvspec import KVSpec
+from prfaas.scheduler.handoff import handoff
+from prfaas.types import Compat, OpenTransfer
+from tests.waiting import PATIENCE_S, wait_until
+
+START_S = 90.0  # torch alone takes seconds to import on a busy machine
+
+
+class Process:
+    """One `prfaas` command. Its output is read as it comes, so that it never blocks."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "prfaas", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self._over = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        with self._news:
+            return "".join(self._lines)
+
+    def find(self, pattern: str) -> str:
+        """The first group of the first line that matches; waits for it."""
+        found = None
+
+        def told() -> bool:
+            nonlocal found
+            found = re.search(pattern, "".join(self._lines))
+            return found is not None or self._over
+
+        with self._news:
+            assert self._news.wait_for(told, START_S), f"no {pattern!r} in: {''.join(self._lines)}"
+            assert found is not None, f"it ended: {''.join(self._lines)}"
+        return found[1]
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self._end()
+
+    def stop(self) -> int:
+        self.popen.terminate()
+        return self._end()
+
+    def _end(self) -> int:
+        code = self.popen.wait(START_S)
+        self._reader.join()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        return code
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            with self._news:
+                self._lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+
+class Host:
+    """A kvd and a node at it. Either may be killed and started again."""
+
+    def __init__(
+        self, folder: Path, node_options: Sequence[str], kvd_options: Sequence[str] = ()
+    ) -> None:
+        self._socket = str(folder / "kvd.sock")
+        self._node_options = node_options
+        self._kvd_options = kvd_options
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start_kvd()
+        self.begin_node()
+
+    def start_kvd(self) -> None:
+        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options)
+        self.kvd_url = self.kvd.find(r"(http://[\w.:]+)")
+
+    def begin_node(self) -> None:
+        """Does not wait for it: several start at the same time."""
+        self.node = Process(
+            "node", "--kvd", self._socket, "--kvd-url", self.kvd_url, *self._node_options
+        )
+        self._url: str | None = None
+
+    def wait_until_ready(self) -> None:
+        self._url = self.node.find(r"serving \S+ at (http://\S+)")
+
+    @property
+    def url(self) -> str:
+        if self._url is None:
+            self.wait_until_ready()
+        assert self._url is not None
+        return self._url
+
+    def close(self) -> None:
+        for process in (self.node, self.kvd):
+            if process.popen.poll() is None:
+                process.kill()
+
+    # What it says ---------------------------------------------------------------------------------
+
+    def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        status, answer = self.ask(prompt, **fields)
+        assert status == 200, answer
+        return answer
+
+    def ask(self, prompt: Sequence[int] | str, **fields: Any) -> tuple[int, dict[str, Any]]:
+        body = {"prompt": prompt, "temperature": 0.0, "return_token_ids": True, **fields}
+        return call("POST", f"{self.url}/v1/completions", body)
+
+    def stats(self) -> dict[str, Any]:
+        """Also checks the pool's invariants."""
+        status, report = call("GET", f"{self.kvd_url}/v1/stats?check=1")
+        assert status == 200, report
+        return report
+
+    def spec(self) -> KVSpec:
+        shapes = msgspec.convert(self.stats()["pool"]["groups"], tuple[GroupShape, ...])
+        return spec_of(shapes)
+
+    def received_bytes(self) -> int:
+        received: int = self.stats()["arrivals"]["received_bytes"]
+        return received
+
+    def wait_until_idle(self) -> None:
+        """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
+
+        def idle() -> bool:
+            report = self.stats()
+            occupancy = report["pool"]["occupancy"]
+            return (
+                occupancy["leases"] == 0
+                and occupancy["used_pages"] == occupancy["idle_pages"]
+                and report["held_leases"] == 0
+                and report["incoming"]["granted"] == report["incoming"]["committed"] == 0
+                and report["outgoing"] == {"writing": 0, "sending": 0}
+            )
+
+        wait_until(idle)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    transfer_id: str
+    grant: dict[str, Any]
+    prompt: list[int]
+    handoff_tokens: int
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    tokens: list[int]
+    sent_bytes: int
+    skip_tokens: int  # what the receiver held of every full-attention group
+    handoff_tokens: int
+    prefill_cached: int
+    decode_cached: int
+
+
+class Gateway:
+    """The steps of design's offloaded request, one by one or all of them."""
+
+    def __init__(self, prefill: Host, decode: Host, block_tokens: int = 64) -> None:
+        self.prefill_host = prefill
+        self.decode_host = decode
+        self.block_tokens = block_tokens
+
+    def open(self, prompt: list[int], *, resumable: bool = False, salt: str = "") -> Granted:
+        length = handoff(len(prompt), self.block_tokens, resumable=resumable)
+        hashes = block_hashes(prompt[: length.handoff_tokens], self.block_tokens, salt=salt)
+        compat = msgspec.convert(self.decode_host.stats()["pool"]["compat"], Compat)
+        asked = OpenTransfer(tuple(hashes), length.handoff_tokens, compat, length.checkpoint_tokens)
+        url = f"{self.decode_host.kvd_url}/v1/open"
+        status, grant = call("POST", url, msgspec.to_builtins(asked))
+        assert status == 200 and grant["type"] == "grant", grant
+        return Granted(grant["transfer_id"], grant, prompt, length.handoff_tokens, salt)
+
+    def prefill(self, granted: Granted) -> tuple[int, dict[str, Any]]:
+        return self.prefill_host.ask(
+            granted.prompt[: granted.handoff_tokens],
+            max_tokens=1,
+            cache_salt=granted.salt,
+            kv_transfer_params={
+                "do_remote_decode": True,
+                "grant": granted.grant,
+                "handoff_tokens": granted.handoff_tokens,
+            },
+        )
+
+    def state(self, granted: Granted, wait_s: float = PATIENCE_S) -> str:
+        url = f"{self.decode_host.kvd_url}/v1/transfers/{granted.transfer_id}?wait_s={wait_s:g}"
+        status, answer = call("GET", url)
+        assert status == 200, answer
+        state: str = answer["state"]
+        return state
+
+    def abort(self, granted: Granted) -> None:
+        url = f"{self.decode_host.kvd_url}/v1/transfers/{granted.transfer_id}/abort"
+        call("POST", url, {})
+
+    def decode(self, granted: Granted, max_tokens: int) -> tuple[int, dict[str, Any]]:
+        return self.decode_host.ask(
+            granted.prompt,
+            max_tokens=max_tokens,
+            cache_salt=granted.salt,
+            kv_transfer_params={"do_remote_prefill": True, "transfer_id": granted.transfer_id},
+        )
+
+    def hand_off(
+        self, prompt: list[int], *, max_tokens: int, resumable: bool = False, salt: str = ""
+    ) -> Handed:
+        granted = self.open(prompt, resumable=resumable, salt=salt)
+        status, prefilled = self.prefill(granted)
+        assert status == 200, prefilled
+        assert self.state(granted) == "committed"
+        status, answer = self.decode(granted, max_tokens)
+        assert status == 200, answer
+        url = f"{self.prefill_host.kvd_url}/v1/transfers/{granted.transfer_id}"
+        status, sent = call("GET", url)
+        assert status == 200, sent
+        return Handed(
+            tokens=tokens_of(answer),
+            sent_bytes=sent["nbytes"],
+            skip_tokens=min(granted.grant["skip_tokens"].values(), default=0),
+            handoff_tokens=granted.handoff_tokens,
+            prefill_cached=cached_of(prefilled),
+            decode_cached=cached_of(answer),
+        )
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def call(method: str, url: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def text_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=2 * PATIENCE_S) as answer:
+        page: bytes = answer.read()
+    return page.decode()

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from prfaas.engine.emulated.pace import Scales
+from prfaas.types import Grant, TransferId
+from tests.engine.emulated.builders import emulated
+from tests.node.surface import BYTES, Surfaced, surfaced
+
+FAST = Scales(time=1e-3)
+GRANT = msgspec.to_builtins(Grant(TransferId("t-1"), "s", "127.0.0.1:1", {}, 1000, 5.0))
+PROMPT = [7] * 100
+
+
+def with_node(
+    scenario: Callable[[Surfaced], Awaitable[None]],
+    tokenizer: Tokenizer | None = BYTES,
+    **options: Any,
+) -> None:
+    async def run() -> None:
+        engine = emulated(**{"scales": FAST, **options})
+        async with asyncio.timeout(60), surfaced(engine, tokenizer) as node:
+            await scenario(node)
+
+    asyncio.run(run())
+
+
+def test_an_answer_has_openais_shape() -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, answer = await node.complete(
+            prompt=PROMPT, max_tokens=5, return_token_ids=True, model="made-up", ignore_eos=True
+        )
+        assert status == 200 and answer["object"] == "text_completion"
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 5
+        assert choice["text"] == BYTES.decode(choice["token_ids"], skip_special_tokens=True)
+        assert answer["usage"] == {
+            "prompt_tokens": 100,
+            "completion_tokens": 5,
+            "total_tokens": 105,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert answer["kv_transfer_params"] is None
+
+    with_node(scenario)
+
+
+def test_pieces_make_up_the_whole() -> None:
+    async def scenario(node: Surfaced) -> None:
+        asked = {"prompt": "some text", "max_tokens": 20, "return_token_ids": True, "seed": 3}
+        _, whole = await node.complete(**asked)
+        events = await node.stream(**asked, stream_options={"include_usage": True})
+        *pieces, usage = events
+        choices = [piece["choices"][0] for piece in pieces]
+        assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+        ids = [token for choice in choices for token in choice["token_ids"]]
+        assert ids == whole["choices"][0]["token_ids"]
+        assert [choice["finish_reason"] for choice in choices] == [None] * 20 + ["length"]
+        assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+
+    with_node(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
+    async def scenario(node: Surfaced) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 3000, "seed": 1, "temperature": 1.0}
+        _, plain = await node.complete(**{**asked, "max_tokens": 60})
+        text = plain["choices"][0]["text"]
+        stop = text[10:13]
+        if stream:
+            pieces = await node.stream(**asked, stop=stop)
+            seen = "".join(piece["choices"][0]["text"] for piece in pieces)
+            last = pieces[-1]["choices"][0]
+        else:
+            _, answer = await node.complete(**asked, stop=stop)
+            (last,) = answer["choices"]
+            seen = last["text"]
+        assert seen == text[: text.index(stop)]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+        await node.serving.drain(30.0)  # the job ends without having generated 3,000 tokens
+
+    with_node(scenario)
+
+
+def test_a_client_that_goes_away_ends_its_job() -> None:
+    async def scenario(node: Surfaced) -> None:
+        asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=3000))
+        while not await metrics(node, running=1):
+            pass
+        asking.cancel()
+        await asyncio.wait([asking])
+        while 'finished_reason="abort"' not in await metrics(node):
+            pass
+        status, _ = await node.complete(prompt=PROMPT, max_tokens=1)
+        assert status == 200
+
+    with_node(scenario, scales=Scales(time=1.0))
+
+
+async def metrics(node: Surfaced, running: int | None = None) -> str:
+    """The page, or nothing while another number of requests is running."""
+    async with node.http.get("/metrics") as answer:
+        page = await answer.text()
+    line = 'vllm:num_requests_running{engine="0",model_name="made-up"} '
+    return page if running is None or f"{line}{float(running)}" in page else ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": PROMPT, "max_tokens": 10_000}, "prompt"),
+        ({"prompt": PROMPT, "temperature": -1}, "temperature"),
+        ({"prompt": PROMPT, "n": 3}, "n"),
+        (
+            {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}},
+            "kv_transfer_params",
+        ),
+    ],
+)
+def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, answer = await node.complete(**fields)
+        assert status == 400
+        assert answer["error"]["param"] == param and answer["error"]["code"] == "invalid_request"
+
+    with_node(scenario)
+
+
+def test_bad_bodies_paths_and_models() -> None:
+    async def scenario(node: Surfaced) -> None:
+        async with node.http.post("/v1/completions", data=b"\xff\xfe") as answer:
+            assert answer.status == 400
+        async with node.http.post("/tokenize", data=b"[]") as answer:
+            assert answer.status == 400
+        status, answer_ = await node.complete(prompt=PROMPT, model="another")
+        assert status == 404 and "made-up" in answer_["error"]["message"]
+        async with node.http.get("/nowhere") as answer:
+            assert answer.status == 404
+
+    with_node(scenario)
+
+
+def test_without_a_tokenizer_there_are_ids_only() -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, answer = await node.complete(prompt="text")
+        assert status == 400 and "token ids" in answer["error"]["message"]
+        status, answer = await node.complete(prompt=PROMPT, stop="x")
+        assert status == 400 and answer["error"]["param"] == "stop"
+        status, answer = await node.complete(prompt=PROMPT, return_token_ids=True)
+        assert status == 200 and len(answer["choices"][0]["token_ids"]) == 16
+
+    with_node(scenario, tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_decode": True, "grant": GRANT},
+        {"do_remote_prefill": True, "transfer_id": "t-1"},
+    ],
+)
+def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
+    params: dict[str, Any],
+) -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, answer = await node.complete(prompt=PROMPT, kv_transfer_params=params)
+        assert (status, answer["error"]["code"]) == (503, "kvd_unavailable")
+        status, _ = await node.complete(prompt=PROMPT)
+        assert status == 200
+        assert 'prfaas_node_unpooled_requests_total{engine="0",model_name="made-up"} 1.0' in (
+            await metrics(node)
+        )
+
+    with_node(scenario)
+
+
+def test_too_many_requests_are_told_to_come_back() -> None:
+    async def scenario(node: Surfaced) -> None:
+        asking = [
+            asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=2)) for _ in range(12)
+        ]
+        answers = await asyncio.gather(*asking)
+        refused = [answer for status, answer in answers if status == 503]
+        assert refused and all(one["error"]["code"] == "overloaded" for one in refused)
+        assert any(status == 200 for status, _ in answers)
+
+    with_node(scenario, max_running=1, max_waiting=2, scales=Scales(time=0.1))
+
+
+def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
+    async def scenario(node: Surfaced) -> None:
+        asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=50))
+        while not await metrics(node, running=1):
+            pass
+        draining = asyncio.create_task(node.serving.drain(60.0))
+        while await health(node) == 200:
+            pass
+        status, answer = await node.complete(prompt=PROMPT)
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        status, answer = await asking
+        assert status == 200 and answer["usage"]["completion_tokens"] == 50
+        await draining
+
+    with_node(scenario, scales=Scales(time=0.1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
+    async def scenario(node: Surfaced) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 3000}
+        asking = asyncio.create_task(node.stream(**asked) if stream else node.complete(**asked))
+        none = 'vllm:generation_tokens_total{engine="0",model_name="made-up"} 0.0'
+        while none in await metrics(node):
+            pass
+        await node.serving.drain(0.0)
+        answer = await asking
+        last = answer[-1] if stream else answer[1]
+        assert last["error"]["code"] == "draining"
+
+    with_node(scenario, scales=Scales(time=0.1))
+
+
+async def health(node: Surfaced) -> int:
+    async with node.http.get("/health") as answer:
+        return answer.status
+
+
+def test_small_pages() -> None:
+    async def scenario(node: Surfaced) -> None:
+        async with node.http.get("/health") as answer:
+            assert answer.status == 200
+        async with node.http.get("/version") as answer:
+            assert "version" in await answer.json()
+        async with node.http.get("/v1/models") as answer:
+            (card,) = (await answer.json())["data"]
+            assert card["id"] == "made-up" and card["max_model_len"] == 4096
+            assert card["prfaas"]["compat"]["block_tokens"] == 64
+        async with node.http.post("/tokenize", json={"prompt": "né"}) as answer:
+            assert (await answer.json())["tokens"] == [110, 0xC3, 0xA9]
+        await node.complete(prompt=PROMPT, max_tokens=3)
+        page = await metrics(node)
+        for line in (
+            'vllm:cache_config_info{block_size="64",',
+            'vllm:prompt_tokens_by_source_total{engine="0",model_name="made-up",'
+            'source="local_compute"} 100.0',
+            'vllm:generation_tokens_total{engine="0",model_name="made-up"} 3.0',
+            "vllm:time_to_first_token_seconds_count",
+            "vllm:num_requests_waiting{",
+            "vllm:kv_cache_usage_perc{",
+        ):
+            assert line in page, line
+
+    with_node(scenario)
