@@ -24,6 +24,8 @@ def urls() -> Iterator[list[str]]:
         yield [node.find(r"serving \S+ at (http://\S+)") for node in nodes]
     finally:
         for node in nodes:
+            node.popen.terminate()
+        for node in nodes:
             node.stop()
 
 

@@ -18,7 +18,7 @@ from tests.node.conftest import start_emulated
 from tests.node.hosts import Gateway, Granted, Host, text_of, tokens_of
 from tests.waiting import wait_until
 
-LONG = 100_000  # tokens: a prefill of more than a second
+LONG = 50_000  # tokens: a prefill of most of a second
 NEW_TOKENS = 4
 
 
@@ -34,7 +34,7 @@ def fresh(tokens: int) -> list[int]:
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """Its decode side waits for nobody."""
     folder = tmp_path_factory.mktemp("hasty")
-    yield from start_emulated(folder, "--grant-s", "3", "--dispatch-s", "0.5")
+    yield from start_emulated(folder, "--grant-s", "4", "--dispatch-s", "0.5")
 
 
 def check_healthy(pair: Gateway) -> None:
@@ -71,6 +71,7 @@ def test_an_engine_killed_in_mid_transfer(emulated: Gateway) -> None:
     check_healthy(emulated)
 
 
+@pytest.mark.slow
 def test_a_sending_kvd_killed_in_mid_transfer(hasty: Gateway) -> None:
     before = hasty.decode_host.received_bytes()
     granted = hasty.open(fresh(LONG))
@@ -108,6 +109,7 @@ def test_a_gateway_that_changes_its_mind_between_prefill_and_decode(emulated: Ga
     check_healthy(emulated)
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_gone_after_the_commit(hasty: Gateway) -> None:
     granted = hasty.open(fresh(300))
     assert hasty.prefill(granted)[0] == 200
@@ -115,6 +117,7 @@ def test_a_gateway_that_is_gone_after_the_commit(hasty: Gateway) -> None:
     check_lost(hasty, granted)
 
 
+@pytest.mark.slow
 def test_a_grant_whose_deadline_has_passed(hasty: Gateway) -> None:
     granted = hasty.open(fresh(LONG))
     assert hasty.state(granted) == "failed"
