@@ -54,7 +54,7 @@ def start_pair(
         host.close()
 
 
-@pytest.fixture(params=["kimi-linear", "mimo"])
+@pytest.fixture(params=["kimi-linear", pytest.param("mimo", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair(request.param)
 
