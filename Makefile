@@ -75,6 +75,7 @@ bench: setup
 	$(BIN)/prfaas bench transport --rounds 3
 	$(BIN)/prfaas bench wan
 	$(BIN)/prfaas bench index
+	$(BIN)/prfaas bench engine
 	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 
