@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from prfaas.engine.api import Engine
-from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.engine.hf import HFEngine, LoadedModel, load_model
+from prfaas.engine.hf import HFEngine, LoadedModel
 from tests.engine.contract import EngineContract, MakeEngine
+from tests.engine.hf import models
 
 
-@pytest.fixture(scope="module", params=["kimi-linear", "mimo"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    directory: Path = tmp_path_factory.mktemp("model") / request.param
-    return load_model(make_checkpoint(directory, request.param).directory, device="cpu")
+@pytest.fixture(scope="module", params=models.archs(("kimi-linear", "mimo"), "kimi-linear"))
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return models.loaded(request.param)
 
 
 @pytest.fixture

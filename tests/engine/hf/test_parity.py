@@ -10,9 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,11 +26,6 @@ NEW_TOKENS = 64
 LENGTHS = (1, 5, 63, 64, 65, 128, 200)  # blocks and chunks are 64, windows 64 and 128
 GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True, want_logits=True)
 ROOT = Path(__file__).parents[3]
-slow = pytest.mark.slow  # the whole grid; a part of it runs with every change
-
-
-def archs(names: Sequence[str], *always: str) -> list[Any]:
-    return [name if name in always else pytest.param(name, marks=slow) for name in names]
 
 
 def generation(outcome: Outcome) -> Generation:
@@ -51,16 +44,18 @@ def exported(arch: str, prompt: list[int], tokens: int, **options: int) -> Memor
     return MemorySegments.load(spec, sink.dump())
 
 
-@pytest.mark.parametrize("length", (150, *(pytest.param(n, marks=slow) for n in LENGTHS)))
-@pytest.mark.parametrize("arch", models.ALL)
+@pytest.mark.parametrize("length", (150, *(pytest.param(n, marks=models.slow) for n in LENGTHS)))
+@pytest.mark.parametrize("arch", models.archs(models.ALL, *models.PAPER))
 def test_chunked_prefill_and_decode(arch: str, length: int) -> None:
     prompt = models.prompt(arch, length)
     outcome = run(models.engine(arch), Job("whole", prompt, GREEDY))
     assert outcome.tokens == models.reference(arch, prompt, NEW_TOKENS).tokens
 
 
-@pytest.mark.parametrize("length", (150, *(pytest.param(n, marks=slow) for n in LENGTHS[1:])))
-@pytest.mark.parametrize("arch", models.ALL)
+@pytest.mark.parametrize(
+    "length", (150, *(pytest.param(n, marks=models.slow) for n in LENGTHS[1:]))
+)
+@pytest.mark.parametrize("arch", models.archs(models.ALL, *models.PAPER))
 def test_state_as_bytes_and_back(arch: str, length: int) -> None:
     """From the last boundary, and from the last token but one."""
     prompt = models.prompt(arch, length)
@@ -73,7 +68,7 @@ def test_state_as_bytes_and_back(arch: str, length: int) -> None:
         assert outcome.prefilled.resumed_tokens == handoff
 
 
-@pytest.mark.parametrize("arch", archs(models.PAPER, "kimi-linear"))
+@pytest.mark.parametrize("arch", models.archs(models.PAPER, "kimi-linear"))
 def test_prefill_here_decode_in_another_process(arch: str, tmp_path: Path) -> None:
     """The other process loads the checkpoint itself and sees nothing but bytes."""
     cases = []
@@ -91,7 +86,7 @@ def test_prefill_here_decode_in_another_process(arch: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("chunk_tokens", (64, 7))
-@pytest.mark.parametrize("arch", archs(models.ALL, "kimi-linear", "mimo"))
+@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "mimo"))
 def test_prefill_from_a_cached_prefix(arch: str, chunk_tokens: int) -> None:
     """The prefix comes from one prefill, the rest is computed on top of it, in other chunks, and
     exported again: the state at the end is the same hand-off."""
@@ -118,8 +113,8 @@ def test_prefill_from_a_cached_prefix(arch: str, chunk_tokens: int) -> None:
     assert tokens == models.reference(arch, prompt, NEW_TOKENS).tokens
 
 
-@pytest.mark.parametrize("seed", (0, *(pytest.param(n, marks=slow) for n in range(1, 5))))
-@pytest.mark.parametrize("arch", archs(models.PAPER, "kimi-linear", "mimo", "qwen3"))
+@pytest.mark.parametrize("seed", (0, *(pytest.param(n, marks=models.slow) for n in range(1, 5))))
+@pytest.mark.parametrize("arch", models.archs(models.PAPER, "kimi-linear", "mimo"))
 def test_in_a_batch_that_others_join_and_leave(arch: str, seed: int) -> None:
     """Token-identical to one process, for requests of many lengths on few rows."""
     shuffled = random.Random(seed)
