@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from pathlib import Path
 
 import click
 import uvloop
 
+from prfaas.cli.logs import log_at, log_level_option
 from prfaas.cli.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
 from prfaas.kvd.incoming import TransferOptions
@@ -42,7 +42,7 @@ _TRANSFERS = TransferOptions()
 @click.option(
     "--dispatch-s", default=_TRANSFERS.dispatch_s, show_default=True, help="Until a poll."
 )
-@click.option("--log-level", default="info", show_default=True)
+@log_level_option
 def kvd(
     socket: Path,
     listen: str,
@@ -96,7 +96,7 @@ def kvd(
         ),
         transfers=TransferOptions(grant_s=grant_s, dispatch_s=dispatch_s),
     )
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    log_at(log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from prfaas.cli.engines import (
     hf_engine,
     load_tokenizer,
 )
+from prfaas.cli.logs import log_at, log_level_option
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
@@ -25,7 +25,6 @@ from prfaas.node.process import KvdPlace, NodeSettings, run_node
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_MAX_WAITING = 256
 DEFAULT_GPUS = 8
-LOG_LEVELS = ["debug", "info", "warning", "error"]
 _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 
 
@@ -54,7 +53,7 @@ _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 @click.option("--events", default=_SETTINGS.events, show_default=True, help="KV events (ZMQ).")
 @click.option("--replay", default=_SETTINGS.replay, show_default=True, help="Their replay.")
 @click.option("--drain-s", default=_SETTINGS.drain_s, show_default=True, help="After SIGTERM.")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@log_level_option
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
 def node(
     engine: str,
@@ -101,7 +100,7 @@ def node(
             where="--kvd",
             fix="give them to that kvd",
         )
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(name)s %(message)s")
+    log_at(log_level)
     choice = EngineChoice(model, block_tokens, max_waiting, max_running, chunk_tokens)
     scales = Scales(time_scale, byte_scale, output_scale)
     settings = NodeSettings(

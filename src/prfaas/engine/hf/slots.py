@@ -116,7 +116,6 @@ class WindowSlots(DynamicSlidingWindowLayer):
     def join(self, row: int, layer: Any, tokens: int) -> None:
         kept = layer.keys.shape[2]
         columns = torch.arange(tokens - kept, tokens, device=layer.keys.device)
-        # Advanced indexing puts the indexed axis first.
         ring = columns % self.sliding_window
         self.store.keys[row][:, ring] = layer.keys[0]
         self.store.values[row][:, ring] = layer.values[0]
