@@ -1,0 +1,89 @@
+"""What the front (OpenAI over HTTP) asks of the back (routing, hand-off, retries): the seam.
+
+No sockets and no HTTP here. A request has been read, checked and tokenised when it becomes an `Ask`;
+what comes back is the decode engine's own answer, event by event, from its first token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `fields` is the client's body less `prompt`: it reaches the decode engine
+    untouched, whatever it holds (tools, reasoning, structured output, ...)."""
+
+    id: str  # names the request in logs, at the nodes (X-Request-Id) and to the client
+    path: Literal["/v1/completions", "/v1/chat/completions"]
+    token_ids: Sequence[int]
+    fields: Mapping[str, Any]
+    salt: str  # the tenant's; prompts of different salts share no cache
+    stream: bool
+    conversation: bool  # more turns are likely, so a state at the last boundary will be of use
+    prompt_logprobs: bool = False
+    adapter: str = ""
+    multimodal: bool = False
+
+
+@dataclass(slots=True)
+class Story:
+    """What became of a request; filled in as it happens, then logged and counted once."""
+
+    arrived_s: float
+    cluster: str = ""  # that prefilled
+    prefill: str = ""
+    decode: str = ""
+    offloaded: bool = False
+    reason: str = ""
+    cached_tokens: int = 0
+    nbytes: int = 0  # handed off, as expected by the route; the kvd counts what was sent
+    attempts: int = 0
+    # Moments on the gateway's clock; None: it never came to that.
+    routed_s: float | None = None
+    granted_s: float | None = None
+    committed_s: float | None = None
+    first_token_s: float | None = None
+    failures: list[str] = field(default_factory=list)  # of attempts, one line each
+
+
+class Refusal(Exception):
+    """The request ends here, before its first token. The front puts it into OpenAI's shape."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Broken(Exception):
+    """The decode engine was lost behind the first token: the client gets an error event."""
+
+
+class Upstream(Protocol):
+    """The decode engine's answer. For a stream every item is one whole event (`data: ...\\n\\n`),
+    of which the first is there already; else the one item is the whole JSON body."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Raises `Broken`."""
+
+
+class Backend(Protocol):
+    def answer(self, ask: Ask, story: Story) -> AbstractAsyncContextManager[Upstream]:
+        """Entering waits for the first token (raises `Refusal`); leaving, also by cancellation,
+        gives up whatever is still under way: grant, prefill, transfer, decode."""
+
+    def explain(self, ask: Ask) -> dict[str, Any]:
+        """Where it would go now and why, with every alternative's predicted TTFT. Dispatches
+        nothing."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def plan(self) -> dict[str, Any]: ...
