@@ -103,6 +103,16 @@ PUBLISHED: dict[str, Published] = {
         state_bytes=449_372_160,
         full_layers=(*every(4, 93), 92),
     ),
+    "qwen3-4b": Published(
+        {
+            "model_type": "qwen3",
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        bytes_per_token=147_456,
+    ),
     # The paper's own model: no config is published, but its Table 5 pins these totals.
     "case-study-1t": Published(
         kimi(57, 64, [*range(4, 57, 4), 57]),

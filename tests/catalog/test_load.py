@@ -29,6 +29,7 @@ TOTALS = {
     "deepseek-v3": (70272, 0, 0),
     "deepseek-v3.2": (78324, 0, 0),
     "kimi-k3": (27648, 449372160, 0),
+    "qwen3-4b": (147456, 0, 0),
 }
 PAPER_MODELS = list(TOTALS)[:7]
 
@@ -47,8 +48,8 @@ def test_every_model_is_listed() -> None:
     assert set(CATALOG.models) == set(TOTALS)
 
 
-def test_the_papers_models_have_profiles_and_the_rest_none() -> None:
-    assert [name for name in CATALOG.models if CATALOG.profiles_of(name)] == PAPER_MODELS
+def test_the_papers_models_have_profiles_of_its_instances_and_the_rest_none() -> None:
+    assert [name for name in CATALOG.models if CATALOG.profile(name, "h200", 8)] == PAPER_MODELS
 
 
 def test_every_value_names_its_source() -> None:

@@ -62,8 +62,8 @@ def kv(
 ) -> None:
     """How much KV does a prefill leave, how fast, and what egress does a cluster need?
 
-    Without a MODEL: the models of the paper. With --config: the model of a config.json, whose bytes
-    follow from its architecture (it has no profile, so no times).
+    Without a MODEL: those with a profile on these instances. With --config: the model of a
+    config.json, whose bytes follow from its architecture (it has no profile, so no times).
 
     \b
       prfaas kv
@@ -165,7 +165,14 @@ def _subjects(
     kv_dtype: str | None,
 ) -> list[Subject]:
     if not names and config is None:
-        names = tuple(n for n in catalog.models if catalog.profiles_of(n))
+        names = tuple(n for n in catalog.models if catalog.profile(n, accelerator, gpus))
+        if not names:
+            have = sorted({f"{r.gpus} x {r.accelerator}" for r in catalog.profiles})
+            raise InputError(
+                f"no model has a profile on {gpus} x {accelerator}",
+                where="--accelerator, --gpus-per-instance",
+                fix=f"name a MODEL to see its bytes, or take one of: {', '.join(have)}",
+            )
     subjects = []
     for name in names:
         model = catalog.model(name)
