@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from prfaas.catalog.hf_file import read_hf_config
 from prfaas.engine.fingerprint import fingerprint
+from prfaas.engine.hf.attention import without_stored_masks
 from prfaas.engine.hf.shapes import LayerShape, layer_shapes
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
@@ -68,6 +69,8 @@ def load_model(
     geometry = read_hf_config(path)
     spec = build_spec(geometry.geometries, kv_dtype=dtype_name, state_dtype=geometry.state_dtype)
     model = _model(path, config, torch_device, DTYPES[dtype_name], random_weights)
+    if torch_device.type == "cuda":
+        without_stored_masks(model)
     shapes = layer_shapes(model, spec, DTYPES[geometry.state_dtype], where=str(path))
     text_config = model.config.get_text_config()
     return LoadedModel(
