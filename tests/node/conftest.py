@@ -65,8 +65,7 @@ def kimi(start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair("kimi-linear")
 
 
-def start_emulated(folder: Path, *decode_kvd: str) -> Iterator[Gateway]:
-    options = EMULATED
+def start_hosts(folder: Path, options: tuple[str, ...], *decode_kvd: str) -> Iterator[Gateway]:
     hosts = [Host(folder / "p", options), Host(folder / "d", options, decode_kvd)]
     try:
         for host in hosts:
@@ -79,6 +78,5 @@ def start_emulated(folder: Path, *decode_kvd: str) -> Iterator[Gateway]:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Two hosts whose engine checks every byte it resumes from. Whatever a test does to them, it
-    leaves them healthy: that is half of what is tested."""
-    yield from start_emulated(tmp_path_factory.mktemp("emulated"))
+    """Two hosts whose engine checks every byte it resumes from."""
+    yield from start_hosts(tmp_path_factory.mktemp("emulated"), EMULATED)

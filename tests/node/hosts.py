@@ -101,13 +101,17 @@ class Host:
         self._socket = str(folder / "kvd.sock")
         self._node_options = node_options
         self._kvd_options = kvd_options
+        self._addresses: tuple[str, ...] = ()
         folder.mkdir(parents=True, exist_ok=True)
         self.start_kvd()
         self.begin_node()
 
     def start_kvd(self) -> None:
-        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options)
+        """Again at the same addresses, as an operator's has fixed ones."""
+        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options, *self._addresses)
         self.kvd_url = self.kvd.find(r"(http://[\w.:]+)")
+        data = self.kvd.find(r"data (\S+),")
+        self._addresses = ("--listen", data, "--http", self.kvd_url.removeprefix("http://"))
 
     def begin_node(self) -> None:
         """Does not wait for it: several start at the same time."""
@@ -157,7 +161,7 @@ class Host:
         received: int = self.stats(check=False)["arrivals"]["received_bytes"]
         return received
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self, *, within_s: float = PATIENCE_S) -> None:
         """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
 
         def idle() -> bool:
@@ -171,7 +175,7 @@ class Host:
                 and report["outgoing"] == {"writing": 0, "sending": 0}
             )
 
-        wait_until(idle)
+        wait_until(idle, within_s=within_s)
         self.stats()
 
 
