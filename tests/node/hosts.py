@@ -21,7 +21,7 @@ import msgspec
 from prfaas.cache.hashing import block_hashes
 from prfaas.kvd.messages import GroupShape, spec_of
 from prfaas.kvspec import KVSpec
-from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.handoff import Handoff, handoff
 from prfaas.types import Compat, OpenTransfer
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -206,8 +206,15 @@ class Gateway:
         self.decode_host = decode
         self.block_tokens = block_tokens
 
-    def open(self, prompt: list[int], *, resumable: bool = False, salt: str = "") -> Granted:
-        length = handoff(len(prompt), self.block_tokens, resumable=resumable)
+    def open(
+        self,
+        prompt: list[int],
+        *,
+        resumable: bool = False,
+        salt: str = "",
+        length: Handoff | None = None,
+    ) -> Granted:
+        length = length or handoff(len(prompt), self.block_tokens, resumable=resumable)
         hashes = block_hashes(prompt[: length.handoff_tokens], self.block_tokens, salt=salt)
         compat = msgspec.convert(self.decode_host.stats()["pool"]["compat"], Compat)
         asked = OpenTransfer(tuple(hashes), length.handoff_tokens, compat, length.checkpoint_tokens)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from prfaas.scheduler.handoff import Handoff
 from prfaas.transport.address import parse_address
 from prfaas.transport.link import LinkOptions
 from tests.node.conftest import EMULATED, hf_options, start_hosts
@@ -287,6 +288,27 @@ def test_another_prompt_than_was_handed_off_never_gets_tokens(pair: Gateway) -> 
     other = Granted(granted.transfer_id, {}, fresh(300), 0, "")
     status, answer = pair.decode(other, NEW_TOKENS)
     assert (status, answer["error"]["param"]) == (400, "prompt")
+    check_healthy(pair)
+
+
+@pytest.mark.parametrize("tokens", [300, 40])
+def test_a_prompt_with_another_end_never_gets_tokens(pair: Gateway, tokens: int) -> None:
+    """Equal in every whole block, or too short to have one; the state is of other tokens."""
+    granted = pair.open(fresh(tokens), length=Handoff(tokens - 1, None))
+    assert granted.handoff_tokens % BLOCK
+    assert pair.prefill(granted)[0] == 200
+    assert pair.state(granted) == "committed"
+    other = list(granted.prompt)
+    other[granted.handoff_tokens - 1] ^= 1
+    status, answer = pair.decode(replace(granted, prompt=other), NEW_TOKENS)
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    check_healthy(pair)
+
+
+def test_an_answer_under_way_holds_no_pages(pair: Gateway) -> None:
+    with decoding(pair):
+        pair.decode_host.wait_until_idle()
+        assert "running 1" in running(pair.decode_host)
     check_healthy(pair)
 
 
