@@ -44,9 +44,10 @@ def start_pair(
             options = hf_options(checkpoint(arch))
             pair = [Host(tmp_path_factory.mktemp(name), options) for name in ("p", "d")]
             hosts.extend(pair)
-            for host in pair:
-                host.wait_until_ready()
             pairs[arch] = Gateway(*pair)
+        # Also when a test before has waited in vain: more of them would not start sooner.
+        for host in (pairs[arch].prefill_host, pairs[arch].decode_host):
+            host.wait_until_ready()
         return pairs[arch]
 
     yield start

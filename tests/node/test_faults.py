@@ -22,9 +22,11 @@ from prfaas.scheduler.handoff import Handoff
 from prfaas.transport.address import parse_address
 from prfaas.transport.link import LinkOptions
 from tests.node.conftest import EMULATED, hf_options, start_hosts
-from tests.node.hosts import Gateway, Granted, Host, cached_of, text_of, tokens_of
+from tests.node.hosts import START_S, Gateway, Granted, Host, cached_of, text_of, tokens_of
 from tests.transport.proxy import Meddle, Proxy
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
 
 BLOCK = 64
 NEW_TOKENS = 4
