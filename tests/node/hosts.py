@@ -131,6 +131,14 @@ class Host:
         assert self._url is not None
         return self._url
 
+    def revive(self) -> None:
+        """Starts again what is not running."""
+        if self.kvd.popen.poll() is not None:
+            self.start_kvd()
+        if self.node.popen.poll() is not None:
+            self.begin_node()
+        self.wait_until_ready()
+
     def close(self) -> None:
         for process in (self.node, self.kvd):
             if process.popen.poll() is None:

@@ -36,31 +36,50 @@ _SEEDS = count()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of engine: how it is started, and a prefill that takes it most of a second."""
+    """Of engine: how it is started, a prompt that many chunks bring, and one whose prefill is not
+    over before something happens to it, however slowly a crowded machine looks."""
 
     options: tuple[str, ...]
     long_tokens: int
+    endless_tokens: int
     small_memory: str  # holds a few short prompts
 
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("hf", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Kind:
     if request.param == "emulated":
-        return Kind(EMULATED, 50_000, "128KiB")
-    return Kind(hf_options(checkpoint("kimi-linear")), 4_000, "1MiB")
+        return Kind(EMULATED, 50_000, 120_000, "128KiB")
+    return Kind(hf_options(checkpoint("kimi-linear")), 4_000, 24_000, "1MiB")
 
 
 @pytest.fixture(scope="module")
-def pair(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Whatever a test does to them, it leaves them healthy: that is half of what is tested."""
+def patient_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     yield from start_hosts(tmp_path_factory.mktemp("pair"), kind.options)
 
 
 @pytest.fixture(scope="module")
-def hasty(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Its decode side waits for nobody."""
+def hasty_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("hasty")
     yield from start_hosts(folder, kind.options, "--grant-s", "4", "--dispatch-s", "0.5")
+
+
+@pytest.fixture
+def pair(patient_hosts: Gateway) -> Gateway:
+    """Whatever a test does to them, it leaves them healthy: that is half of what is tested."""
+    return revived(patient_hosts)
+
+
+@pytest.fixture
+def hasty(hasty_hosts: Gateway) -> Gateway:
+    """Its decode side waits for nobody."""
+    return revived(hasty_hosts)
+
+
+def revived(gateway: Gateway) -> Gateway:
+    """A test that has failed half-way does not fail the next ones."""
+    for host in (gateway.prefill_host, gateway.decode_host):
+        host.revive()
+    return gateway
 
 
 def fresh(tokens: int) -> list[int]:
@@ -95,7 +114,7 @@ def wait_for_bytes(host: Host, before: int) -> None:
 
 def test_an_engine_killed_in_mid_transfer(pair: Gateway, kind: Kind) -> None:
     before = pair.decode_host.received_bytes()
-    granted = pair.open(fresh(kind.long_tokens))
+    granted = pair.open(fresh(kind.endless_tokens))
     with ThreadPoolExecutor() as threads:
         prefilling = threads.submit(pair.prefill, granted)
         wait_for_bytes(pair.decode_host, before)
@@ -111,7 +130,7 @@ def test_an_engine_killed_in_mid_transfer(pair: Gateway, kind: Kind) -> None:
 @pytest.mark.slow
 def test_a_sending_kvd_killed_in_mid_transfer(hasty: Gateway, kind: Kind) -> None:
     before = hasty.decode_host.received_bytes()
-    granted = hasty.open(fresh(kind.long_tokens))
+    granted = hasty.open(fresh(kind.endless_tokens))
     with ThreadPoolExecutor() as threads:
         prefilling = threads.submit(hasty.prefill, granted)
         wait_for_bytes(hasty.decode_host, before)
@@ -156,7 +175,7 @@ def test_a_gateway_that_is_gone_after_the_commit(hasty: Gateway) -> None:
 
 @pytest.mark.slow
 def test_a_grant_whose_deadline_has_passed(hasty: Gateway, kind: Kind) -> None:
-    granted = hasty.open(fresh(kind.long_tokens))
+    granted = hasty.open(fresh(kind.endless_tokens))
     hasty.decode_host.wait_until_idle()  # also when its gateway never asks again
     assert hasty.state(granted) == "failed"
     status, answer = hasty.prefill(granted)  # told by the receiver, long before its end
@@ -235,7 +254,7 @@ def decoding(pair: Gateway) -> Iterator[Granted]:
 
 
 def test_a_client_that_hangs_up_in_mid_prefill(pair: Gateway, kind: Kind) -> None:
-    granted = pair.open(fresh(kind.long_tokens))
+    granted = pair.open(fresh(kind.endless_tokens))
     body = {
         "prompt": granted.prompt[: granted.handoff_tokens],
         "kv_transfer_params": {"do_remote_decode": True, "grant": granted.grant},
