@@ -29,6 +29,7 @@ WITHIN_ROW = {
     ("scheduler", "planner"),
     ("node", "kvd"),  # the client's side of it, as is the next
     ("integrations", "kvd"),
+    ("testing", "kvd"),  # its messages: a gate stands between an engine and its kvd
 }
 # Library -> the only parts that may import it.
 ROOMS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cache.hashing import PromptHashes, block_hashes, chain_seed, token_bytes
+from prfaas.cache.hashing import PromptHashes, block_hashes, chain_seed, tail_hash, token_bytes
 from prfaas.errors import InputError
 from tests.cache.builders import SEEDED
 
@@ -104,6 +104,27 @@ def test_a_name_depends_on_every_token_before_it() -> None:
         other[changed] += 100
         same = [a == b for a, b in zip(names, block_hashes(other, 4), strict=True)]
         assert same == [block < changed // 4 for block in range(3)]
+
+
+@SEEDED
+@given(TOKENS, st.integers(1, 8))
+def test_a_tail_is_what_has_no_name(tokens: list[int], size: int) -> None:
+    hashes = block_hashes(tokens, size)
+    tail = tail_hash(tokens, hashes, size)
+    assert bool(tail) == bool(len(tokens) % size)
+    assert tail not in hashes
+
+
+def test_a_tail_depends_on_every_token_and_on_the_tenant() -> None:
+    def tail(tokens: list[int], **apart: str) -> bytes:
+        return tail_hash(tokens, block_hashes(tokens, 4, **apart), 4, **apart)
+
+    for length in (3, 10):
+        tokens = list(range(length))
+        names = {tail(tokens), tail(tokens, salt="x"), tail(tokens, adapter="x")}
+        names |= {tail([*tokens[:at], 100, *tokens[at + 1 :]]) for at in range(length)}
+        names |= {tail([*tokens, 100]), tail(tokens[:-1])}
+        assert len(names) == 5 + length
 
 
 def test_prompt_hashes_at_several_sizes() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,23 @@ SMALL = ("--time-scale", "0.01", "--", "--memory", "64MiB")
 
 
 @pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    """Two nodes that fit each other, and one that does not."""
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "kvd.key"
+    file.write_text("a-key-that-nobody-guesses\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def urls(key_file: Path) -> Iterator[list[str]]:
+    """Two nodes that fit each other, one that does not, and one whose kvd wants a key."""
     nodes = [
-        Process("node", *EMULATED, "--byte-scale", scale, *SMALL)
-        for scale in ("1e-4", "1e-4", "2e-4")
+        Process("node", *EMULATED, "--byte-scale", scale, *more, *SMALL)
+        for scale, *more in (
+            ("1e-4",),
+            ("1e-4",),
+            ("2e-4",),
+            ("1e-4", "--kvd-key-file", str(key_file)),
+        )
     ]
     try:
         yield [node.find(r"serving \S+ at (http://\S+)") for node in nodes]
@@ -56,6 +69,14 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: 
     refused = prfaas("handoff", urls[2], urls[1], "--tokens", "500")
     assert refused.code == 2
     assert "revision: bytes x 0.0001 here, bytes x 0.0002 there" in refused.err
+
+
+def test_a_kvd_that_wants_a_key_gets_it(prfaas: Run, urls: list[str], key_file: Path) -> None:
+    arguments = ["handoff", urls[0], urls[3], "--tokens", "500", "--seed", "3"]
+    refused = prfaas(*arguments)
+    assert refused.code == 2 and "HTTP 401" in refused.err
+    shown = prfaas(*arguments, "--kvd-key-file", str(key_file), "--compare")
+    assert shown.code == 0, shown.err
 
 
 @pytest.mark.parametrize(

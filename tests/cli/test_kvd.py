@@ -17,6 +17,7 @@ from tests.kvd.hosts import kvd_process
         (("--ca", "ca.pem"), "mutual TLS needs all three"),
         (("--client-cert", "c.pem"), "one without the other"),
         (("--grant-s", "0"), "--grant-s: 0 s; give more than 0"),
+        (("--key-file", "no-such-file"), "no-such-file: no such file"),
         (("--via", "relay"), "--via: 'relay' is no address"),
         (("--listen", "192.0.2.1:1"), "--listen: 192.0.2.1:1: Cannot assign"),
         (("--http", "192.0.2.1:1"), "--http: 192.0.2.1:1: "),

@@ -12,11 +12,12 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,14 +48,16 @@ class Host:
     data: str
     url: str
 
-    def post(self, path: str, body: Any) -> tuple[int, bytes]:
-        request = urllib.request.Request(
-            self.url + path, data=msgspec.json.encode(body), method="POST"
-        )
-        return _answer(request)
+    def post(
+        self, path: str, body: Any, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, bytes]:
+        data = msgspec.json.encode(body)
+        return _answer(urllib.request.Request(self.url + path, data, dict(headers), method="POST"))
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        return _answer(urllib.request.Request(self.url + path))
+    def get(
+        self, path: str, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, bytes]:
+        return _answer(urllib.request.Request(self.url + path, headers=dict(headers)))
 
     def open(self, prompt: Sequence[int], **more: Any) -> Grant | NotNow:
         hashes = tuple(hashes_of(prompt))

@@ -44,9 +44,10 @@ def start_pair(
             options = hf_options(checkpoint(arch))
             pair = [Host(tmp_path_factory.mktemp(name), options) for name in ("p", "d")]
             hosts.extend(pair)
-            for host in pair:
-                host.wait_until_ready()
             pairs[arch] = Gateway(*pair)
+        # Also when a test before has waited in vain: more of them would not start sooner.
+        for host in (pairs[arch].prefill_host, pairs[arch].decode_host):
+            host.wait_until_ready()
         return pairs[arch]
 
     yield start
@@ -65,8 +66,7 @@ def kimi(start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair("kimi-linear")
 
 
-def start_emulated(folder: Path, *decode_kvd: str) -> Iterator[Gateway]:
-    options = EMULATED
+def start_hosts(folder: Path, options: tuple[str, ...], *decode_kvd: str) -> Iterator[Gateway]:
     hosts = [Host(folder / "p", options), Host(folder / "d", options, decode_kvd)]
     try:
         for host in hosts:
@@ -79,6 +79,5 @@ def start_emulated(folder: Path, *decode_kvd: str) -> Iterator[Gateway]:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Two hosts whose engine checks every byte it resumes from. Whatever a test does to them, it
-    leaves them healthy: that is half of what is tested."""
-    yield from start_emulated(tmp_path_factory.mktemp("emulated"))
+    """Two hosts whose engine checks every byte it resumes from."""
+    yield from start_hosts(tmp_path_factory.mktemp("emulated"), EMULATED)

@@ -21,11 +21,12 @@ import msgspec
 from prfaas.cache.hashing import block_hashes
 from prfaas.kvd.messages import GroupShape, spec_of
 from prfaas.kvspec import KVSpec
-from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.handoff import Handoff, handoff
 from prfaas.types import Compat, OpenTransfer
 from tests.waiting import PATIENCE_S, wait_until
 
-START_S = 90.0  # torch alone takes seconds to import on a busy machine
+# An engine's imports take four seconds of a core; a busy machine may have ten takers for each core.
+START_S = 200.0
 
 
 class Process:
@@ -101,13 +102,17 @@ class Host:
         self._socket = str(folder / "kvd.sock")
         self._node_options = node_options
         self._kvd_options = kvd_options
+        self._addresses: tuple[str, ...] = ()
         folder.mkdir(parents=True, exist_ok=True)
         self.start_kvd()
         self.begin_node()
 
     def start_kvd(self) -> None:
-        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options)
+        """Again at the same addresses, as an operator's has fixed ones."""
+        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options, *self._addresses)
         self.kvd_url = self.kvd.find(r"(http://[\w.:]+)")
+        data = self.kvd.find(r"data (\S+),")
+        self._addresses = ("--listen", data, "--http", self.kvd_url.removeprefix("http://"))
 
     def begin_node(self) -> None:
         """Does not wait for it: several start at the same time."""
@@ -125,6 +130,14 @@ class Host:
             self.wait_until_ready()
         assert self._url is not None
         return self._url
+
+    def revive(self) -> None:
+        """Starts again what is not running."""
+        if self.kvd.popen.poll() is not None:
+            self.start_kvd()
+        if self.node.popen.poll() is not None:
+            self.begin_node()
+        self.wait_until_ready()
 
     def close(self) -> None:
         for process in (self.node, self.kvd):
@@ -157,7 +170,7 @@ class Host:
         received: int = self.stats(check=False)["arrivals"]["received_bytes"]
         return received
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self, *, within_s: float = PATIENCE_S) -> None:
         """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
 
         def idle() -> bool:
@@ -171,7 +184,7 @@ class Host:
                 and report["outgoing"] == {"writing": 0, "sending": 0}
             )
 
-        wait_until(idle)
+        wait_until(idle, within_s=within_s)
         self.stats()
 
 
@@ -202,8 +215,15 @@ class Gateway:
         self.decode_host = decode
         self.block_tokens = block_tokens
 
-    def open(self, prompt: list[int], *, resumable: bool = False, salt: str = "") -> Granted:
-        length = handoff(len(prompt), self.block_tokens, resumable=resumable)
+    def open(
+        self,
+        prompt: list[int],
+        *,
+        resumable: bool = False,
+        salt: str = "",
+        length: Handoff | None = None,
+    ) -> Granted:
+        length = length or handoff(len(prompt), self.block_tokens, resumable=resumable)
         hashes = block_hashes(prompt[: length.handoff_tokens], self.block_tokens, salt=salt)
         compat = msgspec.convert(self.decode_host.stats()["pool"]["compat"], Compat)
         asked = OpenTransfer(tuple(hashes), length.handoff_tokens, compat, length.checkpoint_tokens)

@@ -28,7 +28,12 @@ class AbsentKvd:
     """What a client answers when its kvd has gone."""
 
     def begin(
-        self, hashes: Sequence[bytes], tokens: int, *, grant: Grant | None = None
+        self,
+        hashes: Sequence[bytes],
+        tokens: int,
+        *,
+        grant: Grant | None = None,
+        tail: bytes = b"",
     ) -> WriteLease | NotNow:
         raise ConnectionLost("no kvd here")
 

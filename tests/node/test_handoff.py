@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli.engines import load_tokenizer
-from tests.node.hosts import Gateway, Host, cached_of, tokens_of
+from tests.node.hosts import START_S, Gateway, Host, cached_of, tokens_of
+
+pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
 
 BLOCK, CHUNK, WINDOW, TAIL = 64, 128, 64, 128
 NEW_TOKENS = 8

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.node.conftest import EMULATED, hf_options
-from tests.node.hosts import Host, cached_of, tokens_of
+from tests.node.hosts import START_S, Host, cached_of, tokens_of
+
+pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
 
 BLOCK = 64
 NEW_TOKENS = 4

@@ -200,6 +200,17 @@ def test_a_transfer_of_another_prompt_is_no_answer(pair: Pair) -> None:
     pair.idle()
 
 
+@pytest.mark.parametrize("tokens", [255, 100])
+def test_a_transfer_of_a_prompt_with_another_end_is_no_answer(pair: Pair, tokens: int) -> None:
+    """Equal in every whole block, or too short to have one; the state is of other tokens."""
+    prompt = prompt_of(tokens + 1, seed=10)
+    params = pair.hand_off(f"end-{tokens}", prompt, tokens)
+    prompt[tokens - 1] += 1
+    pair.decode.add(f"end-{tokens}", prompt, params)
+    assert pair.decode.run(f"end-{tokens}") == FAILED
+    pair.idle()
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -6,6 +6,7 @@ import asyncio
 import random
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.cli.output import console, print_json
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import InputError
+from prfaas.kvd.keys import bearer, read_key
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
@@ -35,6 +37,7 @@ _MADE_UP_IDS = range(32, 127)
 @click.option("--seed", default=0, show_default=True, help="Of the made-up prompt.")
 @click.option("--prefill-kvd", help="URL; a `prfaas node` knows its own.")
 @click.option("--decode-kvd", help="URL; a `prfaas node` knows its own.")
+@click.option("--kvd-key-file", type=click.Path(path_type=Path), help="Shared key of the kvds.")
 @click.option("--max-tokens", default=DEFAULT_MAX_TOKENS, show_default=True)
 @click.option("--salt", default="", help="The tenant's cache salt.")
 @click.option("--compare", is_flag=True, help="Also answer on the prefill node alone, and compare.")
@@ -47,6 +50,7 @@ def handoff(
     seed: int,
     prefill_kvd: str | None,
     decode_kvd: str | None,
+    kvd_key_file: Path | None,
     max_tokens: int,
     salt: str,
     compare: bool,
@@ -69,7 +73,8 @@ def handoff(
     text = (
         prompt if prompt is not None else random.Random(seed).choices(_MADE_UP_IDS, k=tokens or 1)
     )
-    pair = Pair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd)
+    key = read_key(kvd_key_file) if kvd_key_file is not None else None
+    pair = Pair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd, key)
     story = asyncio.run(_play(pair, text, max_tokens, salt, compare, MonotonicClock()))
     if as_json:
         print_json(story.as_dict())
@@ -85,6 +90,7 @@ class Pair:
     decode_url: str
     prefill_kvd: str | None
     decode_kvd: str | None
+    kvd_key: str | None = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -113,13 +119,19 @@ class Story:
 
 
 class _Node:
-    """A node and its kvd, as a gateway sees them."""
+    """A node and its kvd, as a gateway sees them. The kvds' key is for `kvds` alone."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, card: dict[str, Any], kvd: str | None
+        self,
+        http: aiohttp.ClientSession,
+        kvds: aiohttp.ClientSession,
+        url: str,
+        card: dict[str, Any],
+        kvd: str | None,
     ):
         ours = card.get("prfaas") or {}
         self.http = http
+        self.kvds = kvds
         self.url = url
         self.model = card["id"]
         self.kvd = kvd or ours.get("kvd_url")
@@ -139,22 +151,25 @@ async def _play(
     pair: Pair, prompt: str | list[int], max_tokens: int, salt: str, compare: bool, clock: Clock
 ) -> Story:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        prefill = await _node(http, pair.prefill_url, pair.prefill_kvd)
-        decode = await _node(http, pair.decode_url, pair.decode_kvd)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        aiohttp.ClientSession(timeout=timeout, headers=bearer(pair.kvd_key)) as kvds,
+    ):
+        prefill = await _node(http, kvds, pair.prefill_url, pair.prefill_kvd)
+        decode = await _node(http, kvds, pair.decode_url, pair.decode_kvd)
         ids = await _ids(decode, prompt)
         fields = {"prompt": ids, "max_tokens": max_tokens, "cache_salt": salt}
         if decode.kvd is None:
             raise InputError(
                 f"{decode.url} does not name its kvd", where="--decode-kvd", fix="give its URL"
             )
-        compat = await _compat(http, decode.kvd)
+        compat = await _compat(kvds, decode.kvd)
         length = handoff_length(len(ids), compat.block_tokens, resumable=False)
         story = Story(len(ids), length.handoff_tokens)
         timer = _Timer(story, clock)
         transfer: dict[str, Any] = {}
         if length.handoff_tokens:
-            sender = await _compat(http, prefill.kvd) if prefill.kvd is not None else compat
+            sender = await _compat(kvds, prefill.kvd) if prefill.kvd is not None else compat
             hashes = block_hashes(ids[: length.handoff_tokens], compat.block_tokens, salt=salt)
             grant = await _open(
                 decode, timer, OpenTransfer(tuple(hashes), length.handoff_tokens, sender)
@@ -183,7 +198,7 @@ async def _play(
 async def _open(decode: _Node, timer: _Timer, asked: OpenTransfer) -> Grant:
     with timer.step("grant") as step:
         url = f"{decode.kvd}/v1/open"
-        raw = await _json(decode.http, "POST", url, msgspec.to_builtins(asked))
+        raw = await _json(decode.kvds, "POST", url, msgspec.to_builtins(asked))
         answer = msgspec.convert(raw, Grant | NotNow)
         if isinstance(answer, NotNow):
             raise InputError(
@@ -233,7 +248,7 @@ async def _prefill(
         await asyncio.gather(computing, committing, return_exceptions=True)
         raise
     if prefill.kvd is not None:  # which knows of the transfer since the prefill has begun
-        sent = await _json(prefill.http, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
+        sent = await _json(prefill.kvds, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
         committed = committing.result()
         committed.nbytes, committed.note = sent["nbytes"], "bytes sent"
 
@@ -241,16 +256,18 @@ async def _prefill(
 async def _committed(decode: _Node, grant: Grant) -> None:
     while True:
         url = f"{decode.kvd}/v1/transfers/{grant.transfer_id}?wait_s={WAIT_S:g}"
-        status = await _json(decode.http, "GET", url)
+        status = await _json(decode.kvds, "GET", url)
         if status["state"] == "committed":
             return
         if status["state"] != "granted":
             raise InputError(f"the transfer is {status['state']}: {status['reason']}", where=url)
 
 
-async def _node(http: aiohttp.ClientSession, url: str, kvd: str | None) -> _Node:
+async def _node(
+    http: aiohttp.ClientSession, kvds: aiohttp.ClientSession, url: str, kvd: str | None
+) -> _Node:
     models = await _json(http, "GET", f"{url}/v1/models")
-    return _Node(http, url, models["data"][0], kvd)
+    return _Node(http, kvds, url, models["data"][0], kvd)
 
 
 async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
@@ -261,8 +278,8 @@ async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
     return ids
 
 
-async def _compat(http: aiohttp.ClientSession, kvd: str) -> Compat:
-    pool = (await _json(http, "GET", f"{kvd}/v1/stats"))["pool"]
+async def _compat(kvds: aiohttp.ClientSession, kvd: str) -> Compat:
+    pool = (await _json(kvds, "GET", f"{kvd}/v1/stats"))["pool"]
     if pool is None:
         raise InputError("no engine has registered there", where=kvd, fix="start its engine first")
     return msgspec.convert(pool["compat"], Compat)

@@ -13,6 +13,7 @@ from prfaas.cli.logs import log_at, log_level_option
 from prfaas.cli.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
 from prfaas.kvd.incoming import TransferOptions
+from prfaas.kvd.keys import read_key
 from prfaas.kvd.server import KvdOptions, Running, TlsFiles, running
 from prfaas.kvd.store import StoreOptions
 from prfaas.transport.address import parse_address
@@ -36,6 +37,7 @@ _TRANSFERS = TransferOptions()
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
 @click.option("--key", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="Shared key of --http.")
 @click.option("--client-cert", type=click.Path(path_type=Path), help="For sending; else --cert.")
 @click.option("--client-key", type=click.Path(path_type=Path), help="Its key.")
 @click.option("--grant-s", default=_TRANSFERS.grant_s, show_default=True, help="Until a frame.")
@@ -58,6 +60,7 @@ def kvd(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
+    key_file: Path | None,
     client_cert: Path | None,
     client_key: Path | None,
     grant_s: float,
@@ -88,6 +91,7 @@ def kvd(
         via=via,
         gateways=gateways,
         tls=tls,
+        key=read_key(key_file) if key_file is not None else None,
         store=StoreOptions(
             memory_bytes=parse_bytes(memory, "--memory"),
             ssd=ssd,

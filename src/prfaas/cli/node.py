@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ from prfaas.cli.engines import (
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
+from prfaas.kvd.keys import read_key
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -37,6 +39,7 @@ _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 @click.option("--advertise", metavar="URL", help="Where gateways reach this node, if elsewhere.")
 @click.option("--kvd", metavar="SOCKET", help="A kvd that runs already; else one is started.")
 @click.option("--kvd-url", metavar="URL", help="Its HTTP address, for gateways and KV events.")
+@click.option("--kvd-key-file", type=click.Path(path_type=Path), help="Shared key of that.")
 @click.option("--block-tokens", default=DEFAULT_BLOCK_TOKENS, show_default=True)
 @click.option("--chunk-tokens", type=int, help="Of a prefill; the engine's choice when absent.")
 @click.option("--max-running", type=int, help="Sequences decoded together.")
@@ -64,6 +67,7 @@ def node(
     advertise: str | None,
     kvd: str | None,
     kvd_url: str | None,
+    kvd_key_file: Path | None,
     block_tokens: int,
     chunk_tokens: int | None,
     max_running: int | None,
@@ -114,7 +118,11 @@ def node(
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
     words = load_tokenizer(words_in) if words_in is not None else None
-    with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as place:
+    key = read_key(kvd_key_file) if kvd_key_file is not None else None
+    if kvd_key_file is not None:
+        kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)
+    with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as found:
+        place = replace(found, key=key)
         if engine == "hf":
             computing = hf_engine(choice, device, dtype)
         else:

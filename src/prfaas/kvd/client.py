@@ -96,8 +96,10 @@ class KvdClient:
         *,
         checkpoint_tokens: Sequence[int] | None = None,
         grant: Grant | None = None,
+        tail: bytes = b"",
     ) -> WriteLease | NotNow:
-        """Room for a prefill up to `tokens`; `hashes` name its whole blocks.
+        """Room for a prefill up to `tokens`; `hashes` name its whole blocks, `tail` (a `tail_hash`)
+        what lies behind them: whoever attaches the transfer compares both with its own prompt.
 
         `checkpoint_tokens` of None: the pool's policy says which boundary states it wants (the
         lease tells); else exactly these. What the `grant` asks for is always among them. With a
@@ -105,7 +107,7 @@ class KvdClient:
         """
         wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
         session = self._live()
-        return session.begin(Begin(tuple(hashes), tokens, wanted, grant))
+        return session.begin(Begin(tuple(hashes), tokens, wanted, grant, tail))
 
     def attach(self, transfer_id: TransferId) -> ReadLease:
         """Takes over a committed transfer. TransferFailed, saying why, when there is none: not

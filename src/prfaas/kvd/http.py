@@ -10,20 +10,23 @@ GET  /v1/stats              a `Report`; ?check=1 also verifies the pool's invari
 GET  /v1/events             ?node=&since=&wait_s=: cache events, or a snapshot when since=-1
 GET  /v1/role, POST         {role, epoch}: 409 when the epoch is not the current one
 GET  /health, /metrics
+
+With a key (`keys.py`) everything but the last two answers 401 to whoever does not show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from prfaas.errors import InputError, PeerError
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.incoming import IncomingTransfers
+from prfaas.kvd.keys import only_with
 from prfaas.kvd.outgoing import OutgoingTransfers
 from prfaas.kvd.pulling import Matched, Prefix, Pull, Push, Pushing, pull
 from prfaas.kvd.report import Reporter
@@ -34,11 +37,10 @@ from prfaas.types import BlockHash, NodeId, OpenTransfer, TransferId
 LONGEST_WAIT_S = 60.0
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
 T = TypeVar("T")
-_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    code: str  # incompatible, bad_request, unknown, failed, epoch
+    code: str  # incompatible, bad_request, unknown, failed, epoch, unauthorized
     message: str
     differences: tuple[str, ...] = ()
 
@@ -64,8 +66,9 @@ class GatewaySide:
         self._reporter = reporter
         self._http = http
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)
+    def app(self, key: str | None = None) -> web.Application:
+        checks = [] if key is None else [only_with(key, _unauthorized)]
+        app = web.Application(middlewares=[*checks, _errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/v1/open", self._open),
@@ -158,7 +161,7 @@ class GatewaySide:
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except InputError as error:
@@ -198,6 +201,13 @@ def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
 def _incompatible(differences: tuple[str, ...]) -> web.Response:
     message = f"state of that engine is of no use here: {'; '.join(differences)}"
     return _json(Problem("incompatible", message, differences), status=409)
+
+
+def _unauthorized() -> web.Response:
+    problem = Problem("unauthorized", "this kvd wants the key of its --key-file as a bearer token")
+    answer = _json(problem, status=401)
+    answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
 
 
 def _unknown(transfer_id: TransferId) -> web.Response:

@@ -53,6 +53,7 @@ class _Arrival:
     lease: Lease
     life: IncomingLife
     hashes: tuple[bytes, ...]  # of the prompt's whole blocks
+    landing: Landing | None = None  # None: nothing has to come
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
 
@@ -166,6 +167,7 @@ class IncomingTransfers:
             readable=units_of(arrival.shelf.pool.tables(lease.id).readable),
             writable=(),
             hashes=arrival.hashes,
+            tail=arrival.landing.tail if arrival.landing is not None else b"",
         )
 
     def release(self, lease_id: int) -> bool:
@@ -207,7 +209,8 @@ class IncomingTransfers:
         )
         over = partial(self._signal, grant.transfer_id)
         table = shelf.pool.tables(lease.id).writable
-        self._listener.expect(grant, Landing(shelf, table, wanted, over))
+        arrival.landing = Landing(shelf, table, wanted, over)
+        self._listener.expect(grant, arrival.landing)
 
     def _signal(self, transfer_id: TransferId, reason: str | None) -> None:
         """From a thread of the listener's."""

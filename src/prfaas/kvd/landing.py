@@ -27,6 +27,7 @@ class Landing:
         self._table = table
         self._wanted = wanted
         self._over = over
+        self.tail = b""  # as the sender names what lies behind the last whole block
 
     def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview]] | str:
         spec, arena = self._shelf.spec, self._shelf.arena
@@ -39,6 +40,7 @@ class Landing:
             problem = mismatch(spec, self._wanted, segments)
             if problem is not None:
                 return problem
+            self.tail = manifest.label
             return [
                 [
                     arena.view(start, stop)

@@ -74,6 +74,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     tokens: int
     checkpoint_tokens: tuple[int, ...] | None = None
     grant: Grant | None = None
+    tail: bytes = b""  # `tail_hash` of what is computed
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -151,7 +152,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
     readable: tuple[UnitPages, ...]
     writable: tuple[UnitPages, ...]
     sending: bool = False  # a `Sent` will follow
-    hashes: tuple[bytes, ...] = ()  # of an attached transfer: whose state it is
+    hashes: tuple[bytes, ...] = ()  # of an attached transfer: whose state it is,
+    tail: bytes = b""  # and the name of what lies behind its last whole block
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -121,7 +121,7 @@ class OutgoingTransfers:
         self._writes[lease.id] = write
         if asked.grant is not None:
             try:
-                self._depart(write, tables, asked.grant, HANDOFF)
+                self._depart(write, tables, asked.grant, HANDOFF, asked.tail)
             except PrfaasError:
                 self._forget(write)
                 raise
@@ -200,7 +200,7 @@ class OutgoingTransfers:
         try:
             if lease.tokens != tokens:
                 raise TransferFailed(f"{tokens} tokens are wanted, {lease.tokens} are here")
-            self._depart(write, shelf.pool.tables(lease.id), grant, MIGRATION)
+            self._depart(write, shelf.pool.tables(lease.id), grant, MIGRATION, b"")
         except PrfaasError:
             self._forget(write)
             raise
@@ -238,7 +238,9 @@ class OutgoingTransfers:
         shelf.pool.release(lease.id, self._clock.now())
         return reserve((*lease.checkpoint_tokens, *more))
 
-    def _depart(self, write: _Write, tables: LeaseTables, grant: Grant, priority: int) -> None:
+    def _depart(
+        self, write: _Write, tables: LeaseTables, grant: Grant, priority: int, tail: bytes
+    ) -> None:
         shelf, lease = write.shelf, write.lease
         if not grant.max_bytes:  # the receiver has everything
             self._loop.call_soon(self._settled, write, "")  # after the caller has its ticket
@@ -254,7 +256,8 @@ class OutgoingTransfers:
             whole=shelf.whole,
         )
         sizes = {p.segment.name: segment_bytes(shelf.spec, p.segment) for p in pieces}
-        transfer = self._links.to(grant.data_address).open(grant, sizes, priority=priority)
+        link = self._links.to(grant.data_address)
+        transfer = link.open(grant, sizes, priority=priority, label=tail)
         self._note(TransferStatus(grant.transfer_id, "sending", "", sum(sizes.values())))
         write.departure = Departure(shelf, tables, pieces, transfer)
         transfer.done.add_done_callback(partial(self._signal, write))

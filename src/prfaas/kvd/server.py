@@ -20,6 +20,7 @@ from prfaas.kvd.events import EventLog
 from prfaas.kvd.heartbeat import beat
 from prfaas.kvd.http import GatewaySide
 from prfaas.kvd.incoming import IncomingTransfers, TransferOptions
+from prfaas.kvd.keys import bearer
 from prfaas.kvd.links import Links
 from prfaas.kvd.local import Engines
 from prfaas.kvd.outgoing import OutgoingTransfers
@@ -58,6 +59,7 @@ class KvdOptions:
     via: str | None = None  # what grants name instead of the data address
     gateways: Sequence[str] = ()
     tls: TlsFiles | None = None
+    key: str | None = field(default=None, repr=False)  # of HTTP, here and at peers and gateways
     store: StoreOptions = field(default_factory=StoreOptions)
     transfers: TransferOptions = field(default_factory=TransferOptions)
     connections: int = LinkOptions().connections  # to each peer
@@ -104,9 +106,9 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         reporter = Reporter(
             instance, address, store, incoming, outgoing, engines, events, links, listener
         )
-        client = await stack.enter_async_context(aiohttp.ClientSession())
+        client = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(options.key)))
         side = GatewaySide(store, incoming, outgoing, events, reporter, client)
-        served = await _serve_http(stack, side.app(), options.http)
+        served = await _serve_http(stack, side.app(options.key), options.http)
         engines.http_url = http_url = f"http://{_reachable(served, options.advertise)}"
         await _serve_engines(stack, engines, options.socket)
         # Ended in the reverse order: no new work, then what is under way, then the pages. Links and

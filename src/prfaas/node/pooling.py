@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.cache.hashing import block_hashes
+from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.engine.api import Export, Job, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.leases import ReadLease, WriteLease
@@ -58,10 +58,14 @@ class Prepared:
         if isinstance(self.lease, WriteLease):
             self.lease.sent.add_done_callback(settled)
 
-    def commit(self) -> None:
-        """The prompt is computed: what was written may be read by others."""
-        if isinstance(self.lease, WriteLease):
-            self.lease.commit()
+    def computed(self) -> None:
+        """The prompt is computed: others may read what was written, and what was read is the
+        engine's own copy by now."""
+        match self.lease:
+            case ReadLease():
+                self.lease.release()
+            case WriteLease():
+                self.lease.commit()
 
     def end(self) -> None:
         match self.lease:
@@ -79,7 +83,12 @@ class Kvd(Protocol):
     """What is asked of a kvd (`kvd.client.KvdClient`)."""
 
     def begin(
-        self, hashes: Sequence[bytes], tokens: int, *, grant: Grant | None = None
+        self,
+        hashes: Sequence[bytes],
+        tokens: int,
+        *,
+        grant: Grant | None = None,
+        tail: bytes = b"",
     ) -> WriteLease | NotNow: ...
 
     def attach(self, transfer_id: TransferId) -> ReadLease: ...
@@ -128,7 +137,8 @@ class Pooling:
         )
         hashes = self._hashes(part, len(part.prompt))
         try:
-            lease = self._kvd.begin(hashes, len(part.prompt), grant=transfer.grant)
+            tail = self._tail(part, len(part.prompt), hashes)
+            lease = self._kvd.begin(hashes, len(part.prompt), grant=transfer.grant, tail=tail)
         except ConnectionLost as error:
             raise RequestFailed("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
@@ -145,7 +155,9 @@ class Pooling:
         except TransferFailed as error:
             raise RequestFailed("transfer_lost", str(error)) from error
         hashes = self._hashes(work, lease.tokens)
-        if lease.tokens >= len(work.prompt) or tuple(hashes) != lease.ticket.hashes:
+        named = (tuple(hashes), self._tail(work, lease.tokens, hashes))
+        held = (lease.ticket.hashes, lease.ticket.tail)
+        if lease.tokens >= len(work.prompt) or named != held:
             lease.release()
             raise InputError(
                 f"the transfer holds the first {lease.tokens} tokens of another prompt, or all of "
@@ -177,3 +189,6 @@ class Pooling:
 
     def _hashes(self, work: Work, tokens: int) -> list[BlockHash]:
         return block_hashes(work.prompt[:tokens], self._block_tokens, salt=work.salt)
+
+    def _tail(self, work: Work, tokens: int, hashes: Sequence[BlockHash]) -> bytes:
+        return tail_hash(work.prompt[:tokens], hashes, self._block_tokens, salt=work.salt)

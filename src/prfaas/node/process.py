@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +18,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.kvd.client import KvdClient
+from prfaas.kvd.keys import bearer
 from prfaas.node.events import Announcer
 from prfaas.node.following import Follower, Learner
 from prfaas.node.metrics import NodeMetrics
@@ -35,6 +36,7 @@ class KvdPlace:
 
     socket: str
     url: str | None = None
+    key: str | None = field(default=None, repr=False)  # of its HTTP side
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ async def run_node(
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listening).start()
         if kvd.url is not None:
-            session = await stack.enter_async_context(aiohttp.ClientSession())
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(headers=bearer(kvd.key))
+            )
             follower = Follower(session, kvd.url)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)

@@ -3,7 +3,7 @@
 The HTTP handler only listens. When its client goes away it cancels and leaves; pages are given back
 here, after the engine has let go of them, whatever became of the connection.
 
-    start ──► lease (kvd) ──► engine job ──► commit ──► tokens ──► lease released
+    start ──► lease (kvd) ──► engine job ──► prompt computed: lease committed or released ──► tokens
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Serving:
                         pass
                     return Failed(RequestFailed("transfer_lost", reason))
                 case Prefilled():
-                    await self._commit(ongoing, prepared)
+                    await self._computed(ongoing, prepared)
                     self._count_prompt(prepared, event)
                     ongoing.resumed_tokens = event.resumed_tokens
                 case Token():
@@ -212,9 +212,9 @@ class Serving:
                     last_s = now
             ongoing.events.put_nowait(event)
 
-    async def _commit(self, ongoing: Ongoing, prepared: Prepared) -> None:
+    async def _computed(self, ongoing: Ongoing, prepared: Prepared) -> None:
         try:
-            await self._in_thread(prepared.commit)
+            await self._in_thread(prepared.computed)
         except PeerError as error:
             if isinstance(ongoing.work.transfer, RemoteDecode):
                 raise RequestFailed("transfer_lost", str(error)) from error

@@ -198,12 +198,19 @@ class Link:
         self.close()
 
     def open(
-        self, grant: Grant, segments: Mapping[str, int], *, priority: int = HANDOFF
+        self,
+        grant: Grant,
+        segments: Mapping[str, int],
+        *,
+        priority: int = HANDOFF,
+        label: bytes = b"",
     ) -> Transfer:
-        """Begins a granted transfer of named segments; their bytes follow with `ready`."""
+        """Begins a granted transfer of named segments; their bytes follow with `ready`. The
+        receiver's owner is shown the label."""
         manifest = Manifest(
             self.options.quantum_bytes,
             tuple(ManifestSegment(name, nbytes) for name, nbytes in segments.items()),
+            label,
         )
         if len(encode(manifest)) > MAX_MANIFEST_BYTES:
             raise InputError(f"{len(segments)} segments are more than one transfer can list")

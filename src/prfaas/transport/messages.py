@@ -40,6 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
     segments: Annotated[
         tuple[ManifestSegment, ...], msgspec.Meta(min_length=1, max_length=MAX_SEGMENTS)
     ]
+    label: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # from owner to owner, unread here
 
     @property
     def total_bytes(self) -> int:

@@ -1,6 +1,13 @@
 """Names of blocks: chained SHA-256 over token ids, and the way to them from an engine's events."""
 
-from prfaas.cache.hashing.chain import PromptHashes, Tokens, block_hashes, chain_seed, token_bytes
+from prfaas.cache.hashing.chain import (
+    PromptHashes,
+    Tokens,
+    block_hashes,
+    chain_seed,
+    tail_hash,
+    token_bytes,
+)
 from prfaas.cache.hashing.vllm import EngineHashes, hash_events
 
 __all__ = [
@@ -10,5 +17,6 @@ __all__ = [
     "block_hashes",
     "chain_seed",
     "hash_events",
+    "tail_hash",
     "token_bytes",
 ]

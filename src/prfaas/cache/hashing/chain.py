@@ -7,7 +7,8 @@
 SHA-256, because a collision would serve one user another's KV. Chained over digests instead of one
 running hash, because an engine's event brings the new tokens and its parent's name only. `extra` is
 empty for text; anything else that changes a block's content (an image, embeddings) goes in there.
-Only whole blocks have a name. Hashes of different block sizes never meet: the seed holds the size.
+Only whole blocks have a name; `tail_hash` tells apart what lies behind them. Hashes of different
+block sizes never meet: the seed holds the size.
 """
 
 from __future__ import annotations
@@ -75,6 +76,27 @@ def block_hashes(
     """
     last = parent if parent is not None else chain_seed(block_tokens, salt=salt, adapter=adapter)
     return _chain(last, token_bytes(tokens), block_tokens, extras)
+
+
+def tail_hash(
+    tokens: Tokens,
+    hashes: Sequence[BlockHash],
+    block_tokens: int,
+    *,
+    salt: str = "",
+    adapter: str = "",
+) -> bytes:
+    """Name of what lies behind the last whole block of `tokens` (`hashes` are the whole blocks'),
+    bound to everything before it; empty when nothing does.
+
+    No name of a block: nothing is found by it. Few tokens can be guessed from it by whoever knows
+    the block before, so it goes only where the state itself goes.
+    """
+    rest = tokens[len(hashes) * block_tokens :]
+    if not len(rest):
+        return b""
+    parent = hashes[-1] if hashes else chain_seed(block_tokens, salt=salt, adapter=adapter)
+    return hashlib.sha256(b"tail" + parent + token_bytes(rest)).digest()
 
 
 class PromptHashes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from prfaas.cache.hashing import block_hashes
+from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.errors import EngineError, InputError, PrfaasError
 from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.integrations.vllm.params import (
@@ -199,8 +199,9 @@ class SchedulerSide:
         tokens = asked.handoff_tokens
         _cut(request, tokens)
         try:
+            hashes, tail = self._names(request, tokens)
             lease = self._kvd.begin(
-                self._hashes(request, tokens), tokens, checkpoint_tokens=(), grant=asked.grant
+                hashes, tokens, checkpoint_tokens=(), grant=asked.grant, tail=tail
             )
         except PrfaasError as error:
             self._refuse(request, refused("kvd_unavailable", str(error)))
@@ -224,21 +225,21 @@ class SchedulerSide:
         except PrfaasError as error:
             self._lost(request, str(error))
             return
-        hashes = self._hashes(request, lease.tokens)
-        if lease.tokens >= request.num_prompt_tokens or lease.ticket.hashes != tuple(hashes):
+        held = (lease.ticket.hashes, lease.ticket.tail)
+        if lease.tokens >= request.num_prompt_tokens or self._names(request, lease.tokens) != held:
             lease.release()
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = Consuming(lease)
 
-    def _hashes(self, request: Request, tokens: int) -> list[BlockHash]:
-        return block_hashes(
-            (request.prompt_token_ids or [])[:tokens],
-            self._layout.block_tokens,
-            salt=request.cache_salt or "",
-            adapter=request.lora_request.lora_name if request.lora_request else "",
-        )
+    def _names(self, request: Request, tokens: int) -> tuple[tuple[BlockHash, ...], bytes]:
+        """Of the whole blocks of the first `tokens` tokens, and of what lies behind them."""
+        ids, block_tokens = (request.prompt_token_ids or [])[:tokens], self._layout.block_tokens
+        salt = request.cache_salt or ""
+        adapter = request.lora_request.lora_name if request.lora_request else ""
+        hashes = block_hashes(ids, block_tokens, salt=salt, adapter=adapter)
+        return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         _LOG.warning("%s: not handed off: %s", request.request_id, answer["error"]["message"])

@@ -1,0 +1,388 @@
+"""How much of a hand-off's transfer hides behind its prefill, through real engines and kvds?
+
+\b
+    prfaas bench overlap [--rounds 5] [--vllm-python .venv-vllm/bin/python]
+
+A prefill node with its kvd, a second kvd that receives, and between them the user-space relay
+(`prfaas wan`), as fast as it takes for the transfer to last `--ratio` of the last prefills. In
+every round a prompt is pushed chunk by chunk while it is computed, and another of its length when
+its prefill has ended (`testing.ready_gate`; same processes, same link, in turns first). Prints
+JSON, per engine: `earlier_share`, by how much of the transfer's time the commit at the receiver
+comes earlier, and `hidden_share`, how much of that time is not waited for after the prefill's end;
+medians of the rounds, which are listed. Engines: `hf` (`prfaas node`), and `vllm` with our
+connector when an interpreter that has vLLM is given. Both run the same checkpoint, on one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+import msgspec
+
+import prfaas
+from prfaas.cache.hashing import block_hashes
+from prfaas.cli.child import child_kvd
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.engine.checkpoint.make import make_checkpoint
+from prfaas.errors import InputError
+from prfaas.kvd.client import KvdClient
+from prfaas.kvd.incoming import TransferStatus
+from prfaas.kvd.messages import Register, spec_of
+from prfaas.testing.ready_gate import ReadyGate
+from prfaas.transport.address import Address, parse_address
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
+from prfaas.types import Grant, NotNow, OpenTransfer
+
+ARCH = "falcon-h1"  # a hybrid that both engines run
+FEWEST_CHUNKS = 8
+RECENT = 3  # prefills by whose time the link is made; one before them warms up
+KVD_OPTIONS = ("--memory", "1GiB", "--log-level", "warning")
+VLLM_CACHE_BYTES = 512 << 20
+START_S = 300.0
+REQUEST_S = 120.0
+_VOCABULARY = range(256)  # byte-level ids, which the checkpoint's tokenizer has
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine's HTTP surface: a URL, and a Unix socket where it listens on one."""
+
+    url: str
+    socket: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds since the request."""
+
+    prefill_s: float
+    commit_s: float  # at the receiver
+    nbytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        return self.commit_s - self.prefill_s
+
+
+class Pair:
+    """The engine with its kvd, and the kvd it hands off to; plays the gateway between them."""
+
+    def __init__(
+        self,
+        served: Served,
+        gate: ReadyGate,
+        source_url: str,
+        target_url: str,
+        receiver: KvdClient,
+        compat_of: Register,
+        clock: Clock,
+    ) -> None:
+        self._served = served
+        self._gate = gate
+        self._source_url = source_url
+        self._target_url = target_url
+        self._receiver = receiver
+        self._compat = compat_of.compat
+        self._clock = clock
+
+    async def hand_off(self, prompt: list[int], *, at_the_end: bool, relay: Relay) -> Timed:
+        self._gate.holding = at_the_end
+        async with aiohttp.ClientSession() as kvds, _session(self._served) as engine:
+            grant = await self._open(kvds, prompt)
+            grant = msgspec.structs.replace(grant, data_address=str(relay.address))
+            began_s = self._clock.now()
+            prefilling = asyncio.create_task(self._prefill(engine, prompt, grant))
+            committing = asyncio.create_task(self._committed(kvds, grant))
+            committed_s, _ = await asyncio.gather(committing, prefilling)
+            sent = await _ask(kvds, "GET", f"{self._source_url}/v1/transfers/{grant.transfer_id}")
+        self._receiver.attach(grant.transfer_id).release()
+        ended_s = self._gate.commits.get(timeout=REQUEST_S)
+        nbytes = msgspec.convert(sent, TransferStatus).nbytes
+        return Timed(ended_s - began_s, committed_s - began_s, nbytes)
+
+    async def data_address(self) -> Address:
+        async with aiohttp.ClientSession() as kvds:
+            stats = await _ask(kvds, "GET", f"{self._target_url}/v1/stats")
+        return parse_address(stats["data_address"], "the receiver")
+
+    async def _open(self, kvds: aiohttp.ClientSession, prompt: list[int]) -> Grant:
+        hashes = tuple(block_hashes(prompt, self._compat.block_tokens))
+        asked = OpenTransfer(hashes, len(prompt), self._compat)
+        raw = await _ask(kvds, "POST", f"{self._target_url}/v1/open", msgspec.to_builtins(asked))
+        answer = msgspec.convert(raw, Grant | NotNow)
+        if isinstance(answer, NotNow):
+            raise InputError(f"no grant: {answer.reason}", fix="hand off fewer --tokens")
+        return answer
+
+    async def _prefill(
+        self, engine: aiohttp.ClientSession, prompt: list[int], grant: Grant
+    ) -> None:
+        params = {
+            "do_remote_decode": True,
+            "grant": msgspec.to_builtins(grant),
+            "handoff_tokens": len(prompt),
+        }
+        body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        await _ask(engine, "POST", f"{self._served.url}/v1/completions", body)
+
+    async def _committed(self, kvds: aiohttp.ClientSession, grant: Grant) -> float:
+        url = f"{self._target_url}/v1/transfers/{grant.transfer_id}?wait_s={REQUEST_S:g}"
+        raw = await _ask(kvds, "GET", url)
+        at_s = self._clock.now()
+        status = msgspec.convert(raw, TransferStatus)
+        if status.state != "committed":
+            raise InputError(f"the transfer is {status.state}: {status.reason}", where=url)
+        return at_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Both ways over the same link."""
+
+    link_bps: float
+    chunk_wise: Timed
+    at_the_end: Timed
+
+    @property
+    def transfer_s(self) -> float:
+        """What pushing after the prefill waits for."""
+        return self.at_the_end.exposed_s
+
+    @property
+    def earlier_share(self) -> float:
+        return (self.at_the_end.commit_s - self.chunk_wise.commit_s) / self.transfer_s
+
+    @property
+    def hidden_share(self) -> float:
+        return 1 - self.chunk_wise.exposed_s / self.transfer_s
+
+    @property
+    def transfer_over_prefill(self) -> float:
+        return self.transfer_s / self.at_the_end.prefill_s
+
+
+def measure(pair: Pair, tokens: int, rounds: int, ratio: float, rtt_ms: float) -> dict[str, Any]:
+    source = random.Random(0)
+    prefills_s: list[float] = []
+
+    def timed(*, at_the_end: bool, relay: Relay) -> Timed:
+        prompt = source.choices(_VOCABULARY, k=tokens)  # never seen before: nothing is cached
+        one = asyncio.run(pair.hand_off(prompt, at_the_end=at_the_end, relay=relay))
+        prefills_s.append(one.prefill_s)
+        return one
+
+    target = asyncio.run(pair.data_address())
+    found: list[Round] = []
+    with Relay(Address("127.0.0.1", 0), target, Conditions(rtt_s=rtt_ms / 1e3)) as relay:
+        warm = [timed(at_the_end=False, relay=relay) for _ in range(1 + RECENT)]
+        for number in range(rounds):
+            # Before every round: on a machine with other users a prefill's time drifts.
+            prefill_s = statistics.median(prefills_s[-RECENT:])
+            link_bps = warm[0].nbytes * 8 / (ratio * prefill_s)
+            relay.change(Conditions(rate_bps=link_bps, rtt_s=rtt_ms / 1e3))
+            if number % 2:
+                chunk_wise = timed(at_the_end=False, relay=relay)
+                found.append(Round(link_bps, chunk_wise, timed(at_the_end=True, relay=relay)))
+            else:
+                at_the_end = timed(at_the_end=True, relay=relay)
+                found.append(Round(link_bps, timed(at_the_end=False, relay=relay), at_the_end))
+    return {"transfer_bytes": warm[0].nbytes, "rtt_ms": rtt_ms, **summary(found)}
+
+
+def summary(rounds: list[Round]) -> dict[str, Any]:
+    names = ("transfer_over_prefill", "earlier_share", "hidden_share")
+    shares = {name: [getattr(one, name) for one in rounds] for name in names}
+    return {
+        **{name: round(statistics.median(found), 3) for name, found in shares.items()},
+        "rounds": [
+            {
+                "link_mbps": round(one.link_bps / 1e6, 1),
+                "prefill_s": [round(x.prefill_s, 3) for x in (one.chunk_wise, one.at_the_end)],
+                "commit_s": [round(x.commit_s, 3) for x in (one.chunk_wise, one.at_the_end)],
+                **{name: round(getattr(one, name), 3) for name in names},
+            }
+            for one in rounds
+        ],
+    }
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hf_node(model: Path, gate: Path, chunk_tokens: int, folder: Path) -> Iterator[Served]:
+    command = [sys.executable, "-m", "prfaas", "node", "--model", str(model), "--kvd", str(gate)]
+    command += ["--chunk-tokens", str(chunk_tokens), "--device", "cpu"]
+    log = folder / "node.log"
+    with _process(command, {"OMP_NUM_THREADS": "1"}, log) as process:
+        found = _waited(process, log, lambda: re.search(r"serving \S+ at (\S+)", log.read_text()))
+        yield Served(found[1])
+
+
+@contextmanager
+def vllm_server(
+    python: Path, model: Path, gate: Path, chunk_tokens: int, tokens: int, folder: Path
+) -> Iterator[Served]:
+    transfer = {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "prfaas.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvd": str(gate)},
+    }
+    path, log = folder / "vllm.http", folder / "vllm.log"
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--uds", str(path), "--enforce-eager", "--dtype", "float32"]
+    command += ["--no-enable-prefix-caching", "--max-num-batched-tokens", str(chunk_tokens)]
+    command += ["--max-model-len", str(tokens + chunk_tokens)]
+    command += ["--kv-cache-memory-bytes", str(VLLM_CACHE_BYTES)]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    environment = {
+        # This checkout's connector, whatever that environment has installed.
+        "PYTHONPATH": str(Path(prfaas.__file__).parents[1]),
+        "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with _process(command, environment, log) as process:
+        served = Served("http://vllm", path)
+        _waited(process, log, lambda: path.exists() and asyncio.run(_healthy(served)))
+        yield served
+
+
+@contextmanager
+def _process(
+    command: list[str], environment: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _waited(process: subprocess.Popen[bytes], log: Path, ready: Any) -> Any:
+    until_s = time.monotonic() + START_S
+    while not (found := ready()):
+        if process.poll() is not None or time.monotonic() > until_s:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+            raise InputError(f"the engine did not start:\n{tail}", where=str(process.args))
+        time.sleep(0.2)
+    return found
+
+
+def _session(served: Served) -> aiohttp.ClientSession:
+    connector = aiohttp.UnixConnector(str(served.socket)) if served.socket is not None else None
+    return aiohttp.ClientSession(connector=connector)
+
+
+async def _healthy(served: Served) -> bool:
+    try:
+        async with _session(served) as http, http.get(f"{served.url}/health") as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _ask(http: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
+    timeout = aiohttp.ClientTimeout(total=2 * REQUEST_S)
+    async with http.request(method, url, json=body, timeout=timeout) as answer:
+        data = await answer.read()
+    if answer.status != 200:
+        raise InputError(f"HTTP {answer.status}: {data.decode(errors='replace')}", where=url)
+    return msgspec.json.decode(data)
+
+
+@click.command(help=__doc__)
+@click.option("--tokens", default=4096, show_default=True, help="Of each prompt.")
+@click.option("--chunk-tokens", default=256, show_default=True, help="Of a step of the engine.")
+@click.option("--rounds", default=5, show_default=True, help="Of both ways each.")
+@click.option("--ratio", default=0.8, show_default=True, help="Transfer time over prefill time.")
+@click.option("--rtt-ms", default=20.0, show_default=True, help="Of the link.")
+@click.option(
+    "--vllm-python", type=click.Path(path_type=Path, exists=True), help="Has vLLM; else HF alone."
+)
+def main(
+    tokens: int,
+    chunk_tokens: int,
+    rounds: int,
+    ratio: float,
+    rtt_ms: float,
+    vllm_python: Path | None,
+) -> None:
+    if tokens < FEWEST_CHUNKS * chunk_tokens:
+        raise InputError(
+            f"{tokens} tokens in chunks of {chunk_tokens}",
+            where="--tokens",
+            fix=f"give {FEWEST_CHUNKS * chunk_tokens} or more, or smaller --chunk-tokens",
+        )
+    results: dict[str, Any] = {
+        "model": ARCH,
+        "tokens": tokens,
+        "chunks": -(-tokens // chunk_tokens),
+    }
+    clock = MonotonicClock()
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
+        folder = Path(name)
+        model = make_checkpoint(folder / "model", ARCH).directory
+        for engine in ("hf", "vllm"):
+            if engine == "vllm" and vllm_python is None:
+                results[engine] = "not run: no --vllm-python was given"
+                continue
+            with ExitStack() as stack:
+                source = stack.enter_context(child_kvd(KVD_OPTIONS))
+                target = stack.enter_context(child_kvd(KVD_OPTIONS))
+                assert source.url is not None and target.url is not None
+                gate = stack.enter_context(
+                    ReadyGate(folder / f"{engine}.kvd", source.socket, clock)
+                )
+                if vllm_python is not None and engine == "vllm":
+                    serving = vllm_server(
+                        vllm_python, model, gate.path, chunk_tokens, tokens, folder
+                    )
+                else:
+                    serving = hf_node(model, gate.path, chunk_tokens, folder)
+                served = stack.enter_context(serving)
+                known = gate.registered.get(timeout=START_S)
+                receiver = stack.enter_context(
+                    KvdClient(
+                        target.socket,
+                        engine_id="receiver",
+                        spec=spec_of(known.groups),
+                        block_tokens=known.block_tokens,
+                        compat=known.compat,
+                        whole_blocks=known.whole_blocks,
+                    )
+                )
+                pair = Pair(served, gate, source.url, target.url, receiver, known, clock)
+                results[engine] = measure(pair, tokens, rounds, ratio, rtt_ms)
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
