@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,16 +21,18 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    """Made and answered by a plain vLLM before any server runs."""
-    made: dict[str, Model] = {}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """By architecture: made, and answered by a plain vLLM, when a pair is to be started with it."""
     flat = [prompt for prompts in PROMPTS.values() for prompt in prompts]
-    for arch in dict(CASES):
+
+    @functools.cache
+    def made(arch: str) -> Model:
         directory = tmp_path_factory.mktemp("models") / arch
         make_checkpoint(directory, arch)
         answers = iter(reference(directory, flat, MAX_TOKENS))
         expected = {name: [next(answers) for _ in prompts] for name, prompts in PROMPTS.items()}
-        made[arch] = Model(arch, directory, expected)
+        return Model(arch, directory, expected)
+
     return made
 
 
@@ -37,12 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 @pytest.fixture(scope="session", params=CASES, ids=case_id)
 def case(
     request: pytest.FixtureRequest,
-    models: dict[str, Model],
+    models: Callable[[str], Model],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Case]:
     arch, flags = request.param
-    with pair(tmp_path_factory.mktemp("run"), models[arch].directory, flags) as both:
-        yield Case(models[arch], both, flags is not UNCACHED)
+    model = models(arch)
+    with pair(tmp_path_factory.mktemp("run"), model.directory, flags) as both:
+        yield Case(model, both, flags is not UNCACHED)
 
 
 @pytest.fixture

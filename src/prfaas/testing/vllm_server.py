@@ -151,6 +151,7 @@ def start_vllm(
     core: int,
     transfer: Mapping[str, object],
     flags: Sequence[str] = (),
+    cache_bytes: int = 64 << 20,
     env: Mapping[str, str] | None = None,
 ) -> VllmServer:
     """`python`: of the environment that vLLM is installed in. Not yet serving: `await_health`."""
@@ -159,7 +160,7 @@ def start_vllm(
     command += ["--model", str(model), "--served-model-name", "m"]
     command += ["--host", _HOST, "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--no-enable-log-requests"]
-    command += ["--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(cache_bytes)]
     command += ["--kv-transfer-config", json.dumps(transfer), *flags]
     cores = sorted(os.sched_getaffinity(0))
     settings = {
