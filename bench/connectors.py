@@ -47,7 +47,8 @@ MODELS: dict[str, Size] = {"qwen3": "small", "gemma3": "tiny", "falcon-h1": "tin
 NEW_TOKENS = 16
 COMMIT_S = 60.0
 CACHE_BYTES = 256 << 20
-# NIXL polls in a thread of its own, which on the engine's core would take half of it and more.
+# With NIXL each worker was seen with a second thread that never rests; bound to one core, the two
+# would share it.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 FLAGS = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "512", "--max-model-len", "4096"]
 

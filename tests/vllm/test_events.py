@@ -22,8 +22,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(900)  # servers start and stop within it
 
 _LOG = logging.getLogger(__name__)
-CONVERSATIONS, TURNS = 8, 4
-PRESSURE_AFTER = 2  # turns; then prompts that no conversation shares push some of them out
+CONVERSATIONS, TURNS = 8, 5
+PRESSURE_AFTER = 3  # turns; then prompts that no conversation shares push some of them out
 PRESSURE_PROMPTS, PRESSURE_TOKENS = 7, 3900
 
 
