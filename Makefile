@@ -3,6 +3,7 @@
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
 # make test-slow  the rest of the tests        make clean  forget the environment
 # make test-vllm  the connector against real vLLM servers, in an environment of its own
+# make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo test test-slow test-vllm check lint types format bench fuzz clean
+.PHONY: setup demo test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -54,6 +55,11 @@ $(VLLM_READY): pyproject.toml
 
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+# Without its dependencies: nixl asks for a torch of its own.
+bench-vllm: setup $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(BIN)/prfaas bench connectors --python $(VLLM_VENV)/bin/python
 
 check: lint types test
 

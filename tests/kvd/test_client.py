@@ -166,6 +166,13 @@ def test_without_a_kvd(tmp_path: Path) -> None:
         engine.pin([])
 
 
+def test_a_restarted_kvd_is_found_without_being_asked(tmp_path: Path) -> None:
+    with kvd(tmp_path) as host:
+        engine = host.engine()
+    with engine, kvd(tmp_path) as anew:
+        wait_until(lambda: len(anew.stats()["engines"]) == 1)
+
+
 def test_strangers_on_the_socket(host: Host) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(host.socket))

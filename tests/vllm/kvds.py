@@ -16,11 +16,14 @@ import msgspec
 from prfaas.cache.hashing import block_hashes
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.incoming import TransferStatus
+from prfaas.kvd.messages import spec_of
 from prfaas.kvd.report import Report
+from prfaas.kvspec import FullAttention, LinearState, SlidingWindow
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
 
 MEMORY_BYTES = 256 << 20
 GRANT_S = 10.0
+DISPATCH_S = 30.0
 
 
 class HttpRefusal(Exception):
@@ -34,7 +37,7 @@ class Kvd:
     def __init__(self, socket: Path, process: subprocess.Popen[str], url: str) -> None:
         self.socket = socket
         self.process = process
-        self._url = url
+        self.url = url
 
     def report(self) -> Report:
         return self._ask(Report, "GET", "/v1/stats?check=1")
@@ -61,19 +64,39 @@ class Kvd:
     def abort(self, transfer_id: TransferId) -> None:
         self._ask(TransferStatus, "POST", f"/v1/transfers/{transfer_id}/abort", b"{}")
 
-    def stored(self, engine_id: str) -> set[bytes]:
-        """Names of the blocks that the engine has reported as cached."""
-        page = self._ask(EventPage, "GET", f"/v1/events?node={engine_id}&since=0")
-        return {name for event in page.events for name in event.hashes if event.action == "stored"}
+    def events(self, engine_id: str, since: int) -> EventPage:
+        return self._ask(EventPage, "GET", f"/v1/events?node={engine_id}&since={since}")
+
+    def handoff_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
+        """Of a hand-off at a block boundary: whole blocks."""
+        pool = self.report().pool
+        assert pool is not None, "no engine has registered"
+        total = 0
+        for group in spec_of(pool.groups).groups:
+            match group:
+                case LinearState():
+                    each = group.state_bytes
+                case SlidingWindow():
+                    first = group.first_token(tokens) // pool.block_tokens * pool.block_tokens
+                    each = (tokens - first) * group.bytes_per_token
+                case FullAttention():
+                    each = (tokens - skip_tokens) * group.bytes_per_token
+            total += len(group.layers) * each
+        return total
 
     def idle(self) -> bool:
-        """Nothing is held: no lease of an engine, no transfer under way in either direction."""
+        """Nothing is held: no lease of an engine, no transfer under way in either direction, no
+        page but those of prefixes that may be evicted."""
         report = self.report()
         busy = [report.incoming.get(key, 0) for key in ("granted", "committed", "attached")]
-        return report.held_leases == 0 and not any(busy) and not report.outgoing.get("sending", 0)
+        busy += [report.outgoing.get("sending", 0), report.held_leases]
+        if report.pool is not None:
+            occupancy = report.pool.occupancy
+            busy += [occupancy.leases, occupancy.used_pages - occupancy.idle_pages]
+        return not any(busy)
 
     def _ask(self, kind: Any, method: str, path: str, body: bytes | None = None) -> Any:
-        request = urllib.request.Request(self._url + path, data=body, method=method)
+        request = urllib.request.Request(self.url + path, data=body, method=method)
         try:
             with urllib.request.urlopen(request, timeout=90) as response:
                 return msgspec.json.decode(response.read(), type=kind)
@@ -91,10 +114,17 @@ def kvd(socket: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[Kvd]:
         stop(process)
 
 
-def start(socket: Path, memory_bytes: int = MEMORY_BYTES) -> Kvd:
+def start(
+    socket: Path,
+    memory_bytes: int = MEMORY_BYTES,
+    *,
+    grant_s: float = GRANT_S,
+    dispatch_s: float = DISPATCH_S,
+) -> Kvd:
     process = subprocess.Popen(
         [sys.executable, "-m", "prfaas", "kvd", "--socket", str(socket)]
-        + ["--memory", str(memory_bytes), "--grant-s", str(GRANT_S)],
+        + ["--memory", str(memory_bytes)]
+        + ["--grant-s", str(grant_s), "--dispatch-s", str(dispatch_s)],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from prfaas.testing.vllm_server import Answer, Generated, VllmServer, await_health
 from prfaas.types import Grant, TransferId
 from tests.vllm import kvds
-from tests.vllm.reference import Generated
-from tests.vllm.servers import Answer, VllmServer, await_health, vllm_server
+from tests.vllm.servers import connected_server
+from tests.waiting import wait_until
 
 PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
 class Pair:
-    prefill: VllmServer
-    decode: VllmServer
+    """Tests of faults replace its members."""
+
+    directory: Path
+    model: Path
+    flags: Sequence[str]
     source: kvds.Kvd  # the prefill server's
     target: kvds.Kvd  # the decode server's
+    prefill: VllmServer
+    decode: VllmServer
+
+    # A gateway's part -----------------------------------------------------------------------------
 
     def grant(self, prompt: list[int], tokens: int) -> Grant:
         grant = self.target.open(prompt, tokens, self.source.compat())
@@ -31,16 +39,14 @@ class Pair:
         return grant
 
     def run_prefill(self, prompt: list[int], tokens: int, grant: Grant) -> Answer:
-        params = {
-            "do_remote_decode": True,
-            "grant": msgspec.to_builtins(grant),
-            "handoff_tokens": tokens,
-        }
+        params = prefill_params(tokens, grant)
         return self.prefill.complete(prompt, 1, kv_transfer_params=params)
 
     def hand_off(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """Committed at the decode side's kvd; its parameters."""
-        grant = self.grant(prompt, tokens)
+        return self.send(prompt, tokens, self.grant(prompt, tokens))
+
+    def send(self, prompt: list[int], tokens: int, grant: Grant) -> dict[str, Any]:
         params = self.run_prefill(prompt, tokens, grant).transfer
         assert params["do_remote_prefill"], params
         status = self.target.status(grant.transfer_id, wait_s=PATIENCE_S)
@@ -48,8 +54,9 @@ class Pair:
         return params
 
     def resume(self, prompt: list[int], max_tokens: int, transfer_id: str) -> Answer:
-        params = {"do_remote_prefill": True, "transfer_id": transfer_id}
-        return self.decode.complete(prompt, max_tokens, kv_transfer_params=params)
+        return self.decode.complete(
+            prompt, max_tokens, kv_transfer_params=decode_params(transfer_id)
+        )
 
     def generate(self, prompt: list[int], handoff_tokens: int, max_tokens: int) -> Generated:
         """The whole way of an offloaded request."""
@@ -59,28 +66,64 @@ class Pair:
     def sent_bytes(self, params: dict[str, Any]) -> int:
         return self.target.status(TransferId(params["transfer_id"])).nbytes
 
+    # What a test looks at, and breaks -------------------------------------------------------------
+
     def nothing_held(self) -> bool:
         """Pages and blocks are back on both sides."""
-        servers = (self.prefill, self.decode)
-        usage = sum(server.metric("vllm:kv_cache_usage_perc") for server in servers)
-        return usage == 0 and self.source.idle() and self.target.idle()
+        ends = (self.prefill, self.decode, self.source, self.target)
+        return all(end.idle() for end in ends)
+
+    def restart_source(self, **options: Any) -> None:
+        self.source = self._restarted(self.source, options)
+
+    def restart_target(self, **options: Any) -> None:
+        self.target = self._restarted(self.target, options)
+
+    def start_engines(self) -> None:
+        self.prefill, self.decode = _engines(
+            self.directory, self.model, self.flags, self.source, self.target
+        )
+        await_health(self.prefill, self.decode)
+
+    def _restarted(self, kvd: kvds.Kvd, options: dict[str, Any]) -> kvds.Kvd:
+        kvds.stop(kvd)
+        anew = kvds.start(kvd.socket, **options)
+        wait_until(lambda: anew.report().pool is not None)  # its engine comes back by itself
+        return anew
+
+
+def prefill_params(tokens: int, grant: Grant) -> dict[str, Any]:
+    return {
+        "do_remote_decode": True,
+        "grant": msgspec.to_builtins(grant),
+        "handoff_tokens": tokens,
+    }
+
+
+def decode_params(transfer_id: str) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "transfer_id": transfer_id}
 
 
 @contextmanager
-def pair(directory: Path, model: Path, flags: list[str]) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        source = kvds.start(directory / "p.kvd")
-        target = kvds.start(directory / "d.kvd")
-        servers = [
-            stack.enter_context(
-                vllm_server(directory, name, model, kvd.socket, core=core, flags=flags)
-            )
-            for core, (name, kvd) in enumerate((("p", source), ("d", target)))
-        ]
-        await_health(*servers)
-        both = Pair(servers[0], servers[1], source, target)
-        try:
-            yield both
-        finally:  # tests of faults replace them
-            kvds.stop(both.source)
-            kvds.stop(both.target)
+def pair(directory: Path, model: Path, flags: Sequence[str]) -> Iterator[Pair]:
+    source, target = (kvds.start(directory / f"{name}.kvd") for name in "pd")
+    engines = _engines(directory, model, flags, source, target)
+    both = Pair(directory, model, flags, source, target, *engines)
+    try:
+        await_health(both.prefill, both.decode)
+        yield both
+    finally:
+        for server in (both.prefill, both.decode):
+            server.stop()
+        for kvd in (both.source, both.target):
+            kvds.stop(kvd)
+
+
+def _engines(
+    directory: Path, model: Path, flags: Sequence[str], source: kvds.Kvd, target: kvds.Kvd
+) -> tuple[VllmServer, VllmServer]:
+    prefill, decode = (
+        connected_server(directory, name, model, kvd.socket, core=core, flags=flags)
+        for core, (name, kvd) in enumerate((("p", source), ("d", target)))
+    )
+    return prefill, decode

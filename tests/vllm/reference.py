@@ -10,21 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from prfaas.testing.vllm_server import Generated
 
 START_AND_RUN_S = 300
-MAX_LOGPROB_DIFFERENCE = 0.002  # room for the order of additions, none for a lost state
-
-
-class Generated(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-
-    def same(self, other: Generated) -> bool:
-        pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return self.tokens == other.tokens and all(
-            abs(one - two) <= MAX_LOGPROB_DIFFERENCE for one, two in pairs
-        )
 
 
 def reference(model: Path, prompts: list[list[int]], max_tokens: int) -> list[Generated]:

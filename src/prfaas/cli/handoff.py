@@ -158,7 +158,9 @@ async def _play(
         prefill = await _node(http, kvds, pair.prefill_url, pair.prefill_kvd)
         decode = await _node(http, kvds, pair.decode_url, pair.decode_kvd)
         ids = await _ids(decode, prompt)
-        fields = {"prompt": ids, "max_tokens": max_tokens, "cache_salt": salt}
+        fields = {"prompt": ids, "max_tokens": max_tokens}
+        if salt:  # vLLM takes an empty one for a mistake
+            fields["cache_salt"] = salt
         if decode.kvd is None:
             raise InputError(
                 f"{decode.url} does not name its kvd", where="--decode-kvd", fix="give its URL"
@@ -180,10 +182,7 @@ async def _play(
             }
         with timer.step("decode") as step:
             answer = await decode.complete(**fields, **transfer)
-            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            step.note = (
-                f"{answer['usage']['completion_tokens']} tokens, {cached} of the prompt's read"
-            )
+            step.note = f"{answer['usage']['completion_tokens']} tokens, {_cached(answer)}"
         (choice,) = answer["choices"]
         story.answer, story.text = choice["token_ids"], choice["text"]
         if compare:
@@ -231,8 +230,10 @@ async def _prefill(
     async def compute() -> None:
         with timer.step("prefill") as step:
             answer = await prefill.complete(**asked, kv_transfer_params=params)
-            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            step.note = f"{handoff_tokens} tokens, {cached} of them cached"
+            refusal = (answer.get("kv_transfer_params") or {}).get("error")
+            if refusal:
+                raise InputError(f"{refusal['code']}: {refusal['message']}", where=prefill.url)
+            step.note = f"{handoff_tokens} tokens, {_cached(answer)}"
 
     async def commit() -> Step:
         with timer.step("commit") as step:
@@ -246,11 +247,20 @@ async def _prefill(
         for task in (computing, committing):
             task.cancel()
         await asyncio.gather(computing, committing, return_exceptions=True)
+        # What the receiver has reserved is of no use to anybody.
+        await _json(decode.http, "POST", f"{decode.kvd}/v1/transfers/{grant.transfer_id}/abort", {})
         raise
     if prefill.kvd is not None:  # which knows of the transfer since the prefill has begun
         sent = await _json(prefill.kvds, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
         committed = committing.result()
         committed.nbytes, committed.note = sent["nbytes"], "bytes sent"
+
+
+def _cached(answer: dict[str, Any]) -> str:
+    """vLLM tells with --enable-prompt-tokens-details only."""
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return "cached tokens not told" if cached is None else f"{cached} of the prompt's cached"
 
 
 async def _committed(decode: _Node, grant: Grant) -> None:

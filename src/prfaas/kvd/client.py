@@ -1,12 +1,13 @@
 """An engine's side of the Unix socket: synchronous, for any thread. No asyncio, no torch.
 
 One connection, one registration, one mapping of the arena. When the kvd goes away, calls and leases
-of that connection end with ConnectionLost, and the next call connects and registers anew: a
-restarted kvd starts clean, so nothing is carried over. Memory that is still viewed stays mapped.
+of that connection end with ConnectionLost, and the client connects and registers anew: a restarted
+kvd starts clean, so nothing is carried over. Memory that is still viewed stays mapped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas.cache.arena import Arena
-from prfaas.errors import ConnectionLost, InputError, TransferFailed, WireError
+from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
 from prfaas.kvd.leases import Pages, ReadLease, WriteLease
 from prfaas.kvd.messages import (
     Answer,
@@ -45,8 +46,11 @@ from prfaas.kvd.messages import (
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, Grant, NotNow, TransferId
 
+_LOG = logging.getLogger(__name__)
+
 ANSWER_S = 60.0  # the longest wait for an answer: a spill to SSD may come before it
 _CONNECT_S = 5.0
+_AGAIN_S = 0.5  # between two attempts to reach a kvd that went away
 _READ_BYTES = 1 << 16
 
 
@@ -75,8 +79,12 @@ class KvdClient:
             engine_id, shapes_of(spec), block_tokens, compat, whole_blocks, url
         )
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._session = _Session(self._path, self._register, spec)
+        # Not left to the next call: gateways grant nothing to an engine that is not registered, so
+        # that an engine which waits for hand-offs would never make one.
+        self._keeper = threading.Thread(target=self._keep, name="prfaas-kvd-keeper", daemon=True)
+        self._keeper.start()
 
     def __enter__(self) -> KvdClient:
         return self
@@ -148,14 +156,30 @@ class KvdClient:
     def close(self) -> None:
         """Everything this process holds is released by the kvd."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             self._session.close()
+        self._keeper.join()
+
+    def _keep(self) -> None:
+        """Registered, whenever there is a kvd."""
+        told = ""
+        while True:
+            self._session.ended.wait()
+            if self._closed.wait(_AGAIN_S):  # time, too, for a kvd that is going to be gone
+                return
+            try:
+                self._live()
+                told = ""
+            except PrfaasError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _LOG.warning("not registered: %s", told)
 
     def _live(self) -> _Session:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise ConnectionLost("this client is closed")
-            if self._session.dead:
+            if self._session.ended.is_set():
                 self._session.close()
                 self._session = _Session(self._path, self._register, self.spec)
             return self._session
@@ -170,7 +194,7 @@ class _Session:
     """One connection and its reader."""
 
     def __init__(self, path: str, register: Register, spec: KVSpec) -> None:
-        self.dead = False
+        self.ended = threading.Event()
         self._lock = threading.Lock()  # of the fields below
         self._numbers = 0
         self._waiting: dict[int, Future[_Reply]] = {}
@@ -202,7 +226,7 @@ class _Session:
     def _ask(self, call: Call) -> _Reply:
         future: Future[_Reply] = Future()
         with self._lock:
-            if self.dead:
+            if self.ended.is_set():
                 raise ConnectionLost("the kvd is gone")
             self._numbers += 1
             number = self._numbers
@@ -302,7 +326,7 @@ class _Session:
     def _end(self) -> None:
         """Everybody who waits learns that the kvd is gone. Idempotent."""
         with self._lock:
-            self.dead = True
+            self.ended.set()
             waiting, self._waiting = self._waiting, {}
             unsettled, self._sent = self._sent, {}
         try:

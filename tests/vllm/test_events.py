@@ -1,0 +1,118 @@
+"""vLLM's own cache events, by way of the kvd, feed a gateway's index: what it predicts to be cached
+is what vLLM finds, states at aligned blocks, windows and evictions included."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from prfaas.cache.groups import rules_for
+from prfaas.cache.hashing import PromptHashes, block_hashes
+from prfaas.cache.index import NodeInfo
+from prfaas.cache.manager import GlobalKVManager
+from prfaas.kvd.messages import spec_of
+from prfaas.types import ClusterId, NodeId
+from tests.vllm.cases import BLOCK, MAX_TOKENS, PROMPTS, WITH_CACHE, Case, case_id
+from tests.vllm.kvds import Kvd
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(900)  # servers start and stop within it
+
+_LOG = logging.getLogger(__name__)
+CONVERSATIONS, TURNS = 8, 5
+PRESSURE_AFTER = 3  # turns; then prompts that no conversation shares push some of them out
+PRESSURE_PROMPTS, PRESSURE_TOKENS = 7, 3900
+
+
+class GatewayIndex:
+    """A gateway that reads one engine's events from its kvd."""
+
+    def __init__(self, kvd: Kvd) -> None:
+        report = kvd.report()
+        assert report.pool is not None
+        (engine,) = report.engines
+        spec = spec_of(report.pool.groups)
+        self.manager = GlobalKVManager(spec)
+        self.node = NodeId(engine.engine_id)
+        self.removals = 0
+        info = NodeInfo(self.node, ClusterId("pd"), report.pool.block_tokens, rules_for(spec))
+        self.manager.join(info)
+        self._kvd = kvd
+        self._next = -1
+
+    def read(self) -> None:
+        page = self._kvd.events(self.node, self._next)
+        if page.snapshot is not None:
+            assert self.manager.snapshot(self.node, page.snapshot, page.next_seq)
+        for event in page.events:
+            assert self.manager.apply(event)
+            self.removals += event.action == "removed"
+        self._next = page.next_seq
+
+    def resumable_tokens(self, prompt: list[int]) -> int:
+        """An engine computes at least the last token."""
+        return self.manager.match(PromptHashes(prompt[:-1])).node_tokens(self.node)
+
+    def knows(self, tokens: list[int]) -> bool:
+        """Every whole block of what the engine has just computed."""
+        self.read()
+        found = self.manager.match(PromptHashes(tokens)).nodes.get(self.node)
+        whole = len(tokens) // BLOCK * BLOCK
+        return whole == 0 or (found is not None and found.attention_tokens == whole)
+
+
+def requests() -> Iterator[tuple[int, int]]:
+    """(conversation, turn), every conversation interrupted by all the others. Negative: one of the
+    prompts that press."""
+    for turn in range(TURNS):
+        if turn == PRESSURE_AFTER:
+            yield from ((-1 - number, 0) for number in range(PRESSURE_PROMPTS))
+        yield from ((number, turn) for number in range(CONVERSATIONS))
+
+
+@pytest.mark.parametrize("case", WITH_CACHE, indirect=True, ids=case_id)
+def test_predictions_are_what_vllm_finds(case: Case) -> None:
+    index = GatewayIndex(case.pair.source)
+    history: dict[int, list[int]] = {}
+    predicted: list[int] = []
+    reported: list[int] = []
+    for number, turn in requests():
+        chance = random.Random(f"{number} {turn}")
+        if number < 0:
+            prompt = chance.choices(range(256), k=PRESSURE_TOKENS)
+        else:  # two conversations begin alike
+            begun = history.get(number) or random.Random(number // 2).choices(range(256), k=400)
+            prompt = begun + chance.choices(range(256), k=chance.randrange(20, 300))
+        index.read()
+        predicted.append(index.resumable_tokens(prompt))
+        answer = case.pair.prefill.complete(prompt, MAX_TOKENS)
+        reported.append(answer.cached_tokens)
+        history[number] = prompt + answer.generated.tokens
+        # The last token of an answer is never computed.
+        wait_until(lambda n=number: index.knows(history[n][:-1]))
+    index.manager.check()
+    right = sum(p == r for p, r in zip(predicted, reported, strict=True))
+    _LOG.info("%s of %s predictions are right", right, len(reported))
+    wrong = [pair for pair in zip(predicted, reported, strict=True) if pair[0] != pair[1]]
+    assert right >= 0.95 * len(reported), f"{right} of {len(reported)}; (predicted, found): {wrong}"
+    assert sum(reported) > 0 and index.removals > 0, "nothing was found, or nothing pushed out"
+
+
+def test_events_bring_hashes_of_what_was_computed(case: Case) -> None:
+    prompt = PROMPTS["edges"][4]
+    (engine,) = case.pair.source.report().engines
+    case.pair.prefill.complete(prompt, 1)
+    names = set(block_hashes(prompt, BLOCK))
+
+    def held() -> set[bytes]:
+        snapshot = case.pair.source.events(engine.engine_id, -1).snapshot
+        assert snapshot is not None
+        return {name for group in snapshot.values() for name in group}
+
+    if case.cached:
+        wait_until(lambda: names <= held())
+    else:
+        assert not held()
