@@ -30,7 +30,6 @@ WITHIN_ROW = {
     ("node", "kvd"),  # the client's side of it, as is the next
     ("integrations", "kvd"),
     ("gateway", "kvd"),  # what a kvd says over HTTP
-    ("gateway", "kvd"),  # what it reports
     ("text", "errors"),
     ("text", "config"),  # the reader of files
 }
