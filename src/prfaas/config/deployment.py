@@ -85,6 +85,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     kvd_url: str
+    via: str | None = None  # host:port of a relay in front of this kvd, instead of the link's
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
