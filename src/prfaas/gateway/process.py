@@ -23,6 +23,7 @@ from prfaas.gateway.front.bodies import Bodies
 from prfaas.gateway.front.keys import Keyring, TenantKey
 from prfaas.gateway.front.metrics import FrontMetrics
 from prfaas.gateway.front.prompting import THREADS, Prompts
+from prfaas.gateway.front.stalls import watched
 from prfaas.planner.problem import Problem
 from prfaas.text import Words
 
@@ -71,6 +72,7 @@ async def serving(
     """The front over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
+        metrics = FrontMetrics()
         front = Front(
             deployment.model.name,
             max_tokens,
@@ -83,7 +85,7 @@ async def serving(
                 patience_s=section.body_s,
             ),
             Limits(section.max_in_flight, section.stall_s),
-            FrontMetrics(),
+            metrics,
             clock,
         )
         runner = web.AppRunner(
@@ -99,7 +101,8 @@ async def serving(
         try:
             await web.SockSite(runner, listening).start()
             host, port = listening.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            async with watched(metrics.loop_stall_s.observe):
+                yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             await runner.cleanup()
 
