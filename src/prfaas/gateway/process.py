@@ -29,6 +29,7 @@ from prfaas.text import Words
 
 _LOG = logging.getLogger(__name__)
 _MB = 10**6
+LINGER_S = 1.0  # what is still being sent behind a refusal is read so long, so that it is heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ async def serving(
             access_log=None,
             # Also ends connections whose first request never gets complete.
             keepalive_timeout=section.body_s,
+            lingering_time=LINGER_S,
             shutdown_timeout=options.drain_s,
         )
         await runner.setup()
