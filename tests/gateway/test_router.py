@@ -206,7 +206,19 @@ def test_a_forgotten_node_leaves_when_nothing_of_ours_is_there() -> None:
     far = subject.members.named(F)
     assert far is not None
     booking = asyncio.run(subject.place(seeker(LONG, clock), 1.0))
-    assert booking.route.prefill == F and not subject.forget(far)
-    booking.close(clock.now())
-    assert subject.forget(far) and F not in subject.board and len(subject.members) == 3
+    subject.forget(far)
+    assert booking.route.prefill == F and not subject.board.node(F).usable
     assert placed(subject, seeker(LONG, clock))[0] == A
+    booking.close(clock.now())
+    subject.tick()
+    assert F not in subject.board and len(subject.members) == 3
+
+
+def test_a_kvd_that_comes_back_under_another_name_is_another_node() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    subject.heard(far, report("g", instance="second"))
+    assert F not in subject.board and subject.members.named(F) is None
+    assert placed(subject, seeker(LONG, clock))[0] == "g"
