@@ -16,13 +16,12 @@ from tests.gateway.conftest import Hosts
 from tests.node.conftest import hf_options
 from tests.node.hosts import Host, cached_of, tokens_of
 
-CONVERSATIONS = 25  # of two turns each
-LENGTHS = (1, 2, 63, 64, 65, 129, 193, 300, 400, 640)
-NEW_TOKENS = 6
+LENGTHS = (300, 1, 65, 193, 64, 2, 400, 129, 63, 257)
+NEW_TOKENS = 4
 _SALTS = count()
 
 
-@pytest.fixture(params=["kimi-linear", pytest.param("mimo", marks=pytest.mark.slow)])
+@pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
     make_checkpoint(tmp_path / "model", request.param)
     options = hf_options(tmp_path / "model")
@@ -59,13 +58,27 @@ async def converse(back: Back, seed: int) -> list[tuple[list[int], list[int], bo
     return turns
 
 
-def test_fifty_mixed_requests_are_answered_as_by_one_process(hosts: Hosts) -> None:
+FIFTY = (pytest.mark.slow, pytest.mark.timeout(600))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "conversations"),  # of two turns each
+    [
+        ("kimi-linear", 6),
+        pytest.param("kimi-linear", 25, marks=FIFTY),
+        pytest.param("mimo", 25, marks=FIFTY),
+    ],
+    indirect=["hosts"],
+)
+def test_mixed_requests_at_once_are_answered_as_by_one_process(
+    hosts: Hosts, conversations: int
+) -> None:
     made = hosts.deployment(threshold_tokens=THRESHOLD // 5)
 
     async def main() -> list[tuple[list[int], list[int], bool]]:
         async with serving(made) as back:
             async with asyncio.TaskGroup() as group:
-                talks = [group.create_task(converse(back, seed)) for seed in range(CONVERSATIONS)]
+                talks = [group.create_task(converse(back, seed)) for seed in range(conversations)]
             await until(lambda: is_clean(back))
             assert back.state()["retries"]["spent"] == 0
             return [turn for talk in talks for turn in talk.result()]
