@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prfaas.gateway.linking import LinkReports, combined
+from prfaas.gateway.linking import STALLED_REPORTS, LinkReports, combined
 from prfaas.gateway.membership import Membership
 from prfaas.types import LinkStats
 from tests.gateway.backs import FAR, HOME, deployment
@@ -63,3 +63,20 @@ def test_a_relay_stands_for_the_cluster_behind_it() -> None:
     members.heard(p, report("p", links=(relayed,)), 0.0)
     assert set(subject.new(list(members), 9.0)) == {OUT}
     assert subject.via(OUT) == "relay:1"
+
+
+def test_connections_over_which_nothing_passes_are_none() -> None:
+    subject, members = two_clusters("relay:1")
+    *_, p = members
+
+    def connections(at_s: float, goodput_bps: float) -> int:
+        stats = msgspec.structs.replace(
+            STATS, peer="relay:1", at_s=at_s, goodput_bps=goodput_bps, backlog_bytes=10
+        )
+        members.heard(p, report("p", links=(stats,)), 0.0)
+        return subject.new(list(members), at_s)[OUT].connections
+
+    said = [connections(at_s, 0.0) > 0 for at_s in range(10, 10 + STALLED_REPORTS)]
+    assert said == [True] * (STALLED_REPORTS - 1) + [False]
+    assert connections(50.0, 1e6) > 0
+    assert connections(51.0, 0.0) > 0, "it counts anew"
