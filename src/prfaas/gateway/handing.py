@@ -115,7 +115,7 @@ class HandOff:
         await self._copies(prompt)
         body = {
             "model": self._prefill.card.model,
-            "prompt": list(ask.token_ids[: length.handoff_tokens]),
+            "prompt": ask.token_ids.json(length.handoff_tokens),
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": ask.salt} if ask.salt else {}),

@@ -78,7 +78,7 @@ class Lives:
         sizes = self._router.block_sizes()
 
         def hashes() -> PromptHashes:
-            prompt = PromptHashes(ask.token_ids, salt=ask.salt, adapter=ask.adapter)
+            prompt = PromptHashes(ask.token_ids.array, salt=ask.salt, adapter=ask.adapter)
             for size in sizes:
                 prompt.at(size)
             return prompt
@@ -125,7 +125,7 @@ class Lives:
         body = {
             **ask.fields,
             "model": decode.card.model,
-            **({"prompt": list(ask.token_ids)} if ask.path == "/v1/completions" else {}),
+            **({"prompt": ask.token_ids.json()} if ask.path == "/v1/completions" else {}),
             **({"cache_salt": ask.salt} if ask.salt else {}),
             **transfer,
         }
