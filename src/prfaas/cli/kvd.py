@@ -10,6 +10,7 @@ import click
 import uvloop
 
 from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.secret import read_secret
 from prfaas.cli.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
 from prfaas.kvd.incoming import TransferOptions
@@ -34,6 +35,8 @@ _TRANSFERS = TransferOptions()
 @click.option("--advertise", metavar="HOST", help="This host as others reach it.")
 @click.option("--via", metavar="HOST:PORT", help="A relay that senders use instead of --listen.")
 @click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
+@click.option("--gateway-key", type=click.Path(path_type=Path), help="File: a key it knows.")
+@click.option("--cluster", metavar="NAME", help="Of the deployment; registering needs it.")
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
 @click.option("--key", type=click.Path(path_type=Path), help="Its key.")
@@ -57,6 +60,8 @@ def kvd(
     advertise: str | None,
     via: str | None,
     gateways: tuple[str, ...],
+    gateway_key: Path | None,
+    cluster: str | None,
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
@@ -72,13 +77,18 @@ def kvd(
 
     \b
       prfaas kvd --socket /run/prfaas/kvd.sock --listen 0.0.0.0:7400 --http 0.0.0.0:7401 \\
-                 --memory 64GiB --ssd /nvme/prfaas --ssd-size 1TB --gateway http://gw:8000
+                 --memory 64GiB --ssd /nvme/prfaas --ssd-size 1TB \\
+                 --cluster pd --gateway http://gw:8080
 
     Port 0: any free one; the first line of output says which.
     """
     tls = _tls(ca, cert, key, client_cert, client_key)
     if via is not None:
         parse_address(via, "--via")
+    if gateways and cluster is None:
+        raise InputError(
+            "which cluster?", where="--gateway", fix="give --cluster, as the deployment names it"
+        )
     for flag, seconds in (("--grant-s", grant_s), ("--dispatch-s", dispatch_s)):
         if seconds <= 0:
             raise InputError(f"{seconds:g} s", where=flag, fix="give more than 0")
@@ -89,7 +99,9 @@ def kvd(
         node=node,
         advertise=advertise,
         via=via,
+        cluster=cluster or "",
         gateways=gateways,
+        gateway_key=read_secret(gateway_key) if gateway_key is not None else None,
         tls=tls,
         key=read_key(key_file) if key_file is not None else None,
         store=StoreOptions(

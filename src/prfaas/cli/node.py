@@ -16,13 +16,13 @@ from prfaas.cli.engines import (
     EngineChoice,
     emulated_engine,
     hf_engine,
-    load_tokenizer,
 )
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.kvd.keys import read_key
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
+from prfaas.text import load_words
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_MAX_WAITING = 256
@@ -87,7 +87,7 @@ def node(
     log_level: str,
     kvd_options: tuple[str, ...],
 ) -> None:
-    """Serve a model as vLLM would: /v1/completions, /metrics, KV events; prefill or decode.
+    """Serve a model as vLLM would: completions, chats, /metrics, KV events; prefill or decode.
 
     State goes through a kvd: one that runs already (--kvd), or one of the node's own, which ends
     with it and takes the options behind `--` (see `prfaas kvd --help`). SIGTERM drains.
@@ -95,7 +95,7 @@ def node(
     \b
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
-      prfaas node --model ./tiny-kimi -- --memory 8GiB --gateway http://gateway:9000
+      prfaas node --model ./tiny-kimi -- --memory 8GiB --cluster pd --gateway http://gw:8080
       prfaas node --engine emulated --model case-study-1t --accelerator h200 --gpus 8
     """
     if kvd is not None and kvd_options:
@@ -117,7 +117,7 @@ def node(
         drain_s=drain_s,
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
-    words = load_tokenizer(words_in) if words_in is not None else None
+    words = load_words(words_in) if words_in is not None else None
     key = read_key(kvd_key_file) if kvd_key_file is not None else None
     if kvd_key_file is not None:
         kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)
