@@ -16,7 +16,7 @@ ROWS = [
     {"errors", "clock", "types", "kvspec", "config", "catalog"},
     {"planner", "scheduler", "cache"},
     {"transport", "engine"},
-    {"gateway", "kvd", "node", "sim", "integrations", "testing"},
+    {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure"},
     {"cli"},
     {"__main__"},
 ]
@@ -29,6 +29,7 @@ WITHIN_ROW = {
     ("scheduler", "planner"),
     ("node", "kvd"),  # the client's side of it, as is the next
     ("integrations", "kvd"),
+    ("measure", "sim"),  # the arrivals: what is offered is what is simulated
 }
 # Library -> the only parts that may import it.
 ROOMS = {
