@@ -10,17 +10,18 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp.test_utils import TestClient, TestServer
-from tokenizers import Tokenizer
 
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
-from prfaas.engine.checkpoint.tokenizer import build_tokenizer
+from prfaas.engine.checkpoint.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from prfaas.errors import ConnectionLost
 from prfaas.kvd.leases import ReadLease, WriteLease
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.pooling import Pooling
 from prfaas.node.server import Model, Surface
 from prfaas.node.serving import Serving, serving
+from prfaas.text import Words
+from prfaas.text.template import ChatTemplate
 from prfaas.types import Grant, NotNow, TransferId
 
 
@@ -62,12 +63,12 @@ async def pieces(answer: aiohttp.ClientResponse) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def surfaced(engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncIterator[Surfaced]:
+async def surfaced(engine: Engine, words: Words | None = None) -> AsyncIterator[Surfaced]:
     metrics = NodeMetrics("made-up", 64, engine.limits)
     pooling = Pooling(AbsentKvd(), 64)
     try:
         async with serving(engine, pooling, metrics, MonotonicClock(), lambda *_: None) as served:
-            model = Model("made-up", tokenizer)
+            model = Model("made-up", words)
             server = TestServer(
                 Surface(model, engine, served, metrics).application(), handler_cancellation=True
             )
@@ -78,4 +79,4 @@ async def surfaced(engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncI
 
 
 Scenario = Callable[[Surfaced], Awaitable[None]]
-BYTES = build_tokenizer()
+BYTES = Words(build_tokenizer(), {"default": ChatTemplate(CHAT_TEMPLATE, {})})

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer
 
 from prfaas.engine.emulated.pace import Scales
+from prfaas.text import Words
 from prfaas.types import Grant, TransferId
 from tests.engine.emulated.builders import emulated
-from tests.node.surface import BYTES, Surfaced, surfaced
+from tests.node.surface import BYTES, Surfaced, pieces, surfaced
 
 FAST = Scales(time=1e-3)
 GRANT = msgspec.to_builtins(Grant(TransferId("t-1"), "s", "127.0.0.1:1", {}, 1000, 5.0))
@@ -20,12 +20,12 @@ PROMPT = [7] * 100
 
 def with_node(
     scenario: Callable[[Surfaced], Awaitable[None]],
-    tokenizer: Tokenizer | None = BYTES,
+    words: Words | None = BYTES,
     **options: Any,
 ) -> None:
     async def run() -> None:
         engine = emulated(**{"scales": FAST, **options})
-        async with asyncio.timeout(60), surfaced(engine, tokenizer) as node:
+        async with asyncio.timeout(60), surfaced(engine, words) as node:
             await scenario(node)
 
     asyncio.run(run())
@@ -39,7 +39,7 @@ def test_an_answer_has_openais_shape() -> None:
         assert status == 200 and answer["object"] == "text_completion"
         (choice,) = answer["choices"]
         assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 5
-        assert choice["text"] == BYTES.decode(choice["token_ids"], skip_special_tokens=True)
+        assert choice["text"] == BYTES.decode(choice["token_ids"])
         assert answer["usage"] == {
             "prompt_tokens": 100,
             "completion_tokens": 5,
@@ -158,7 +158,7 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
         status, answer = await node.complete(prompt=PROMPT, return_token_ids=True)
         assert status == 200 and len(answer["choices"][0]["token_ids"]) == 16
 
-    with_node(scenario, tokenizer=None)
+    with_node(scenario, words=None)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +260,81 @@ def test_small_pages() -> None:
             assert line in page, line
 
     with_node(scenario)
+
+
+# Chats --------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+async def chat(node: Surfaced, **fields: Any) -> tuple[int, dict[str, Any]]:
+    async with node.http.post("/v1/chat/completions", json=fields) as answer:
+        return answer.status, await answer.json()
+
+
+async def tokenize(node: Surfaced, **fields: Any) -> list[int]:
+    async with node.http.post("/tokenize", json=fields) as answer:
+        assert answer.status == 200
+        ids: list[int] = (await answer.json())["tokens"]
+        return ids
+
+
+def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
+    async def scenario(node: Surfaced) -> None:
+        ids = await tokenize(node, messages=MESSAGES)
+        assert ids[-len("assistant\n") :] == [*b"assistant\n"]
+        options = {"max_tokens": 9, "seed": 4, "return_token_ids": True}
+        status, told = await chat(node, messages=MESSAGES, **options)
+        _, plain = await node.complete(prompt=ids, **options)
+        assert status == 200 and told["object"] == "chat.completion"
+        assert told["id"].startswith("chatcmpl-") and told["usage"] == plain["usage"]
+        (choice,), (same,) = told["choices"], plain["choices"]
+        assert choice["message"] == {"role": "assistant", "content": same["text"]}
+        assert choice["token_ids"] == same["token_ids"] and choice["finish_reason"] == "length"
+
+    with_node(scenario, vocab_size=264)
+
+
+def test_a_streamed_chat_opens_with_its_role() -> None:
+    async def scenario(node: Surfaced) -> None:
+        asked = {"messages": MESSAGES, "max_completion_tokens": 9, "seed": 4}
+        _, whole = await chat(node, **asked)
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with node.http.post("/v1/chat/completions", json=asked) as answer:
+            opening, *rest, usage = await pieces(answer)
+        assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert {piece["object"] for piece in rest} == {"chat.completion.chunk"}
+        said = "".join(piece["choices"][0]["delta"]["content"] for piece in rest)
+        assert said == whole["choices"][0]["message"]["content"]
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+
+    with_node(scenario, vocab_size=264)
+
+
+def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, told = await chat(node, messages=MESSAGES, ignore_eos=True)
+        assert status == 200 and told["usage"]["total_tokens"] == 200
+
+    with_node(scenario, vocab_size=264, max_tokens=200)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "nobody"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": MESSAGES, "logprobs": True}, "logprobs"),
+    ],
+)
+def test_bad_chats_are_named(fields: dict[str, Any], param: str) -> None:
+    async def scenario(node: Surfaced) -> None:
+        status, answer = await chat(node, **fields)
+        assert status == 400 and answer["error"]["param"] == param
+
+    with_node(scenario, vocab_size=264)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.cli.extras import engine_extra
 from prfaas.engine.api import Engine, Limits
+from prfaas.engine.checkpoint.tokenizer import VOCAB_SIZE
 from prfaas.engine.emulated import EmulatedEngine
 from prfaas.engine.emulated.engine import CHUNK_TOKENS
 from prfaas.engine.emulated.pace import Scales
@@ -19,7 +18,7 @@ from prfaas.planner.problem import prefill_profile
 from prfaas.planner.profile import DecodeStep
 
 EMULATED_MAX_TOKENS = 131_072
-EMULATED_VOCABULARY = 256
+EMULATED_VOCABULARY = VOCAB_SIZE  # what the small models' tokenizer writes can be asked of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +87,3 @@ def _profile(catalog: Catalog, model: str, emulation: EmulatedChoice) -> Profile
         where="--accelerator",
         fix=f"there are: {names or 'none'}; `prfaas profile` measures one",
     )
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise InputError(
-            "no such file", file=path, fix="save the tokenizer in its fast (JSON) form"
-        )
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"not a tokenizer: {error}", file=path) from None

@@ -33,6 +33,7 @@ _TRANSFERS = TransferOptions()
 @click.option("--advertise", metavar="HOST", help="This host as others reach it.")
 @click.option("--via", metavar="HOST:PORT", help="A relay that senders use instead of --listen.")
 @click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
+@click.option("--cluster", metavar="NAME", help="Of the deployment; registering needs it.")
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
 @click.option("--key", type=click.Path(path_type=Path), help="Its key.")
@@ -55,6 +56,7 @@ def kvd(
     advertise: str | None,
     via: str | None,
     gateways: tuple[str, ...],
+    cluster: str | None,
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
@@ -69,13 +71,18 @@ def kvd(
 
     \b
       prfaas kvd --socket /run/prfaas/kvd.sock --listen 0.0.0.0:7400 --http 0.0.0.0:7401 \\
-                 --memory 64GiB --ssd /nvme/prfaas --ssd-size 1TB --gateway http://gw:8000
+                 --memory 64GiB --ssd /nvme/prfaas --ssd-size 1TB \\
+                 --cluster pd --gateway http://gw:8080
 
     Port 0: any free one; the first line of output says which.
     """
     tls = _tls(ca, cert, key, client_cert, client_key)
     if via is not None:
         parse_address(via, "--via")
+    if gateways and cluster is None:
+        raise InputError(
+            "which cluster?", where="--gateway", fix="give --cluster, as the deployment names it"
+        )
     for flag, seconds in (("--grant-s", grant_s), ("--dispatch-s", dispatch_s)):
         if seconds <= 0:
             raise InputError(f"{seconds:g} s", where=flag, fix="give more than 0")
@@ -86,6 +93,7 @@ def kvd(
         node=node,
         advertise=advertise,
         via=via,
+        cluster=cluster or "",
         gateways=gateways,
         tls=tls,
         store=StoreOptions(

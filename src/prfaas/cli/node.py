@@ -15,12 +15,12 @@ from prfaas.cli.engines import (
     EngineChoice,
     emulated_engine,
     hf_engine,
-    load_tokenizer,
 )
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
+from prfaas.text import load_words
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_MAX_WAITING = 256
@@ -83,7 +83,7 @@ def node(
     log_level: str,
     kvd_options: tuple[str, ...],
 ) -> None:
-    """Serve a model as vLLM would: /v1/completions, /metrics, KV events; prefill or decode.
+    """Serve a model as vLLM would: completions, chats, /metrics, KV events; prefill or decode.
 
     State goes through a kvd: one that runs already (--kvd), or one of the node's own, which ends
     with it and takes the options behind `--` (see `prfaas kvd --help`). SIGTERM drains.
@@ -113,7 +113,7 @@ def node(
         drain_s=drain_s,
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
-    words = load_tokenizer(words_in) if words_in is not None else None
+    words = load_words(words_in) if words_in is not None else None
     with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as place:
         if engine == "hf":
             computing = hf_engine(choice, device, dtype)

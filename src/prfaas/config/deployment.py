@@ -85,6 +85,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     kvd_url: str
+    via: str | None = None  # host:port of a relay in front of this kvd, instead of the link's
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,10 +166,24 @@ class CacheSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gb_per_node: Amount = 1000.0  # 10^9 bytes; host memory counts
 
 
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An API key: itself, or a file that holds it. Keys of different tenants share no cache."""
+
+    key: str | None = None
+    file: str | None = None  # relative to the deployment file
+    tenant: str = ""
+
+
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8080
-    keys: list[str] = []  # API keys; empty means: no authentication
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0: any free one
+    tokenizer: str | None = None  # a checkpoint's folder; without it prompts are token ids only
+    keys: list[Key] = []  # empty means: no authentication
     plans: bool = True  # exactly one of several gateways plans
+    max_in_flight: Count = 2048  # requests; more are told to come back
+    max_body_mb: Amount = 64.0  # 10^6 bytes; a million token ids as JSON are some 8 MB
+    body_s: Amount = 30.0  # a client has so long to send its request
+    stall_s: Amount = 120.0  # a client that reads nothing for so long is given up
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -202,6 +217,7 @@ def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
         _check_clusters(deployment)
         _check_links(deployment)
         _check_workload(deployment)
+        _check_keys(deployment.gateway)
     except InputError as error:
         raise error.in_file(file) from None
     return deployment
@@ -320,3 +336,15 @@ def _check_workload(deployment: Deployment) -> None:
                 where="scheduler.threshold_tokens",
                 fix="lower it, or use policy 'local' to never offload",
             )
+
+
+def _check_keys(gateway: GatewaySection) -> None:
+    for index, key in enumerate(gateway.keys):
+        if (key.key is None) == (key.file is None):
+            raise InputError(
+                "a key is given as itself or as a file",
+                where=f"gateway.keys.{index}",
+                fix="give either key or file",
+            )
+        if key.key == "":
+            raise InputError("is empty", where=f"gateway.keys.{index}.key", fix="give one")

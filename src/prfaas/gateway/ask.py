@@ -1,6 +1,6 @@
 """What the front (OpenAI over HTTP) asks of the back (routing, hand-off, retries): the seam.
 
-No sockets and no HTTP here. A request has been read, checked and tokenised when it becomes an `Ask`;
+No sockets and no HTTP here. A request that has been read, checked and tokenised is an `Ask`;
 what comes back is the decode engine's own answer, event by event, from its first token on.
 """
 
@@ -11,11 +11,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from prfaas.kvd.heartbeat import Heartbeat
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `fields` is the client's body less `prompt`: it reaches the decode engine
-    untouched, whatever it holds (tools, reasoning, structured output, ...)."""
+    """One request. `fields` is the client's body less `prompt`, `cache_salt` and
+    `kv_transfer_params`: it reaches the decode engine untouched, whatever it holds (messages,
+    tools, reasoning, structured output, ...); but streams always ask for their usage."""
 
     id: str  # names the request in logs, at the nodes (X-Request-Id) and to the client
     path: Literal["/v1/completions", "/v1/chat/completions"]
@@ -54,12 +57,19 @@ class Refusal(Exception):
     """The request ends here, before its first token. The front puts it into OpenAI's shape."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, retry_after_s: float | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
+        self.param = param  # the field that is wrong
         self.retry_after_s = retry_after_s
 
 
@@ -87,3 +97,6 @@ class Backend(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def plan(self) -> dict[str, Any]: ...
+
+    def register(self, beat: Heartbeat) -> None:
+        """A kvd says that it is there. Raises `Refusal`."""

@@ -21,16 +21,19 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """The body of a gateway's /prfaas/v1/register."""
 
     kvd_url: str
+    cluster: str
     report: Report
 
 
-async def beat(http: aiohttp.ClientSession, gateway: str, kvd_url: str, reporter: Reporter) -> None:
+async def beat(
+    http: aiohttp.ClientSession, gateway: str, kvd_url: str, cluster: str, reporter: Reporter
+) -> None:
     """Until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     heard = None
     while True:
-        body = msgspec.json.encode(Heartbeat(kvd_url, reporter.report()))
+        body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         headers = {"Content-Type": "application/json"}
         problem = ""
         try:

@@ -56,6 +56,7 @@ class KvdOptions:
     node: str | None = None  # None: the data address
     advertise: str | None = None  # this host as others reach it; None: as it listens, or its name
     via: str | None = None  # what grants name instead of the data address
+    cluster: str = ""  # of the deployment, for gateways
     gateways: Sequence[str] = ()
     tls: TlsFiles | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
@@ -113,7 +114,9 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         # the listener signal this loop from their threads, so they end while it still runs.
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(_sweep(incoming, links))]
-        tasks += [group.create_task(beat(client, g, http_url, reporter)) for g in options.gateways]
+        for gateway in options.gateways:
+            telling = beat(client, gateway, http_url, options.cluster, reporter)
+            tasks.append(group.create_task(telling))
         try:
             yield Running(options.socket, data, http_url, store)
         finally:

@@ -1,22 +1,53 @@
-"""Answers of `/v1/completions`, whole or in pieces, as OpenAI and vLLM shape them. Pure."""
+"""Answers to completions and chats, whole or in pieces, as OpenAI and vLLM shape them. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from prfaas.engine.api import Finished, Prefilled
-from prfaas.node.text import Answer
+from prfaas.text import Answer
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an answer's text is wrapped."""
+
+    id_prefix: str
+    whole_object: str
+    piece_object: str
+    whole: Callable[[str], dict[str, Any]]
+    piece: Callable[[str], dict[str, Any]]
+    opening: dict[str, Any] | None = None  # of the choice in a piece before all others
+
+
+TEXT = Shape(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    whole=lambda text: {"text": text},
+    piece=lambda text: {"text": text},
+)
+CHAT = Shape(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    piece=lambda text: {"delta": {"content": text}},
+    opening={"delta": {"role": "assistant", "content": ""}},
+)
 
 
 @dataclass(slots=True)
 class Account:
     """What one request has come to so far."""
 
+    shape: Shape
     id: str
     model: str
     created_s: int
@@ -59,32 +90,36 @@ class Account:
 
     def whole(self, text: str) -> dict[str, Any]:
         return {
-            **self._head(),
-            "choices": [self._choice(text, self.tokens)],
+            **self._head(self.shape.whole_object),
+            "choices": [self._choice(self.shape.whole(text), self.tokens)],
             "usage": self.usage(),
             "kv_transfer_params": self.transfer,
         }
 
     # In pieces ------------------------------------------------------------------------------------
 
+    def opening(self) -> bytes | None:
+        """What comes before the first token, if anything does."""
+        if self.shape.opening is None:
+            return None
+        return self._piece([self._choice(self.shape.opening, [])])
+
     def piece(self, text: str, tokens: list[int]) -> bytes:
-        return _event({**self._head(), "choices": [self._choice(text, tokens)]})
+        return self._piece([self._choice(self.shape.piece(text), tokens)])
 
     def usage_piece(self) -> bytes:
-        return _event({**self._head(), "choices": [], "usage": self.usage()})
+        return self._piece([], usage=self.usage())
 
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created_s,
-            "model": self.model,
-        }
+    def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({**self._head(self.shape.piece_object), "choices": choices, **more})
 
-    def _choice(self, text: str, tokens: list[int]) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+
+    def _choice(self, wrapped: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
-            "text": text,
+            **wrapped,
             "logprobs": None,
             "finish_reason": self.finish_reason,
             "stop_reason": self.answer.stopped_by,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
-from tokenizers import Tokenizer
 
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
@@ -25,6 +24,7 @@ from prfaas.node.pooling import Pooling
 from prfaas.node.publisher import publishing
 from prfaas.node.server import Model, Surface
 from prfaas.node.serving import serving
+from prfaas.text import Words
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class NodeSettings:
 
 async def run_node(
     engine: Engine,
-    tokenizer: Tokenizer | None,
+    words: Words | None,
     kvd: KvdPlace,
     settings: NodeSettings,
     report: Callable[[str], None],
@@ -79,9 +79,7 @@ async def run_node(
                 Learner(announcer, publisher),
             )
         )
-        model = Model(
-            settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
-        )
+        model = Model(settings.name, words, kvd.url, publisher.endpoint, publisher.replay_endpoint)
         application = Surface(model, engine, served, metrics).application()
         # A client that hangs up ends its request, also where nothing is being written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)

@@ -1,4 +1,5 @@
-"""The body of `POST /v1/completions`: what is understood, and what is refused instead of ignored.
+"""Bodies of `POST /v1/completions` and `/v1/chat/completions`: what is understood, and what is
+refused instead of ignored.
 
 Field names and defaults are vLLM's. A field that would change the answer and is not served here is
 an error; fields that nobody knows are skipped, as vLLM does. Pure.
@@ -7,16 +8,18 @@ an error; fields that nobody knows are skipped, as vLLM does. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
+from prfaas.text import Chat, is_multimodal
 from prfaas.types import Grant, TransferId
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
+T = TypeVar("T")
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 # Served at these values only.
@@ -35,6 +38,14 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+}
+_FIXED_IN_CHAT: dict[str, tuple[object, ...]] = _FIXED | {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),  # tools are described to the model; nothing forces a call
+    "chat_template": (),
 }
 
 
@@ -52,10 +63,12 @@ class TransferParams(msgspec.Struct, frozen=True):
     transfer_id: str | None = None
 
 
-class Completion(msgspec.Struct, frozen=True):
-    prompt: str | list[TokenId | str | list[TokenId]]  # ids; or a list of one of either kind
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests of both kinds have in common."""
+
     model: str | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # of a chat: another name for it
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -74,6 +87,22 @@ class Completion(msgspec.Struct, frozen=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stops)
 
+    def sampling(self, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> Sampling:
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        return Sampling(
+            max_tokens=next(limit for limit in limits if limit is not None),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class Completion(Generation, frozen=True, kw_only=True):
+    prompt: str | list[TokenId | str | list[TokenId]]  # ids; or a list of one of either kind
+    add_special_tokens: bool = True
+
     @property
     def only_prompt(self) -> str | list[int]:
         """The prompt; several in one request are refused: a gateway sends them one by one."""
@@ -90,15 +119,11 @@ class Completion(msgspec.Struct, frozen=True):
         assert not isinstance(only, int)
         return only
 
-    def sampling(self) -> Sampling:
-        return Sampling(
-            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-        )
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    asked: Generation
+    chat: Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +147,60 @@ Transfer: TypeAlias = RemoteDecode | RemotePrefill | None
 
 def parse_completion(body: bytes) -> Completion:
     """InputError names the field."""
+    request = _converted(_object(body, _FIXED), Completion)
+    _check_stops(request)
+    return request
+
+
+def parse_chat(body: bytes) -> ChatCompletion:
+    """InputError names the field."""
+    raw = _object(body, _FIXED_IN_CHAT)
+    request = ChatCompletion(_converted(raw, Generation), chat_of(raw))
+    _check_stops(request.asked)
+    return request
+
+
+def chat_of(raw: dict[str, Any]) -> Chat:
+    chat = _converted(raw, Chat)
+    if is_multimodal(chat.messages):
+        raise InputError("this node reads text only", where="messages", fix="leave the rest out")
+    return chat
+
+
+def _object(body: bytes, fixed: dict[str, tuple[object, ...]]) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         raise InputError(f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise InputError("the body is not a JSON object")
-    _refuse_unserved(raw)
+    for field, served in fixed.items():
+        value = raw.get(field)
+        if value is not None and value not in served:
+            allowed = " or ".join(msgspec.json.encode(one).decode() for one in served)
+            fix = f"leave it out, or send {allowed}" if served else "leave it out"
+            raise InputError(f"{value!r} is not served", where=field, fix=fix)
+    return raw
+
+
+def _converted(raw: dict[str, Any], kind: type[T]) -> T:
     try:
-        request = msgspec.convert(raw, Completion)
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `$.")
         raise InputError(problem, where=where.rstrip("`") or None) from None
+
+
+def _check_stops(request: Generation) -> None:
     if len(request.stops) > MAX_STOPS or not all(request.stops):
         raise InputError(
             f"{len(request.stops)} stop strings",
             where="stop",
             fix=f"give up to {MAX_STOPS}, none of them empty",
         )
-    return request
 
 
-def transfer_of(request: Completion, prompt_tokens: int) -> Transfer:
+def transfer_of(request: Generation, prompt_tokens: int) -> Transfer:
     """Which half of a hand-off this is, if any."""
     params = request.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
@@ -167,12 +224,3 @@ def transfer_of(request: Completion, prompt_tokens: int) -> Transfer:
 
 def _bad_transfer(problem: str, fix: str) -> InputError:
     return InputError(problem, where="kv_transfer_params", fix=fix)
-
-
-def _refuse_unserved(raw: dict[str, Any]) -> None:
-    for field, served in _FIXED.items():
-        value = raw.get(field)
-        if value is not None and value not in served:
-            allowed = " or ".join(msgspec.json.encode(one).decode() for one in served)
-            fix = f"leave it out, or send {allowed}" if served else "leave it out"
-            raise InputError(f"{value!r} is not served", where=field, fix=fix)

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
-from tokenizers import Tokenizer
 
 from prfaas import __version__
-from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Token
+from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Sampling, Token
 from prfaas.errors import InputError
 from prfaas.node import failures
-from prfaas.node.answers import DONE, Account, error_piece
+from prfaas.node.answers import CHAT, DONE, TEXT, Account, Shape, error_piece
 from prfaas.node.failures import RequestFailed
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.pooling import Work
-from prfaas.node.protocol import Completion, RemoteDecode, parse_completion, transfer_of
+from prfaas.node.protocol import (
+    Generation,
+    RemoteDecode,
+    chat_of,
+    parse_chat,
+    parse_completion,
+    transfer_of,
+)
 from prfaas.node.serving import Ongoing, Serving
-from prfaas.node.text import Answer
+from prfaas.text import Answer, Words
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids as JSON are some 8 MB
 
@@ -34,23 +39,17 @@ class Model:
     """What is served, under which name."""
 
     name: str
-    tokenizer: Tokenizer | None  # None: token ids only
+    words: Words | None  # None: token ids only
     kvd_url: str | None = None  # where a gateway finds this node's kvd
     events: str | None = None  # where KV events are published, and where they are replayed
     replay: str | None = None
 
-    def encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
+    def speaking(self) -> Words:
+        if self.words is None:
             raise InputError(
                 "this node has no tokenizer", where="prompt", fix="send a list of token ids"
             )
-        ids: list[int] = self.tokenizer.encode(text).ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self.words
 
 
 class Surface:
@@ -65,6 +64,7 @@ class Surface:
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -103,12 +103,17 @@ class Surface:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         try:
-            prompt = msgspec.json.decode(await request.read(), type=dict[str, Any]).get("prompt")
+            raw = msgspec.json.decode(await request.read(), type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise InputError(f"the body is not a JSON object: {error}") from None
-        if not isinstance(prompt, str):
-            raise InputError("no text", where="prompt", fix='send {"prompt": "..."}')
-        ids = await asyncio.to_thread(self._model.encode, prompt)
+        words = self._model.speaking()
+        prompt = raw.get("prompt")
+        if "messages" in raw:
+            ids = await asyncio.to_thread(words.encode_chat, chat_of(raw))
+        elif isinstance(prompt, str):
+            ids = await asyncio.to_thread(words.encode, prompt)
+        else:
+            raise InputError("no text", where="prompt", fix='send {"prompt": "..."} or messages')
         limit = self._engine.limits.max_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -116,23 +121,46 @@ class Surface:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_completion(await request.read())
+        self._check_model(asked)
+        prompt = asked.only_prompt
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(
+                self._model.speaking().encode, prompt, add_special_tokens=asked.add_special_tokens
+            )
+        return await self._generate(request, asked, TEXT, prompt, asked.sampling())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        parsed = parse_chat(await request.read())
+        asked = parsed.asked
+        self._check_model(asked)
+        prompt = await asyncio.to_thread(self._model.speaking().encode_chat, parsed.chat)
+        rest_tokens = max(1, self._engine.limits.max_tokens - len(prompt))
+        return await self._generate(request, asked, CHAT, prompt, asked.sampling(rest_tokens))
+
+    def _check_model(self, asked: Generation) -> None:
         if asked.model is not None and asked.model != self._model.name:
             raise RequestFailed(
                 "model_not_found",
                 f"{asked.model!r} is not served here; {self._model.name!r} is",
                 param="model",
             )
-        prompt = asked.only_prompt
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(self._model.encode, prompt)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        asked: Generation,
+        shape: Shape,
+        prompt: list[int],
+        sampling: Sampling,
+    ) -> web.StreamResponse:
         work = Work(
-            id=f"cmpl-{secrets.token_hex(12)}",
+            id=f"{shape.id_prefix}-{secrets.token_hex(12)}",
             prompt=prompt,
-            sampling=asked.sampling(),
+            sampling=sampling,
             salt=asked.cache_salt,
             transfer=transfer_of(asked, len(prompt)),
         )
-        account = self._account(asked, work)
+        account = self._account(asked, shape, work)
         ongoing = self._serving.start(work)
         try:
             # The status line waits for the prompt: until then a failure is an HTTP status.
@@ -148,9 +176,9 @@ class Surface:
         finally:
             ongoing.cancel("abort")
 
-    def _account(self, asked: Completion, work: Work) -> Account:
-        with_text = asked.detokenize and self._model.tokenizer is not None
-        if asked.stops and not with_text:
+    def _account(self, asked: Generation, shape: Shape, work: Work) -> Account:
+        words = self._model.words if asked.detokenize else None
+        if asked.stops and words is None:
             raise InputError("stop strings without text", where="stop", fix="use stop_token_ids")
         handed_off = None
         if isinstance(work.transfer, RemoteDecode):
@@ -159,12 +187,13 @@ class Surface:
                 "handoff_tokens": work.transfer.handoff_tokens,
             }
         return Account(
+            shape=shape,
             id=work.id,
             model=self._model.name,
             created_s=int(time.time()),
             prompt_tokens=len(work.prompt),
             return_token_ids=asked.return_token_ids,
-            answer=Answer(self._model.decode if with_text else None, asked.stops),
+            answer=Answer(words.decode if words is not None else None, asked.stops),
             transfer=handed_off,
         )
 
@@ -184,11 +213,13 @@ class Surface:
                     raise error
 
     async def _stream(
-        self, request: web.Request, asked: Completion, ongoing: Ongoing, account: Account
+        self, request: web.Request, asked: Generation, ongoing: Ongoing, account: Account
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         await response.prepare(request)
+        if (opening := account.opening()) is not None:
+            await response.write(opening)
         held: list[int] = []  # tokens whose text is not certain yet
         while account.finish_reason is None:
             match await ongoing.events.get():

@@ -95,16 +95,15 @@ class Board:
     ) -> None:
         """`slots` and `kv_bytes`: decode batch limit and memory of each node."""
         self._costs = costs
+        self._slots = slots
+        self._kv_bytes = kv_bytes
         self._nodes: dict[NodeId, _Node] = {}
         self._clusters: list[_Cluster] = []
         self._links = dict(links)
         for name, nodes in clusters:
-            cluster = _Cluster(name)
-            self._clusters.append(cluster)
+            self._clusters.append(_Cluster(name))
             for node in nodes:
-                view = NodeView(node, "prefill", True, -math.inf, 0, 0, slots, kv_bytes)
-                self._nodes[node] = _Node(view, cluster, len(cluster.nodes))
-                cluster.nodes.append(view)
+                self.join(name, node)
 
     def view(
         self,
@@ -122,6 +121,40 @@ class Board:
             cached,
             held,
         )
+
+    def node(self, name: NodeId) -> NodeView:
+        return self._nodes[name].view
+
+    def own_decodes(self, name: NodeId) -> int:
+        """Own requests whose KV is there and that have not ended."""
+        return self._nodes[name].started
+
+    def __contains__(self, name: NodeId) -> bool:
+        return name in self._nodes
+
+    # Who is there ---------------------------------------------------------------------------------
+
+    def join(self, cluster_name: ClusterId, name: NodeId) -> None:
+        assert name not in self._nodes, name
+        cluster = next(cluster for cluster in self._clusters if cluster.name == cluster_name)
+        view = NodeView(name, "prefill", True, -math.inf, 0, 0, self._slots, self._kv_bytes)
+        self._nodes[name] = _Node(view, cluster, len(cluster.nodes))
+        cluster.nodes.append(view)
+        cluster.frozen = None
+
+    def leave(self, name: NodeId) -> bool:
+        """False while own requests are there: what becomes of them has still to be told."""
+        node = self._nodes[name]
+        if node.view.queued or node.view.active > node.others:
+            return False
+        del self._nodes[name]
+        cluster = node.cluster
+        del cluster.nodes[node.place]
+        cluster.frozen = None
+        for other in self._nodes.values():
+            if other.cluster is cluster and other.place > node.place:
+                other.place -= 1
+        return True
 
     def is_up(self, link_id: LinkId) -> bool:
         return self._links[link_id].up

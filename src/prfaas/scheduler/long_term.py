@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.config.deployment import ReplanSection
-from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.plan import Plan, Role, Solver
+from prfaas.scheduler.plan import Plan, Role, Solver, with_instances
 from prfaas.scheduler.window import Window
 from prfaas.types import NodeId
 
@@ -35,7 +34,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     if not window.live_local:
         return None
     rules = plan.rules
-    problem = _alive(plan.problem, window)
+    problem = with_instances(plan.problem, window.live_remotes, len(window.live_local))
     hardware_changed = problem.pools != plan.problem.pools
     blocks, fitted = _steady(window, rules)
     if fitted is not None:
@@ -76,17 +75,6 @@ def replan(window: Window, plan: Plan) -> Plan | None:
         converted_s={**plan.converted_s, **dict.fromkeys(changed, window.now_s)},
         reason=_reason(changed, moved, hardware_changed),
     )
-
-
-def _alive(problem: Problem, window: Window) -> Problem:
-    """The problem with the instances that answer. Cut the other way, too: `instances` of a pool
-    may rise again when a node comes back."""
-    remotes = tuple(
-        replace(remote, pool=replace(remote.pool, instances=live))
-        for remote, live in zip(problem.remotes, window.live_remotes, strict=True)
-    )
-    pool = replace(problem.local.pool, instances=len(window.live_local))
-    return replace(problem, remotes=remotes, local=replace(problem.local, pool=pool))
 
 
 # Fitting -----------------------------------------------------------------------------------------

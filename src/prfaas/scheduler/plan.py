@@ -55,22 +55,59 @@ def first_plan(
     problem: Problem, nodes: Sequence[NodeId], rules: ReplanSection, now_s: float = 0.0
 ) -> Plan:
     """The optimum for the traffic the deployment file states. `nodes`: of the PD cluster."""
-    assert len(nodes) == problem.local.pool.instances
-    best = best_for(problem)
-    roles: dict[NodeId, Role] = {
-        node: "prefill" if index < best.n_prefill else "decode" for index, node in enumerate(nodes)
-    }
+    return staffed(
+        problem, dict.fromkeys(nodes), rules, now_s, reason="the deployment's stated traffic"
+    )
+
+
+def staffed(
+    problem: Problem,
+    roles: Mapping[NodeId, Role | None],
+    rules: ReplanSection,
+    now_s: float,
+    *,
+    reason: str,
+) -> Plan:
+    """A plan for the nodes that are there: those with a role keep it, the others get what the best
+    split lacks, prefill first."""
+    assert len(roles) == problem.local.pool.instances
+    solver = Solver(problem)
+    best = solver.best()
+    lacking = best.n_prefill - sum(role == "prefill" for role in roles.values())
+    given: dict[NodeId, Role] = {}
+    for node, role in roles.items():
+        if role is None:
+            role = "prefill" if lacking > 0 else "decode"
+            lacking -= role == "prefill"
+        given[node] = role
+    if lacking:  # more prefill than wanted, or nobody new to take it
+        best = solver.best(sum(role == "prefill" for role in given.values()))
     return Plan(
         rules=rules,
         problem=problem,
         threshold_tokens=best.threshold_tokens,
-        roles=roles,
+        roles=given,
         shares=best.shares,
         capacity_rps=best.capacity_rps,
         made_s=now_s,
         converted_s={},
-        reason="the deployment's stated traffic",
+        reason=reason,
     )
+
+
+def with_instances(problem: Problem, remotes: Sequence[int], local: int) -> Problem:
+    """The problem with the instances that answer. They may also be more than before: nodes come
+    back, and others join. One that is alone decodes, whatever split is fixed."""
+    pools = tuple(
+        replace(remote, pool=replace(remote.pool, instances=live))
+        for remote, live in zip(problem.remotes, remotes, strict=True)
+    )
+    fixed = problem.local.fixed_prefill
+    if fixed is not None:
+        fixed = min(fixed, max(local - 1, 0))
+    pool = replace(problem.local.pool, instances=local)
+    here = replace(problem.local, pool=pool, fixed_prefill=fixed)
+    return replace(problem, remotes=pools, local=here)
 
 
 def best_for(problem: Problem) -> Optimum:

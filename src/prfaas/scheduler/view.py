@@ -7,7 +7,7 @@ the view carries both. Named tuples, because one node's view is replaced several
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from prfaas.scheduler.costs import Costs
@@ -68,3 +68,19 @@ class View(NamedTuple):
     costs: Costs
     cached: Mapping[NodeId, CachedPrefix]
     held: Mapping[ClusterId, HeldWork]  # what the router holds back, per cluster it is for
+
+
+def without(view: View, nodes: Collection[NodeId]) -> View:
+    """The same world, had these nodes no use: for a request that has failed there."""
+    if not nodes:
+        return view
+    local, *remotes = [
+        cluster._replace(
+            nodes=tuple(
+                node._replace(usable=node.usable and node.node not in nodes)
+                for node in cluster.nodes
+            )
+        )
+        for cluster in (view.local, *view.remotes)
+    ]
+    return view._replace(local=local, remotes=tuple(remotes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 from prfaas.types import ClusterId
@@ -87,6 +87,18 @@ class WaitingRoom(Generic[T]):
         self._count -= 1
         self._account(cluster, work_s, -1)
         return who
+
+    def remove(self, who: T) -> bool:
+        """Somebody does not wait any more. Whether it was there."""
+        for cluster, line in self._lines.items():
+            for place, (_, _, work_s, waiting) in enumerate(line):
+                if waiting is who:
+                    del line[place]
+                    heapify(line)
+                    self._count -= 1
+                    self._account(cluster, work_s, -1)
+                    return True
+        return False
 
     def _account(self, cluster: ClusterId | None, work_s: float, sign: int) -> None:
         if cluster is None:

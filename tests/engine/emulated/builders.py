@@ -26,9 +26,14 @@ STEPS = (DecodeStep(1, 0.2), DecodeStep(8, 0.5))
 
 
 def emulated(
-    *, max_running: int = 8, max_waiting: int = 16, max_tokens: int = 4096, **options: Any
+    *,
+    max_running: int = 8,
+    max_waiting: int = 16,
+    max_tokens: int = 4096,
+    vocab_size: int = 256,
+    **options: Any,
 ) -> EmulatedEngine:
-    limits = Limits(max_tokens, 256, max_running, max_waiting)
+    limits = Limits(max_tokens, vocab_size, max_running, max_waiting)
     return EmulatedEngine(
         SPEC, PROFILE, STEPS, model="made-up", limits=limits, block_tokens=64, **options
     )

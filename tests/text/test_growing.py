@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.engine.checkpoint.tokenizer import build_tokenizer
-from prfaas.node.text import Answer, Detokenizer
+from prfaas.text.growing import Answer, Detokenizer
 
 TOKENIZER = build_tokenizer()
 

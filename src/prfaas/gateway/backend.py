@@ -1,0 +1,125 @@
+"""The gateway's back, put together: membership, watching, routing, planning, lives of requests.
+
+`running` owns every task and connection of it; the front talks to the `Back` it yields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.config import Deployment
+from prfaas.errors import InputError
+from prfaas.gateway.ask import Ask, Refusal, Story, Upstream
+from prfaas.gateway.budget import RetryBudget
+from prfaas.gateway.calls import calling
+from prfaas.gateway.errands import Errands
+from prfaas.gateway.life import Lives, request_of
+from prfaas.gateway.planning import Planning
+from prfaas.gateway.record import Recorder
+from prfaas.gateway.router import Router
+from prfaas.gateway.showing import shown_explanation, shown_plan, shown_state
+from prfaas.gateway.watching import Watching
+from prfaas.kvd.heartbeat import Heartbeat
+from prfaas.planner.problem import Problem
+from prfaas.types import ClusterId
+
+END_S = 5.0  # for errands, when the gateway stops
+
+
+@dataclass(frozen=True, slots=True)
+class BackOptions:
+    """What is not in the deployment file."""
+
+    record: Path | None = None  # routing decisions, one JSON line each
+    node_key: str | None = None  # sent to nodes and kvds as a bearer token
+
+
+class Back:
+    """A `Backend`."""
+
+    def __init__(
+        self,
+        router: Router,
+        lives: Lives,
+        watching: Watching,
+        budget: RetryBudget,
+        clock: Clock,
+    ) -> None:
+        self.router = router
+        self._lives = lives
+        self._watching = watching
+        self._budget = budget
+        self._clock = clock
+
+    def answer(self, ask: Ask, story: Story) -> AbstractAsyncContextManager[Upstream]:
+        return self._lives.answer(ask, story)
+
+    def explain(self, ask: Ask) -> dict[str, Any]:
+        prompt = PromptHashes(ask.token_ids, salt=ask.salt, adapter=ask.adapter)
+        request = request_of(ask, 0, self._clock.now())
+        return shown_explanation(self.router.explain(request, prompt))
+
+    def state(self) -> dict[str, Any]:
+        return shown_state(self.router, self._budget, self._lives.in_flight, self._clock.now())
+
+    def plan(self) -> dict[str, Any]:
+        return shown_plan(self.router.plan, self._clock.now())
+
+    def register(self, beat: Heartbeat) -> None:
+        known = self.router.members.clusters
+        if beat.cluster not in known:
+            raise Refusal(
+                400,
+                "unknown_cluster",
+                f"no cluster is named {beat.cluster!r}; there are: {', '.join(known)}",
+                param="cluster",
+            )
+        now = self._clock.now()
+        member = self.router.members.registered(beat.kvd_url, ClusterId(beat.cluster), now)
+        if member is not None:
+            self._watching.watch(member)
+
+
+@asynccontextmanager
+async def running(
+    deployment: Deployment,
+    problem: Problem,
+    options: BackOptions | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator[Back]:
+    """`problem` is the deployment's, as `cli.wiring.Study.problem` builds it; the policy is
+    `deployment.scheduler`'s."""
+    options, clock = options or BackOptions(), clock or MonotonicClock()
+    async with AsyncExitStack() as stack:
+        recorder = None
+        if options.record is not None:
+            try:
+                recorder = Recorder(stack.enter_context(options.record.open("ab")))
+            except OSError as error:
+                raise InputError(
+                    f"cannot write: {error.strerror}", file=options.record, where="--record"
+                ) from None
+        calls = await stack.enter_async_context(calling(options.node_key))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        router = Router(deployment, problem, clock, recorder)
+        errands, budget = Errands(tasks), RetryBudget()
+        watching = Watching(router, calls, clock, tasks)
+        planning = Planning(router, deployment, problem, calls, clock)
+        for member in router.members:
+            watching.watch(member)
+        loops = [tasks.create_task(watching.tick()), tasks.create_task(planning.run())]
+        lives = Lives(router, calls, errands, budget, clock)
+        try:
+            yield Back(router, lives, watching, budget, clock)
+        finally:
+            await errands.end(END_S)
+            for loop in loops:
+                loop.cancel()
+            watching.end()

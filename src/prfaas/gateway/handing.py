@@ -1,0 +1,212 @@
+"""One hand-off: a grant at the decode side's kvd, copies of prefixes, the prefill, and the commit,
+which is learnt at the receiver and not from the prefill's answer a round trip later.
+
+Fails with `Failed` (whom to avoid next), `Later` (nothing was reserved) or `Refusal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import Clock
+from prfaas.errors import ConnectionLost, PeerError
+from prfaas.gateway.ask import Ask, Refusal, Story
+from prfaas.gateway.booking import Booking
+from prfaas.gateway.calls import Calls, Said
+from prfaas.gateway.errands import Errands
+from prfaas.gateway.kvd_client import ASK_S, KvdClient
+from prfaas.gateway.membership import Member
+from prfaas.gateway.node_client import PREFILL_S, NodeClient
+from prfaas.gateway.router import Router
+from prfaas.kvd.pulling import PULL_S
+from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.request import Route
+from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
+
+CUT_S = 3.0  # a transfer over a link that is cut is given up after this; shorter cuts heal
+_CHECK_S = 1.0
+_THE_CLIENTS = (400, 404, 413, 422)  # statuses that another node would answer as well
+
+
+class Failed(Exception):
+    """An attempt failed before the first token. `avoid`: who had better not get it again."""
+
+    def __init__(self, reason: str, *avoid: NodeId, prefill: bool = False) -> None:
+        super().__init__(reason)
+        self.avoid = avoid
+        self.prefill = prefill  # it was the prefill or its hand-off that failed
+
+
+class Later(Exception):
+    """The decode node has no room now."""
+
+    def __init__(self, node: NodeId, answer: NotNow) -> None:
+        super().__init__(f"{node}: {answer.reason}")
+        self.node = node
+        self.retry_after_s = answer.retry_after_s
+
+
+def refused_by(error: PeerError) -> None:
+    """Raises a refusal when the client's request is what is wrong."""
+    if isinstance(error, Said) and error.status in _THE_CLIENTS:
+        raise Refusal(error.status, error.code, str(error), param=error.param)
+
+
+class HandOff:
+    """Used as a context: leaving it gives up whatever the decode engine has not taken."""
+
+    def __init__(
+        self,
+        router: Router,
+        calls: Calls,
+        errands: Errands,
+        clock: Clock,
+        booking: Booking,
+        prefill: Member,
+        decode: Member,
+    ) -> None:
+        self._router = router
+        self._calls = calls
+        self._errands = errands
+        self._clock = clock
+        self._booking = booking
+        self._route: Route = booking.route
+        self._prefill = prefill
+        self._decode = decode
+        self._kvd = KvdClient(calls, decode.kvd_url)
+        self._grant: Grant | None = None
+        self._prefilling: asyncio.Task[None | PeerError] | None = None
+        self._committed = False
+        self.taken = False  # by the decode engine
+
+    async def __aenter__(self) -> HandOff:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._prefilling is not None and not self._committed:
+            self._prefilling.cancel()
+        if self._grant is not None and not self.taken:
+            abort = self._kvd.abort(self._grant.transfer_id, "given up by the gateway")
+            self._errands.run(abort, ASK_S)
+
+    async def make(self, ask: Ask, prompt: PromptHashes, story: Story) -> dict[str, Any]:
+        """Returns when the state is at the decode node: what its engine has to be told. Nothing,
+        when there is nothing to hand off."""
+        compat = self._decode.compat
+        assert compat is not None and self._prefill.card is not None
+        # vLLM has states at the ends of its steps only, wherever those are.
+        resumable = self._prefill.card.ours and (ask.conversation or self._route.cached_tokens > 0)
+        length = handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
+        hashes = prompt.prefix(length.handoff_tokens).at(compat.block_tokens)
+        grant = await self._open(
+            OpenTransfer(
+                tuple(hashes),
+                length.handoff_tokens,
+                self._prefill.compat or compat,
+                length.checkpoint_tokens,
+            )
+        )
+        story.granted_s = self._clock.now()
+        await self._copies(prompt)
+        body = {
+            "model": self._prefill.card.model,
+            "prompt": list(ask.token_ids[: length.handoff_tokens]),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            **({"cache_salt": ask.salt} if ask.salt else {}),
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "grant": grant,
+                "handoff_tokens": length.handoff_tokens,
+            },
+        }
+        await self._carry_out(grant, body, {"X-Request-Id": ask.id})
+        story.committed_s = self._clock.now()
+        self._booking.landed(story.committed_s)
+        return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
+
+    async def _open(self, asked: OpenTransfer) -> Grant:
+        try:
+            answer = await self._kvd.open(asked)
+        except ConnectionLost as error:
+            self._router.kvd_failed(self._route.decode)
+            raise Failed(str(error), self._route.decode) from None
+        except PeerError as error:
+            raise Failed(str(error), self._route.prefill) from None
+        if isinstance(answer, NotNow):
+            raise Later(self._route.decode, answer)
+        self._grant = answer
+        if self._prefill.cluster == self._decode.cluster:
+            return answer
+        link_id = (self._prefill.cluster, self._decode.cluster)
+        via = self._decode.via or self._router.links.via(link_id)
+        return answer if via is None else msgspec.structs.replace(answer, data_address=via)
+
+    async def _copies(self, prompt: PromptHashes) -> None:
+        """Prefixes that the prefill is to resume from. Without them it only takes longer."""
+        pulls = []
+        for copy in self._route.copies:
+            source, target = (
+                self._router.members.named(copy.source),
+                self._router.members.named(copy.target),
+            )
+            if source is None or target is None or target.compat is None:
+                continue
+            size = target.compat.block_tokens
+            hashes = prompt.at(size)[: copy.tokens // size]
+            pull = KvdClient(self._calls, target.kvd_url).pull(source.kvd_url, hashes)
+            pulls.append(self._errands.run(pull, PULL_S))
+        if pulls:
+            await asyncio.wait(pulls)
+
+    async def _carry_out(
+        self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        url = self._prefill.engine_url
+        assert url is not None
+        node = NodeClient(self._calls, url)
+        prefilling = self._prefilling = self._errands.run(
+            node.prefill(msgspec.json.encode(body), headers), PREFILL_S
+        )
+        committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
+        waiting: set[asyncio.Task[Any]] = {prefilling, committing}
+        try:
+            while not committing.done():
+                done, _ = await asyncio.wait(
+                    waiting, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if committing not in done:
+                    self._check_prefill(prefilling)
+                    self._check_link()
+                    waiting -= done
+        finally:
+            committing.cancel()
+        problem = committing.result()
+        if isinstance(problem, ConnectionLost):
+            self._router.kvd_failed(self._route.decode)
+            raise Failed(str(problem), self._route.decode)
+        if isinstance(problem, PeerError):
+            raise Failed(str(problem), self._route.prefill, prefill=True)
+        self._committed = True
+
+    def _check_prefill(self, prefilling: asyncio.Task[None | PeerError]) -> None:
+        if not prefilling.done():
+            return
+        problem = prefilling.result()
+        if problem is None:
+            self._booking.prefilled(self._clock.now())
+            return
+        refused_by(problem)
+        if isinstance(problem, ConnectionLost):
+            self._router.engine_failed(self._route.prefill)
+        raise Failed(str(problem), self._route.prefill, prefill=True)
+
+    def _check_link(self) -> None:
+        link_id = (self._prefill.cluster, self._decode.cluster)
+        if self._router.cut_for_s(link_id) > CUT_S:
+            raise Failed(f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True)

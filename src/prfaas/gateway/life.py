@@ -1,0 +1,226 @@
+"""The life of one request: placed, handed off, decoded, streamed; tried again while no token of it
+has been sent (design: life of an offloaded request; paper, section 3.2).
+
+A failed remote prefill goes to local prefill nodes, a dead decode node is replaced, within the
+retry budget. Leaving the context ends everything that is still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import Clock
+from prfaas.errors import ConnectionLost, PeerError
+from prfaas.gateway.ask import Ask, Refusal, Story
+from prfaas.gateway.booking import Booking
+from prfaas.gateway.budget import RetryBudget
+from prfaas.gateway.calls import Calls, Said
+from prfaas.gateway.errands import Errands
+from prfaas.gateway.handing import Failed, HandOff, Later, refused_by
+from prfaas.gateway.node_client import Answer, NodeClient
+from prfaas.gateway.router import Router, Seeker
+from prfaas.scheduler.request import Request
+from prfaas.types import NodeId
+
+PATIENCE_S = 60.0  # a request waits so long for a place, all attempts together
+RETRY_S = 1.0  # what a client is told whose request has failed too often
+_LOST = 424  # of a decode node: the state is not there any more; the node is well
+_LONG_TOKENS = 8_192  # hashing more takes the event loop's time: a thread does it
+
+
+class Lives:
+    def __init__(
+        self, router: Router, calls: Calls, errands: Errands, budget: RetryBudget, clock: Clock
+    ) -> None:
+        self._router = router
+        self._calls = calls
+        self._errands = errands
+        self._budget = budget
+        self._clock = clock
+        self._ids = count()
+        self.in_flight = 0
+
+    @asynccontextmanager
+    async def answer(self, ask: Ask, story: Story) -> AsyncIterator[Answer]:
+        """See `ask.Backend`."""
+        self._budget.request()
+        self.in_flight += 1
+        try:
+            prompt = await self._hashed(ask)
+            request = request_of(ask, next(self._ids), story.arrived_s)
+            tries = _Tries(self._router, self._budget, self._clock, story)
+            while True:
+                seeker = Seeker(request, prompt, tries.avoid)
+                booking = await self._router.place(seeker, tries.patience_s())
+                async with AsyncExitStack() as stack:
+                    stack.callback(self._close, booking)
+                    try:
+                        answer = await self._attempt(stack, ask, prompt, booking, story)
+                    except Failed as failure:
+                        tries.failed(failure, booking)
+                    except Later as later:
+                        tries.put_off(later)
+                    else:
+                        story.first_token_s = self._clock.now()
+                        yield answer
+                        self._observe(answer, booking, prompt)
+                        return
+                await tries.rest()
+        finally:
+            self.in_flight -= 1
+
+    async def _hashed(self, ask: Ask) -> PromptHashes:
+        def hashes() -> PromptHashes:
+            prompt = PromptHashes(ask.token_ids, salt=ask.salt, adapter=ask.adapter)
+            for size in self._router.block_sizes():
+                prompt.at(size)
+            return prompt
+
+        if len(ask.token_ids) < _LONG_TOKENS:
+            return hashes()
+        return await asyncio.to_thread(hashes)
+
+    async def _attempt(
+        self,
+        stack: AsyncExitStack,
+        ask: Ask,
+        prompt: PromptHashes,
+        booking: Booking,
+        story: Story,
+    ) -> Answer:
+        route = booking.route
+        story.attempts += 1
+        story.routed_s = self._clock.now()
+        story.granted_s = story.committed_s = None
+        story.cluster, story.prefill, story.decode = route.cluster, route.prefill, route.decode
+        story.offloaded, story.reason = route.offloaded, route.reason
+        story.cached_tokens, story.nbytes = route.cached_tokens, route.nbytes
+        prefill = self._router.members.named(route.prefill)
+        decode = self._router.members.named(route.decode)
+        if prefill is None or decode is None or decode.card is None or prefill.card is None:
+            raise Failed("a node has just left", route.prefill, route.decode)
+        transfer: dict[str, Any] = {}
+        hand_off: HandOff | None = None
+        if route.prefill != route.decode:
+            hand_off = await stack.enter_async_context(
+                HandOff(
+                    self._router,
+                    self._calls,
+                    self._errands,
+                    self._clock,
+                    booking,
+                    prefill,
+                    decode,
+                )
+            )
+            params = await hand_off.make(ask, prompt, story)
+            transfer = {"kv_transfer_params": params}
+        body = {
+            **ask.fields,
+            "model": decode.card.model,
+            **({"prompt": list(ask.token_ids)} if ask.path == "/v1/completions" else {}),
+            **({"cache_salt": ask.salt} if ask.salt else {}),
+            **transfer,
+        }
+        url = decode.engine_url
+        assert url is not None
+        try:
+            answer = await stack.enter_async_context(
+                NodeClient(self._calls, url).answer(
+                    ask.path,
+                    msgspec.json.encode(body),
+                    {"X-Request-Id": ask.id},
+                    stream=ask.stream,
+                )
+            )
+        except PeerError as error:
+            refused_by(error)
+            if isinstance(error, ConnectionLost):
+                self._router.engine_failed(route.decode)
+            if isinstance(error, Said) and error.status == _LOST:
+                raise Failed(str(error), prefill=True) from None
+            raise Failed(str(error), route.decode) from None
+        if hand_off is None:
+            booking.landed(self._clock.now())
+        else:
+            hand_off.taken = True
+        return answer
+
+    def _close(self, booking: Booking) -> None:
+        booking.close(self._clock.now())
+
+    def _observe(self, answer: Answer, booking: Booking, prompt: PromptHashes) -> None:
+        if answer.whole:
+            cached = min(booking.route.cached_tokens, prompt.tokens - 1)
+            self._router.traffic.observe(
+                self._clock.now(), prompt.tokens - cached, cached, max(1, answer.output_tokens)
+            )
+
+
+class _Tries:
+    """What one request has been through, and whether it may go on."""
+
+    def __init__(self, router: Router, budget: RetryBudget, clock: Clock, story: Story) -> None:
+        self._router = router
+        self._budget = budget
+        self._clock = clock
+        self._story = story
+        self._until_s = clock.now() + PATIENCE_S
+        self._failed_at: set[NodeId] = set()
+        self._full: set[NodeId] = set()
+        self._rest_s = 0.0
+
+    @property
+    def avoid(self) -> frozenset[NodeId]:
+        return frozenset(self._failed_at | self._full)
+
+    def patience_s(self) -> float:
+        return max(0.0, self._until_s - self._clock.now())
+
+    def failed(self, failure: Failed, booking: Booking) -> None:
+        """Raises `Refusal` when that was the last attempt."""
+        self._story.failures.append(str(failure))
+        if not self._budget.take(self._story.attempts):
+            raise Refusal(
+                503,
+                "upstream_failed",
+                f"tried {self._story.attempts} times: {failure}",
+                retry_after_s=RETRY_S,
+            ) from None
+        self._failed_at.update(failure.avoid)
+        if failure.prefill and booking.route.offloaded:
+            self._failed_at.update(self._router.remote_nodes())
+
+    def put_off(self, later: Later) -> None:
+        """Nothing was computed, so this costs no retry: another decode node, or a rest."""
+        self._story.attempts -= 1
+        self._full.add(later.node)
+        if self._router.decodes_elsewhere(self._full):
+            return
+        self._full.clear()
+        self._rest_s = later.retry_after_s
+        if self._rest_s > self.patience_s():
+            raise Refusal(503, "overloaded", str(later), retry_after_s=self._rest_s) from None
+
+    async def rest(self) -> None:
+        if self._rest_s:
+            await asyncio.sleep(self._rest_s)
+            self._rest_s = 0.0
+
+
+def request_of(ask: Ask, number: int, arrived_s: float) -> Request:
+    return Request(
+        number,
+        len(ask.token_ids),
+        arrived_s,
+        ask.prompt_logprobs,
+        ask.adapter,
+        ask.multimodal,
+    )

@@ -1,0 +1,88 @@
+"""From what every kvd says of its connections to one report per link between clusters. Pure.
+
+A kvd reports per peer address; which cluster an address belongs to is known here. The report of a
+link is the sum over its senders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prfaas.config import Deployment
+from prfaas.gateway.membership import Member
+from prfaas.scheduler.view import LinkId
+from prfaas.types import ClusterId, LinkStats
+
+
+class LinkReports:
+    def __init__(self, deployment: Deployment) -> None:
+        self._via = {
+            (ClusterId(link.source), ClusterId(link.target)): link.via for link in deployment.links
+        }
+        self._heard: dict[tuple[str, str], float] = {}  # kvd, peer: its last report's time
+
+    def via(self, link_id: LinkId) -> str | None:
+        return self._via.get(link_id)
+
+    def new(self, members: Sequence[Member], now_s: float) -> dict[LinkId, LinkStats]:
+        """Of every link about which something new was said."""
+        found: dict[LinkId, list[LinkStats]] = {}
+        fresh: set[LinkId] = set()
+        for sender in members:
+            if sender.report is None:
+                continue
+            for stats in sender.report.links:
+                link_id = self._link(sender, stats.peer, members)
+                if link_id is None:
+                    continue
+                found.setdefault(link_id, []).append(stats)
+                key = (sender.kvd_url, stats.peer)
+                if self._heard.get(key) != stats.at_s:
+                    self._heard[key] = stats.at_s
+                    fresh.add(link_id)
+        return {link_id: combined(found[link_id], now_s) for link_id in fresh}
+
+    def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
+        for link_id, via in self._via.items():
+            if link_id[0] == sender.cluster and via == peer:
+                return link_id
+        for member in members:
+            if member.report is not None and peer in (member.report.data_address, member.via):
+                link_id = (sender.cluster, member.cluster)
+                return link_id if link_id[0] != link_id[1] and link_id in self._via else None
+        return None
+
+
+def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
+    """Clocks of different hosts do not compare: the sum has ours. A broken connection is made anew
+    when there is something to send, so a link with nothing to send counts as one that works: the
+    next transfer will show."""
+    backlog = sum(s.backlog_bytes for s in stats)
+    connections = sum(s.connections for s in stats)
+    return LinkStats(
+        peer=stats[0].peer,
+        at_s=now_s,
+        connections=connections if connections or backlog else 1,
+        goodput_bps=sum(s.goodput_bps for s in stats),
+        backlog_bytes=backlog,
+        in_flight_bytes=sum(s.in_flight_bytes for s in stats),
+        drain_s=max(_known(s.drain_s for s in stats), default=None),
+        rtt_s=min(_known(s.rtt_s for s in stats), default=None),
+        delivery_bps=_sum(s.delivery_bps for s in stats),
+        retransmitted_segments=_whole(s.retransmitted_segments for s in stats),
+        congestion_window_bytes=_whole(s.congestion_window_bytes for s in stats),
+    )
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return sum(known) if known else None
+
+
+def _whole(values: Iterable[int | None]) -> int | None:
+    total = _sum(values)
+    return None if total is None else int(total)

@@ -1,0 +1,183 @@
+"""A node as gateways see it: ours and vLLM's speak the same language (docs/nodes.md, docs/vllm.md).
+
+Where they differ: vLLM refuses a prefill with HTTP 200 and an error within `kv_transfer_params`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from prfaas.errors import ConnectionLost
+from prfaas.gateway.ask import Broken
+from prfaas.gateway.calls import CONNECT_S, Calls, Said, translated
+
+LOOK_S = 3.0  # for metrics and cards
+PREFILL_S = 600.0
+SILENCE_S = 300.0  # between two events of a stream, and until the first
+_DONE = b"data: [DONE]"
+_ERROR = b'data: {"error"'
+_LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
+
+
+class Load(NamedTuple):
+    """What a node says it has to do."""
+
+    running: int
+    waiting: int
+
+
+class Card(NamedTuple):
+    """What a node serves."""
+
+    model: str
+    max_tokens: int | None
+    ours: bool  # a `prfaas node`: can also hand off states at boundaries inside a step
+
+
+class Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int = 0
+
+
+class _Used(msgspec.Struct, frozen=True):
+    usage: Usage | None = None
+
+
+class _PrefillParams(msgspec.Struct, frozen=True):
+    error: dict[str, Any] | None = None
+
+
+class _Prefilled(msgspec.Struct, frozen=True):
+    kv_transfer_params: _PrefillParams | None = None
+
+
+class NodeClient:
+    def __init__(self, calls: Calls, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._calls = calls
+
+    async def card(self) -> Card:
+        answer: Any = await self._calls.ask("GET", f"{self.url}/v1/models", Any, timeout_s=LOOK_S)
+        try:
+            card = answer["data"][0]
+            return Card(str(card["id"]), card.get("max_model_len"), card.get("prfaas") is not None)
+        except (KeyError, IndexError, TypeError):
+            raise Said(502, "", f"{self.url} does not say what it serves") from None
+
+    async def load(self) -> Load:
+        """Sums over the engines of a server (data parallelism has several)."""
+        page = await self._calls.read("GET", f"{self.url}/metrics", LOOK_S)
+        found = {"running": 0.0, "waiting": 0.0}
+        for name, value in _LOAD.findall(page):
+            found[name.decode()] += float(value)
+        return Load(int(found["running"]), int(found["waiting"]))
+
+    async def prefill(self, body: bytes, headers: Mapping[str, str]) -> None:
+        """Returns when the node has computed and handed to its kvd what it was asked for; the
+        receiver's kvd says when it is there."""
+        answer = await self._calls.ask(
+            "POST",
+            f"{self.url}/v1/completions",
+            _Prefilled,
+            timeout_s=PREFILL_S,
+            body=body,
+            headers=headers,
+        )
+        params = answer.kv_transfer_params
+        if params is not None and params.error:
+            code = str(params.error.get("code", ""))
+            status = 400 if code == "invalid_request" else 503
+            raise Said(status, code, str(params.error.get("message") or code))
+
+    @asynccontextmanager
+    async def answer(
+        self, path: str, body: bytes, headers: Mapping[str, str], *, stream: bool
+    ) -> AsyncIterator[Answer]:
+        """Entered when the first event is there, or the whole body of what is no stream."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        url = f"{self.url}{path}"
+        async with self._calls.answer("POST", url, limits, body, headers) as response:
+            rest = _events(response.content) if stream else None
+            with translated(url):
+                first = await response.read() if rest is None else await anext(rest, None)
+            if first is None:
+                raise ConnectionLost(f"{url}: ended before the first token")
+            if first.startswith(_ERROR):
+                raise _error_of(first)
+            yield Answer(rest, first, url)
+
+
+class Answer:
+    """The decode engine's answer, an `Upstream`."""
+
+    def __init__(self, rest: AsyncIterator[bytes] | None, first: bytes, url: str) -> None:
+        self._rest = rest
+        self._first = first
+        self._url = url
+        self._events = 0
+        self._last = first  # that says something
+        self.whole = False  # ended as it should
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield self._take(self._first)
+        if self._rest is None:
+            self.whole = True
+            return
+        while True:
+            try:
+                with translated(self._url):
+                    event = await anext(self._rest, None)
+            except ConnectionLost as error:
+                raise Broken(str(error)) from None
+            if event is None:
+                break
+            if event.startswith(_ERROR):
+                raise Broken(str(_error_of(event)))
+            yield self._take(event)
+        if not self.whole:
+            raise Broken(f"{self._url}: the stream ended too soon")
+
+    @property
+    def output_tokens(self) -> int:
+        """As the engine counts them; where it does not say, one an event."""
+        data = self._last.removeprefix(b"data:")
+        try:
+            usage = msgspec.json.decode(data, type=_Used).usage
+        except msgspec.MsgspecError:
+            usage = None
+        return self._events if usage is None else usage.completion_tokens
+
+    def _take(self, event: bytes) -> bytes:
+        if event.startswith(_DONE):
+            self.whole = True
+        else:
+            self._events += 1
+            self._last = event
+        return event
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Whole events, each with the empty line behind it."""
+    held = b""
+    async for data in content.iter_any():
+        held = held + data if held else data
+        if held.endswith(b"\n\n") and held.count(b"\n\n") == 1:
+            yield held
+            held = b""
+            continue
+        *whole, held = held.split(b"\n\n")
+        for event in whole:
+            yield event + b"\n\n"
+
+
+def _error_of(event: bytes) -> Said:
+    try:
+        error = msgspec.json.decode(event.removeprefix(b"data:"))["error"]
+        return Said(int(error.get("status", 500)), str(error.get("code") or ""), error["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError):
+        return Said(500, "", event.decode(errors="replace"))

@@ -1,0 +1,343 @@
+"""Owns what routing knows, and asks the scheduler: `route`, `adjust`, `explain`.
+
+Everything in here is synchronous, so that a decision sees one world; only `place` waits, when the
+scheduler says so. What happens to requests and nodes is told to it; it tells nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from prfaas.cache.groups import rules_for
+from prfaas.cache.hashing import PromptHashes
+from prfaas.cache.index import NodeInfo, NodeMatch
+from prfaas.cache.manager import GlobalKVManager
+from prfaas.clock import Clock
+from prfaas.config import Deployment
+from prfaas.gateway.ask import Refusal
+from prfaas.gateway.booking import Booking
+from prfaas.gateway.linking import LinkReports
+from prfaas.gateway.membership import Member, Membership
+from prfaas.gateway.node_client import Load
+from prfaas.gateway.record import Recorder
+from prfaas.gateway.work import PrefillWork
+from prfaas.kvd.messages import spec_of
+from prfaas.kvd.report import Report
+from prfaas.planner.problem import Problem
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.plan import Plan, Role
+from prfaas.scheduler.request import Request, stays_because
+from prfaas.scheduler.short_term import adjust, has_room, route
+from prfaas.scheduler.state import State
+from prfaas.scheduler.view import LinkId, LinkView, View, without
+from prfaas.scheduler.waiting import Hold, WaitingRoom
+from prfaas.scheduler.window import Traffic
+from prfaas.types import ClusterId, NodeId
+
+log = logging.getLogger(__name__)
+
+MAX_HELD = 4096  # requests that wait here; more are told to come back
+MAX_REFUSALS = 3  # of one line at one time: those behind are not likely to fare better
+FULL_RETRY_S = 5.0
+_LONGEST_LOOKUP = 262_144  # tokens; the times of longer prompts are computed
+_UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Seeker:
+    """A request that wants a place."""
+
+    request: Request
+    prompt: PromptHashes
+    avoid: Collection[NodeId] = ()  # it has failed there, or was told to come back later
+    booking: Booking | None = None
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Router:
+    def __init__(
+        self, deployment: Deployment, problem: Problem, clock: Clock, recorder: Recorder | None
+    ) -> None:
+        self.members = Membership(deployment)
+        self.local = ClusterId(problem.local.pool.cluster)
+        self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
+        longest = min(deployment.model.max_tokens, _LONGEST_LOOKUP)
+        self.costs = costs_of(problem, longest)
+        self.links = LinkReports(deployment)
+        self.state = State(deployment.scheduler)
+        self.plan: Plan | None = None  # until somebody can decode
+        self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
+        self.draining: set[NodeId] = set()
+        self.manager = GlobalKVManager(problem.spec)
+        self.traffic = Traffic(clock.now(), deployment.scheduler.replan.window_s)
+        self.held: WaitingRoom[Seeker] = WaitingRoom()
+        self.changed = asyncio.Event()  # somebody came or went
+        self._clock = clock
+        self._recorder = recorder
+        self._work: dict[NodeId, PrefillWork] = {}
+        self._engines: dict[NodeId, NodeId] = {}  # whose events have a name of their own -> node
+        self._cut_s: dict[LinkId, float] = {}  # links that are down, since when
+        paths = {
+            (ClusterId(link.source), ClusterId(link.target)): LinkView(
+                True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0
+            )
+            for link in deployment.links
+            if link.source != link.target
+        }
+        self.board = Board(
+            self.costs,
+            [(self.local, ()), *((remote, ()) for remote in self.remotes)],
+            paths,
+            slots=problem.local.decode.bs_max,
+        )
+
+    # Requests -------------------------------------------------------------------------------------
+
+    async def place(self, seeker: Seeker, patience_s: float) -> Booking:
+        """Where it goes now, or as soon as there is room. Raises `Refusal`."""
+        hold = self._refused(seeker)
+        if hold is not None:
+            await self._wait(seeker, hold, patience_s)
+        assert seeker.booking is not None
+        return seeker.booking
+
+    async def _wait(self, seeker: Seeker, hold: Hold, patience_s: float) -> None:
+        if len(self.held) >= MAX_HELD:
+            raise Refusal(
+                429,
+                "overloaded",
+                f"{len(self.held)} requests are waiting already",
+                retry_after_s=FULL_RETRY_S,
+            )
+        self.held.put(seeker, hold)
+        try:
+            async with asyncio.timeout(patience_s):
+                await seeker.placed.wait()
+        except BaseException as error:
+            # It may have been placed in the very moment in which it gave up.
+            if not self.held.remove(seeker) and seeker.booking is not None:
+                seeker.booking.close(self._clock.now())
+            if isinstance(error, TimeoutError):
+                message = f"nobody could take it within {patience_s:.0f} s: {hold.reason}"
+                raise Refusal(503, "overloaded", message, retry_after_s=FULL_RETRY_S) from None
+            raise
+
+    def ask_again(self) -> None:
+        """Tries those who wait, as far as there is room."""
+        for line in self.held.lines():
+            refused: list[tuple[Seeker, Hold]] = []
+            while line is None or has_room(line, self._view({}), self.state):
+                seeker = self.held.take(line)
+                if seeker is None:
+                    break
+                hold = self._refused(seeker)
+                if hold is None:
+                    seeker.placed.set()
+                    continue
+                refused.append((seeker, hold))
+                if len(refused) == MAX_REFUSALS:
+                    break
+            for seeker, hold in refused:
+                self.held.put(seeker, hold)
+
+    def _refused(self, seeker: Seeker) -> Hold | None:
+        """Routes and books a request, unless it is to wait."""
+        if self.plan is None:
+            return _UNPLANNED._replace(precedence=seeker.request.arrived_s)
+        now = self._clock.now()
+        request = seeker.request
+        view = self._view(self._cached(seeker.prompt))
+        seen = without(view, seeker.avoid)
+        way = route(request, seen, self.plan, self.state)
+        if isinstance(way, Hold) and way.cluster is None and seeker.avoid:
+            # To avoid somebody is a preference: those who do not answer are not usable anyway.
+            seen = view
+            way = route(request, seen, self.plan, self.state)
+        if self._recorder is not None:
+            self._recorder.write(request, seen, self.plan, self.state, way)
+        if isinstance(way, Hold):
+            return way
+        if request.prompt_tokens == 1 or stays_because(request):
+            # Nothing to hand off, or nothing that may be: the decode node does it all.
+            way = way._replace(
+                cluster=self.local,
+                prefill=way.decode,
+                offloaded=False,
+                transfer_tokens=0,
+                nbytes=0,
+                copies=(),
+            )
+        kv_bytes = float(self.costs.handoff_bytes(request.prompt_tokens, request.prompt_tokens))
+        seeker.booking = Booking(
+            self.board, self._work[way.prefill], way, kv_bytes, now, self._prefill_ended
+        )
+        return None
+
+    def explain(self, request: Request, prompt: PromptHashes) -> Explanation | None:
+        if self.plan is None:
+            return None
+        return explain(request, self._view(self._cached(prompt)), self.plan, self.state)
+
+    def _prefill_ended(self) -> None:
+        if self.held:
+            self.ask_again()
+
+    def _view(self, cached: Mapping[NodeId, NodeMatch]) -> View:
+        return self.board.view(self._clock.now(), cached, self.held.work)
+
+    def _cached(self, prompt: PromptHashes) -> Mapping[NodeId, NodeMatch]:
+        """What each node holds: its kvd's pool and, beside it, its engine's own cache, which saves
+        compute, but no bytes of a hand-off."""
+        found = dict(self.manager.match(prompt).nodes)
+        for engine, node in self._engines.items():
+            own = found.pop(engine, None)
+            if own is not None:
+                pool = found.get(node, NodeMatch(0, 0))
+                found[node] = NodeMatch(max(pool.tokens, own.tokens), pool.attention_tokens)
+        return found
+
+    # Nodes ----------------------------------------------------------------------------------------
+
+    def heard(self, member: Member, report: Report) -> None:
+        """A kvd's report."""
+        if self.members.heard(member, report, self._clock.now()):
+            log.info("%s of %s at %s is here", report.node, member.cluster, member.kvd_url)
+            if report.node in self.board:
+                self.board.emptied(report.node)
+        if member.report is not report:
+            return  # another one has its name
+        if report.node not in self.board:
+            self.board.join(member.cluster, report.node)
+            self._work[report.node] = PrefillWork()
+        self.refresh()
+
+    def loaded(self, member: Member, load: Load, asked_s: float, own: int) -> None:
+        """An engine's word; `own`: of our prefills, those that were there when it was asked."""
+        member.load = load
+        member.engine_heard_s = asked_s
+        node = member.node
+        if node is not None and node in self.board:
+            work, view = self._work[node], self.board.node(node)
+            own_decodes = self.board.own_decodes(node)
+            report = work.report(load, view.role, max(own, len(work)), own_decodes, asked_s)
+            self.board.reported(node, report)
+        self.refresh()
+
+    def own_prefills(self, member: Member) -> int:
+        node = member.node
+        return len(self._work[node]) if node in self._work else 0
+
+    def indexed(self, member: Member, name: NodeId) -> bool:
+        """Makes room in the index for events under `name`, of the pool or of an engine of this
+        member: it holds nothing until it says so. False: it is too early for that."""
+        report = member.report
+        if report is None or report.pool is None or report.node not in self.board:
+            return False
+        rules = rules_for(spec_of(report.pool.groups))
+        self.manager.join(NodeInfo(name, member.cluster, report.pool.block_tokens, rules))
+        if name != report.node:
+            self._engines[name] = report.node
+        return True
+
+    def refresh(self) -> None:
+        """The board follows who is alive and which work is whose."""
+        now = self._clock.now()
+        changed = False
+        for member in self.members:
+            node = member.node
+            if node is None or node not in self.board:
+                continue
+            role = self.roles.get(node) if member.cluster == self.local else "prefill"
+            usable = role is not None and node not in self.draining and self.fit(member, now)
+            before = self.board.node(node)
+            role = role or before.role
+            if (before.role, before.usable) != (role, usable):
+                self.board.assign(node, role, usable=usable)
+                changed = True
+                log.info("%s: %s, %s", node, role, "in use" if usable else "not in use")
+        if changed:
+            self.changed.set()
+            self.ask_again()
+
+    def fit(self, member: Member, now_s: float) -> bool:
+        """Alive, and its state is of use to the others."""
+        return member.alive(now_s) and not self.members.differences(member)
+
+    def live(self, cluster: ClusterId) -> list[NodeId]:
+        now = self._clock.now()
+        return [
+            m.node
+            for m in self.members
+            if m.cluster == cluster and m.node is not None and self.fit(m, now)
+        ]
+
+    def remote_nodes(self) -> list[NodeId]:
+        return [m.node for m in self.members if m.cluster != self.local and m.node is not None]
+
+    def decodes_elsewhere(self, full: Collection[NodeId]) -> bool:
+        nodes = self._view({}).local.nodes
+        return any(n.usable and n.role == "decode" and n.node not in full for n in nodes)
+
+    def block_sizes(self) -> set[int]:
+        """At which prompts are hashed."""
+        return {member.compat.block_tokens for member in self.members if member.compat}
+
+    def engine_failed(self, node: NodeId) -> None:
+        """A request found nobody there: none is sent until it answers again."""
+        member = self.members.named(node)
+        if member is not None:
+            member.engine_failed_s = self._clock.now()
+            self.refresh()
+
+    def kvd_failed(self, node: NodeId) -> None:
+        member = self.members.named(node)
+        if member is not None:
+            member.kvd_failed_s = self._clock.now()
+            self.refresh()
+
+    def forget(self, member: Member) -> bool:
+        """A member that is not expected back; False while requests of ours are there."""
+        node = member.node
+        if node is not None and node in self.board:
+            if not self.board.leave(node):
+                return False
+            del self._work[node]
+            self.roles.pop(node, None)
+            self.draining.discard(node)
+            self.manager.leave(node)
+            for engine in [e for e, at in self._engines.items() if at == node]:
+                self.manager.leave(engine)
+                del self._engines[engine]
+        self.members.drop(member)
+        self.changed.set()
+        return True
+
+    # The short-term loop --------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a second: what reports have brought, and who has fallen silent."""
+        now = self._clock.now()
+        self.refresh()
+        members = list(self.members)
+        for link_id, stats in self.links.new(members, now).items():
+            self.board.link_reported(link_id, stats)
+            if self.board.is_up(link_id):
+                if self._cut_s.pop(link_id, None) is not None:
+                    log.info("link %s -> %s is back", *link_id)
+            elif link_id not in self._cut_s:
+                log.warning("link %s -> %s is cut", *link_id)
+                self._cut_s[link_id] = now
+        self.state = adjust(self.state, self._view({}), now)
+        self.manager.sweep()
+        if self.held:
+            self.ask_again()
+
+    def cut_for_s(self, link_id: LinkId) -> float:
+        """How long nothing has passed there; 0 when something does."""
+        since_s = self._cut_s.get(link_id)
+        return 0.0 if since_s is None else self._clock.now() - since_s

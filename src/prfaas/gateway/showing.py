@@ -1,0 +1,143 @@
+"""The gateway's state as people and scripts read it: `/prfaas/v1/state`, `plan`, `explain`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from prfaas.gateway.budget import RetryBudget
+from prfaas.gateway.membership import Member
+from prfaas.gateway.router import Router
+from prfaas.scheduler.explain import Explanation
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.state import LinkState
+from prfaas.scheduler.view import LinkId, LinkView
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
+
+
+def shown_state(
+    router: Router, budget: RetryBudget, in_flight: int, now_s: float
+) -> dict[str, Any]:
+    view = router.board.view(now_s, {}, router.held.work)
+    clusters = [router.local, *router.remotes]
+    return {
+        "policy": router.state.rules.policy,
+        "clusters": [_cluster(router, cluster, now_s) for cluster in clusters],
+        "links": [_link(way, link, router.state.links) for way, link in view.links.items()],
+        "plan": shown_plan(router.plan, now_s),
+        "threshold_factor": router.state.threshold_factor,
+        "requests": {
+            "in_flight": in_flight,
+            "waiting": len(router.held),
+            "waiting_for": {c: router.held.count(c) for c in clusters if router.held.count(c)},
+        },
+        "retries": {
+            "left": round(budget.left, 1),
+            "spent": budget.spent,
+            "denied": budget.denied,
+        },
+    }
+
+
+def shown_plan(plan: Plan | None, now_s: float) -> dict[str, Any]:
+    if plan is None:
+        return {"made": False, "reason": "no node of the PD cluster has answered yet"}
+    return {
+        "made": True,
+        "age_s": round(now_s - plan.made_s, 3),
+        "reason": plan.reason,
+        "threshold_tokens": plan.threshold_tokens,
+        "roles": dict(plan.roles),
+        "shares": [round(share, 4) for share in plan.shares],
+        "capacity_rps": plan.capacity_rps,
+        "instances": {pool.cluster: pool.instances for pool in plan.problem.pools},
+    }
+
+
+def shown_explanation(found: Explanation | None) -> dict[str, Any]:
+    if found is None:
+        return {"chosen": {"wait": True, "reason": "no node decodes yet"}, "alternatives": []}
+    chosen = found.chosen
+    if isinstance(chosen, Hold):
+        shown: dict[str, Any] = {"wait": True, "reason": chosen.reason, "for": chosen.cluster}
+    else:
+        shown = {"wait": False, **chosen._asdict()}
+        shown["copies"] = [copy._asdict() for copy in chosen.copies]
+    return {
+        "chosen": shown,
+        "threshold_tokens": found.threshold_tokens,
+        "alternatives": [
+            {
+                "cluster": option.cluster,
+                "node": option.node,
+                "cached_tokens": option.cached_tokens,
+                "copies": len(option.copies),
+                "ttft_s": option.forecast.ttft_s,
+                **option.forecast._asdict(),
+            }
+            for option in found.alternatives
+        ],
+    }
+
+
+def _cluster(router: Router, cluster: ClusterId, now_s: float) -> dict[str, Any]:
+    return {
+        "cluster": cluster,
+        "nodes": [_node(router, m, now_s) for m in router.members if m.cluster == cluster],
+    }
+
+
+def _node(router: Router, member: Member, now_s: float) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "node": member.node,
+        "url": member.engine_url,
+        "kvd_url": member.kvd_url,
+        "alive": member.alive(now_s),
+        "listed": member.listed,
+        "model": None if member.card is None else member.card.model,
+        "incompatible": list(router.members.differences(member)),
+    }
+    if member.node is not None and member.node in router.board:
+        seen = router.board.node(member.node)
+        wait_s = seen.free_at_s - now_s
+        shown |= {
+            "role": seen.role,
+            "in_use": seen.usable,
+            "draining": member.node in router.draining,
+            "queued": seen.queued,
+            "wait_s": round(max(0.0, wait_s), 3) if math.isfinite(wait_s) else 0.0,
+            "active": seen.active,
+        }
+    if member.load is not None:
+        shown |= {"running": member.load.running, "waiting": member.load.waiting}
+    report = member.report
+    if report is not None:
+        shown |= {"epoch": report.role.epoch, "data_address": report.data_address}
+        if report.pool is not None:
+            pool = report.pool
+            used, idle = pool.occupancy.used_pages, pool.occupancy.idle_pages
+            shown["cache"] = {
+                "block_tokens": pool.block_tokens,
+                "used_bytes": used * pool.page_bytes,
+                "evictable_bytes": idle * pool.page_bytes,
+                "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
+            }
+    return shown
+
+
+def _link(way: LinkId, link: LinkView, states: Any) -> dict[str, Any]:
+    known: LinkState = states.get(way) or LinkState()
+    stats = link.stats
+    return {
+        "from": way[0],
+        "to": way[1],
+        "up": link.up,
+        "verdict": known.health.verdict.value,
+        "capacity_bps": link.capacity_bps,
+        "believed_bps": known.bps,
+        "goodput_bps": 0.0 if stats is None else stats.goodput_bps,
+        "backlog_bytes": 0 if stats is None else stats.backlog_bytes,
+        "rtt_s": link.rtt_s if stats is None or stats.rtt_s is None else stats.rtt_s,
+        "pending_bytes": link.pending_bytes,
+    }

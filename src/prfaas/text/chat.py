@@ -1,0 +1,26 @@
+"""The fields of a chat request that make its prompt. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+
+class Chat(msgspec.Struct, frozen=True):
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the template has put everything around the text already
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What a template sees beside the conversation."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | (self.chat_template_kwargs or {})
