@@ -18,6 +18,7 @@ COMMANDS = {
     "model": "Make a small model that needs no download.",
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "simulate": "What would a policy have done with this traffic on this deployment?",
+    "up": "Start a whole deployment on this machine, with a WAN made of software.",
     "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
     "handoff": "Hand one request from a prefill to a decode node, step by step.",
     "kvd": "Keep and move KV: one per host, beside its engines.",
