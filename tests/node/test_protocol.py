@@ -26,7 +26,7 @@ def parse(**fields: Any) -> Completion:
 
 def test_defaults_are_vllms() -> None:
     asked = parse()
-    assert asked.sampling() == Sampling(max_tokens=16, temperature=1.0)
+    assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
     assert asked.only_prompt == [1, 2, 3] and not asked.stream and asked.stops == ()
 
 
@@ -34,12 +34,12 @@ def test_every_field_reaches_the_engine() -> None:
     asked = parse(
         max_tokens=3, temperature=0.5, top_p=0.9, seed=7, stop_token_ids=[2], ignore_eos=True
     )
-    assert asked.sampling() == Sampling(3, 0.5, 0.9, 7, frozenset({2}), True)
+    assert asked.sampling(16) == Sampling(3, 0.5, 0.9, 7, frozenset({2}), True)
 
 
 def test_null_is_absence() -> None:
     asked = parse(max_tokens=None, temperature=None, stop=None, n=None, logprobs=None)
-    assert asked.sampling() == Sampling(max_tokens=16, temperature=1.0)
+    assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ COMMANDS = {
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "simulate": "What would a policy have done with this traffic on this deployment?",
     "up": "Start a whole deployment on this machine, with a WAN made of software.",
+    "gateway": "One OpenAI endpoint over the clusters of a deployment.",
     "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
     "handoff": "Hand one request from a prefill to a decode node, step by step.",
     "kvd": "Keep and move KV: one per host, beside its engines.",

@@ -182,6 +182,7 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plans: bool = True  # exactly one of several gateways plans
     max_in_flight: Count = 2048  # requests; more are told to come back
     max_body_mb: Amount = 64.0  # 10^6 bytes; a million token ids as JSON are some 8 MB
+    max_bodies_mb: Amount = 1024.0  # of all requests in flight together
     body_s: Amount = 30.0  # a client has so long to send its request
     stall_s: Amount = 120.0  # a client that reads nothing for so long is given up
 

@@ -87,7 +87,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stops)
 
-    def sampling(self, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> Sampling:
+    def sampling(self, default_max_tokens: int) -> Sampling:
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
         return Sampling(
             max_tokens=next(limit for limit in limits if limit is not None),

@@ -21,6 +21,7 @@ from prfaas.node.failures import RequestFailed
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.pooling import Work
 from prfaas.node.protocol import (
+    DEFAULT_MAX_TOKENS,
     Generation,
     RemoteDecode,
     chat_of,
@@ -127,15 +128,20 @@ class Surface:
             prompt = await asyncio.to_thread(
                 self._model.speaking().encode, prompt, add_special_tokens=asked.add_special_tokens
             )
-        return await self._generate(request, asked, TEXT, prompt, asked.sampling())
+        default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
+        return await self._generate(request, asked, TEXT, prompt, asked.sampling(default_tokens))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         parsed = parse_chat(await request.read())
         asked = parsed.asked
         self._check_model(asked)
         prompt = await asyncio.to_thread(self._model.speaking().encode_chat, parsed.chat)
-        rest_tokens = max(1, self._engine.limits.max_tokens - len(prompt))
-        return await self._generate(request, asked, CHAT, prompt, asked.sampling(rest_tokens))
+        default_tokens = self._rest_tokens(prompt)
+        return await self._generate(request, asked, CHAT, prompt, asked.sampling(default_tokens))
+
+    def _rest_tokens(self, prompt: list[int]) -> int:
+        """What a request that says no length may generate at most, as vLLM has it."""
+        return max(1, self._engine.limits.max_tokens - len(prompt))
 
     def _check_model(self, asked: Generation) -> None:
         if asked.model is not None and asked.model != self._model.name:

@@ -28,6 +28,8 @@ class Words:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._templates = templates
+        # Characters; no token stands for more, so a text has at least so many tokens.
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: with what the tokenizer puts around a text."""

@@ -1,0 +1,101 @@
+"""`prfaas gateway`: one OpenAI endpoint over the clusters of a deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+import msgspec
+import uvloop
+
+from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.wiring import Study
+from prfaas.config import Deployment, load_deployment
+from prfaas.config.deployment import Key
+from prfaas.config.strict import read_text
+from prfaas.errors import InputError
+from prfaas.gateway.backend import BackOptions
+from prfaas.gateway.front.keys import TenantKey
+from prfaas.gateway.process import GatewayOptions, run_gateway
+from prfaas.text import load_words
+
+_OPTIONS = GatewayOptions()  # for its defaults
+_POLICIES = ("paper", "adaptive", "local", "remote")
+
+
+@click.command()
+@click.argument("file", metavar="DEPLOYMENT.toml", type=click.Path(path_type=Path))
+@click.option("--host", help="Instead of the file's.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Likewise; 0: any free one.")
+@click.option("--policy", type=click.Choice(_POLICIES), help="Likewise.")
+@click.option("--node-key", type=click.Path(path_type=Path), help="File: the key nodes ask for.")
+@click.option("--record", type=click.Path(path_type=Path), help="Write routing decisions here.")
+@click.option("--drain-s", default=_OPTIONS.drain_s, show_default=True, help="After SIGTERM.")
+@log_level_option
+def gateway(
+    file: Path,
+    host: str | None,
+    port: int | None,
+    policy: str | None,
+    node_key: Path | None,
+    record: Path | None,
+    drain_s: float,
+    log_level: str,
+) -> None:
+    """Serve /v1/completions and /v1/chat/completions; prefill where it is best, decode locally.
+
+    Nodes are those of the file ([[clusters.nodes]]) and those whose kvd registers here
+    (`prfaas kvd --gateway URL --cluster NAME`). Text and chats need [gateway] tokenizer.
+
+    \b
+      prfaas gateway deployment.toml
+      curl localhost:8080/v1/completions -H 'Content-Type: application/json' \\
+           -d '{"prompt": "Once upon a time", "max_tokens": 20}'
+      curl localhost:8080/prfaas/v1/state
+    """
+    log_at(log_level)
+    deployment = _with_flags(load_deployment(file), host, port, policy)
+    section = deployment.gateway
+    options = GatewayOptions(
+        words=load_words(file.parent / section.tokenizer) if section.tokenizer else None,
+        keys=[_key(key, file) for key in section.keys],
+        back=BackOptions(record=record, node_key=_secret(node_key) if node_key else None),
+        drain_s=drain_s,
+    )
+    problem = Study(file, "exact").problem(deployment)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(
+            run_gateway(
+                deployment,
+                problem,
+                options,
+                lambda url: click.echo(f"serving {deployment.model.name} at {url}"),
+            )
+        )
+
+
+def _with_flags(
+    deployment: Deployment, host: str | None, port: int | None, policy: str | None
+) -> Deployment:
+    replace = msgspec.structs.replace
+    section, scheduler = deployment.gateway, deployment.scheduler
+    if host is not None:
+        section = replace(section, host=host)
+    if port is not None:
+        section = replace(section, port=port)
+    if policy is not None:
+        scheduler = replace(scheduler, policy=policy)
+    return replace(deployment, gateway=section, scheduler=scheduler)
+
+
+def _key(key: Key, file: Path) -> TenantKey:
+    secret = key.key if key.key is not None else _secret(file.parent / (key.file or ""))
+    return TenantKey(secret, key.tenant)
+
+
+def _secret(path: Path) -> str:
+    secret = read_text(path).strip()
+    if not secret:
+        raise InputError("is empty", file=path, fix="write the key into it")
+    return secret

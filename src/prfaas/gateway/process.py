@@ -1,0 +1,116 @@
+"""A gateway's process: front and back wired together, served until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.config import Deployment
+from prfaas.errors import InputError
+from prfaas.gateway.ask import Backend
+from prfaas.gateway.backend import BackOptions, running
+from prfaas.gateway.front import Front, Limits
+from prfaas.gateway.front.bodies import Bodies
+from prfaas.gateway.front.keys import Keyring, TenantKey
+from prfaas.gateway.front.metrics import FrontMetrics
+from prfaas.gateway.front.prompting import THREADS, Prompts
+from prfaas.planner.problem import Problem
+from prfaas.text import Words
+
+_LOG = logging.getLogger(__name__)
+_MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """What was read from files that the deployment names, and what is not in it."""
+
+    words: Words | None = None
+    keys: Sequence[TenantKey] = ()
+    back: BackOptions = BackOptions()
+    drain_s: float = 30.0  # how long answers under way may take after a SIGTERM
+
+
+async def run_gateway(
+    deployment: Deployment,
+    problem: Problem,
+    options: GatewayOptions,
+    report: Callable[[str], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT, then lets answers end. Reports its URL once it listens."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    clock = MonotonicClock()
+    with _listen(deployment.gateway.host, deployment.gateway.port) as listening:
+        async with running(deployment, problem, options.back, clock) as back:
+            async with serving(deployment, back, options, clock, listening) as url:
+                report(url)
+                await stop.wait()
+                _LOG.info("draining")
+
+
+@asynccontextmanager
+async def serving(
+    deployment: Deployment,
+    backend: Backend,
+    options: GatewayOptions,
+    clock: Clock,
+    listening: socket.socket,
+) -> AsyncIterator[str]:
+    """The front over any backend; yields its URL."""
+    section, max_tokens = deployment.gateway, deployment.model.max_tokens
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
+        front = Front(
+            deployment.model.name,
+            max_tokens,
+            backend,
+            Prompts(options.words, max_tokens, threads),
+            Keyring(options.keys),
+            Bodies(
+                each_bytes=int(section.max_body_mb * _MB),
+                all_bytes=int(section.max_bodies_mb * _MB),
+                patience_s=section.body_s,
+            ),
+            Limits(section.max_in_flight, section.stall_s),
+            FrontMetrics(),
+            clock,
+        )
+        runner = web.AppRunner(
+            front.application(),
+            # A client that hangs up ends its request, also where nothing is being written to it.
+            handler_cancellation=True,
+            access_log=None,
+            # Also ends connections whose first request never gets complete.
+            keepalive_timeout=section.body_s,
+            shutdown_timeout=options.drain_s,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listening).start()
+            host, port = listening.getsockname()[:2]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        finally:
+            await runner.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen: {error.strerror or error}",
+            where=f"{host}:{port}",
+            fix="choose another --host or --port",
+        ) from None

@@ -1,0 +1,145 @@
+"""The gateway's back in this process, over hosts that are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from prfaas.cli.wiring import Study
+from prfaas.clock import MonotonicClock
+from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.gateway.ask import Ask, Story
+from prfaas.gateway.backend import Back, BackOptions, running
+from prfaas.planner.problem import Problem
+from tests.node.hosts import Host
+from tests.waiting import PATIENCE_S
+
+HOME, FAR = "pd", "far"
+THRESHOLD = 1000
+MODEL = "case-study-1t"
+_NUMBERS = count()
+
+
+def deployment(
+    home: Sequence[dict[str, str]],
+    far: Sequence[dict[str, str]],
+    *,
+    prefill: int = 1,
+    **scheduler: Any,
+) -> Deployment:
+    """`home`: nodes of the PD cluster, of which `prefill` prefill."""
+    raw: dict[str, Any] = {
+        "model": {"name": MODEL},
+        "workload": {
+            "kind": "lognormal",
+            **{"mu": 7.0, "sigma": 1.0, "min_tokens": 128, "max_tokens": 131072},
+            "output_tokens": 64,
+        },
+        "slo": {"output_tokens_per_s": 40},
+        "clusters": [
+            {
+                **{"name": HOME, "kind": "pd", "accelerator": "h20", "gpus": 8 * len(home)},
+                **{"gpus_per_instance": 8, "prefill": prefill, "decode": len(home) - prefill},
+                "nodes": list(home),
+            },
+            {
+                **{"name": FAR, "kind": "prfaas", "accelerator": "h200", "gpus": 8 * len(far)},
+                **{"gpus_per_instance": 8, "nodes": list(far)},
+            },
+        ],
+        "links": [{"from": FAR, "to": HOME, "gbps": 10, "rtt_ms": 1}],
+        "scheduler": {"threshold_tokens": THRESHOLD, **scheduler},
+    }
+    return parse_deployment(raw, "test.toml")
+
+
+def problem(made: Deployment) -> Problem:
+    return Study(Path("test.toml"), "exact").problem(made)
+
+
+def node(host: Host) -> dict[str, str]:
+    return {"url": host.url, "kvd_url": host.kvd_url}
+
+
+@asynccontextmanager
+async def serving(
+    made: Deployment, *, record: Path | None = None, nodes: int | None = None
+) -> AsyncIterator[Back]:
+    """A back whose nodes are all in use."""
+    wanted = sum(len(cluster.nodes) for cluster in made.clusters) if nodes is None else nodes
+    async with running(made, problem(made), BackOptions(record=record)) as back:
+        await until(lambda: len(in_use(back)) == wanted)
+        yield back
+
+
+def in_use(back: Back) -> list[dict[str, Any]]:
+    return [n for c in back.state()["clusters"] for n in c["nodes"] if n.get("in_use")]
+
+
+def with_role(back: Back, role: str, cluster: str = HOME) -> list[str]:
+    (found,) = [c for c in back.state()["clusters"] if c["cluster"] == cluster]
+    return [n["node"] for n in found["nodes"] if n.get("role") == role]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{tokens} {seed}").choices(range(32, 127), k=tokens)
+
+
+def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any) -> Ask:
+    fields = {
+        "model": MODEL,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "return_token_ids": True,
+        "stream": stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    }
+    more = {"salt": "", "conversation": False, **more}
+    name = f"test-{next(_NUMBERS)}"
+    return Ask(name, "/v1/completions", ids, fields, stream=stream, **more)
+
+
+@dataclass(slots=True)
+class Answered:
+    story: Story
+    tokens: list[int] = field(default_factory=list)
+
+
+async def answered(back: Back, asked: Ask) -> Answered:
+    """All of an answer."""
+    found = Answered(Story(MonotonicClock().now()))
+    async with back.answer(asked, found.story) as upstream:
+        async for event in upstream.events():
+            found.tokens += tokens_of(event)
+    return found
+
+
+def tokens_of(event: bytes) -> list[int]:
+    data = event.removeprefix(b"data: ").strip()
+    if data == b"[DONE]":
+        return []
+    return [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
+
+
+def is_clean(back: Back) -> bool:
+    """Nothing of ours is booked anywhere."""
+    view = back.router.board.view(0.0, {}, {})
+    nodes = [n for cluster in (view.local, *view.remotes) for n in cluster.nodes]
+    return (
+        all(n.queued == 0 and n.active == 0 for n in nodes)
+        and all(link.pending_bytes == 0 for link in view.links.values())
+        and back.state()["requests"]["in_flight"] == 0
+    )

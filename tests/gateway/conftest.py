@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from prfaas.config.deployment import Deployment
+from tests.gateway.backs import deployment, node
+from tests.node.hosts import Host
+
+EMULATED = (
+    *("--engine", "emulated", "--model", "case-study-1t", "--gpus", "8"),
+    *("--byte-scale", "1e-4", "--time-scale", "0.02"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    home: list[Host]
+    far: list[Host]
+
+    @property
+    def all(self) -> list[Host]:
+        return [*self.home, *self.far]
+
+    def deployment(self, **scheduler: object) -> Deployment:
+        return deployment([node(h) for h in self.home], [node(h) for h in self.far], **scheduler)
+
+    def named(self, name: str) -> Host:
+        return next(host for host in self.all if host.stats(check=False)["node"] == name)
+
+    def wait_until_idle(self) -> None:
+        for host in self.all:
+            host.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Three hosts at home, one far away. Tests leave them healthy."""
+    folder = tmp_path_factory.mktemp("hosts")
+    home = [
+        Host(folder / f"home{i}", (*EMULATED, "--accelerator", "h20"), ("--node", f"home{i}"))
+        for i in range(3)
+    ]
+    far = [Host(folder / "far", (*EMULATED, "--accelerator", "h200"), ("--node", "far0"))]
+    hosts = Hosts(home, far)
+    try:
+        for host in hosts.all:
+            host.wait_until_ready()
+        yield hosts
+    finally:
+        for host in hosts.all:
+            host.close()
