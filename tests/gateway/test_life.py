@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.gateway.backs import THRESHOLD, answered, ask, is_clean, prompt, serving, until, with_role
+from tests.gateway.backs import (
+    THRESHOLD,
+    answered,
+    ask,
+    is_clean,
+    prompt,
+    serving,
+    until,
+    with_role,
+)
 from tests.gateway.conftest import Hosts
 
 LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2

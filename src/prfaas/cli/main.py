@@ -15,6 +15,7 @@ from prfaas.errors import InputError
 COMMANDS = {
     "kv": "KV size, prefill time and KV throughput of models; egress of a cluster.",
     "plan": "Is it worth it? Best threshold and split, beside three baselines.",
+    "demo": "Plan, serve, cut the WAN, compare: under three minutes.",
     "model": "Make a small model that needs no download.",
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "simulate": "What would a policy have done with this traffic on this deployment?",

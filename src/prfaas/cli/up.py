@@ -31,7 +31,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import EngineKind
-from prfaas.launch.running import Live, launched
+from prfaas.launch.running import Live, launched_gateway, launched_hosts
 from prfaas.launch.stories import Stories
 
 LOOK_S = 1.0  # between two looks at the gateway's state
@@ -131,16 +131,16 @@ async def _serve(ready: Prepared, folder: Path, options: list[str]) -> None:
         loop.add_signal_handler(number, stop.set)
     stories = Stories()
 
+    def say(what: str) -> None:
+        screen.print(f"starting {what}")
+
     async def serve() -> None:
-        async with launched(
-            ready.deployment,
-            ready.engines,
-            folder,
-            tether(),
-            gateway_options=options,
-            heard=stories.heard,
-            say=lambda what: screen.print(f"starting {what}"),
-        ) as live:
+        async with (
+            launched_hosts(ready.deployment, ready.engines, folder, tether(), say=say) as hosts,
+            launched_gateway(
+                hosts, ready.deployment, options, say=say, heard=stories.heard
+            ) as live,
+        ):
             screen.print(_where(live), soft_wrap=True, markup=False)
             await _show(live, stories)
 
@@ -162,10 +162,10 @@ def _where(live: Live) -> str:
     name = live.deployment.model.name
     prompt = '"Once upon a time"' if live.deployment.gateway.tokenizer else "[72, 105, 33]"
     body = f'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 20}}'
-    nodes = "\n".join(f"  {node:12} {url}" for node, url in live.engine_urls.items())
+    nodes = "\n".join(f"  {node:12} {url}" for node, url in live.hosts.engine_urls.items())
     return (
         f"\nserving {name} at {live.gateway_url}\n{nodes}\n"
-        f"logs and the deployment file: {live.folder}\n\n"
+        f"logs and the deployment file: {live.hosts.folder}\n\n"
         f"curl {live.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f"curl {live.gateway_url}/prfaas/v1/state\n"
     )
@@ -173,7 +173,7 @@ def _where(live: Live) -> str:
 
 async def _show(live: Live, stories: Stories) -> None:
     """Until cancelled; raises `ChildDied` when one does. The table is for a terminal only."""
-    dying = asyncio.create_task(live.children.until_one_dies())
+    dying = asyncio.create_task(live.hosts.children.until_one_dies())
     screen = console()
     try:
         if not screen.is_terminal:

@@ -38,6 +38,8 @@ MEMORY = "256MiB"  # of each kvd; its pages exist once they are used
 TINY_WAN = Link("far", "near", gbps=1.0, rtt_ms=20.0)
 TINY_MAX_TOKENS = 8192
 ACCELERATOR = "this-machine"
+# Scaled blocks of 64 tokens would be a few hundred bytes each: all bookkeeping, no KV.
+EMULATED_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales
     catalogs = [Path(one) for one in small.catalog]
     words = None if small.gateway.tokenizer is None else Path(small.gateway.tokenizer)
     name = deployment.model.name
-    return Prepared(small, Engines("emulated", name, name, MEMORY, catalogs, words))
+    return Prepared(
+        small, Engines("emulated", name, name, MEMORY, EMULATED_BLOCK_TOKENS, catalogs, words)
+    )
 
 
 def baseline_deployment(deployment: Deployment, study: Study, name: str) -> Deployment:
@@ -230,7 +234,12 @@ def _make(checkpoint: Path) -> None:
 def _prfaas(*arguments: str) -> None:
     """In a process of its own: nothing here needs torch afterwards."""
     done = subprocess.run(
-        [sys.executable, "-m", "prfaas", *arguments], stdout=subprocess.DEVNULL, check=False
+        [sys.executable, "-m", "prfaas", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # libraries chat there; it is of interest only after a failure
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise InputError(f"prfaas {arguments[0]} failed", fix="its own message is above")
+        why = done.stderr.strip().splitlines()[-1:] or ["it did not say why"]
+        raise InputError(f"prfaas {arguments[0]} failed: {why[0]}")

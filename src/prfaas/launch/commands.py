@@ -48,6 +48,7 @@ class Engines:
     model: str  # a checkpoint's folder; emulated: a name of the catalog
     name: str  # as clients ask for it
     memory: str  # of each kvd, as `prfaas kvd --memory` takes it
+    block_tokens: int = 64
     catalog: Sequence[Path] = ()  # emulated: where its profile is
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
@@ -89,6 +90,7 @@ def engine(host: Host, folder: Path, kvd: KvdAt, engines: Engines, port: int = 0
     arguments = ["node", "--engine", engines.kind, "--model", engines.model]
     arguments += ["--name", engines.name, "--kvd", str(socket_of(host, folder))]
     arguments += ["--kvd-url", kvd.url, "--drain-s", f"{DRAIN_S:g}"]
+    arguments += ["--block-tokens", str(engines.block_tokens)]
     if engines.kind == "emulated":
         arguments += ["--accelerator", host.accelerator, "--gpus", str(host.gpus)]
         for path in engines.catalog:
@@ -157,12 +159,14 @@ def ways(deployment: Deployment) -> list[Way]:
     ]
 
 
-def relay(way: Way, kvds: Mapping[str, KvdAt]) -> Command:
+def relay(
+    way: Way, kvds: Mapping[str, KvdAt], heard: Callable[[str], None] | None = None
+) -> Command:
     arguments = ["wan", "--control", "--gbps", f"{way.link.gbps:g}"]
     arguments += ["--rtt-ms", f"{way.link.rtt_ms:g}"]
     for host in way.hosts:
         arguments += ["--listen", "127.0.0.1:0", "--to", kvds[host.name].data]
-    return Command(way.name, arguments, ready=r"^relaying (.*): .*ends it$")
+    return Command(way.name, arguments, ready=r"^relaying (.*): .*ends it$", heard=heard)
 
 
 def parse_relay(said: str, way: Way) -> dict[str, str]:

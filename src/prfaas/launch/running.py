@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,28 @@ from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
 from prfaas.errors import PeerError
 from prfaas.launch import commands
-from prfaas.launch.children import Child, Children
-from prfaas.launch.commands import Engines
+from prfaas.launch.children import Children
+from prfaas.launch.commands import Engines, KvdAt
 
 READY_S = 300.0  # for the gateway to see every node; engines have started by then
 LOOK_S = 0.2  # between two looks at it
 ASK_S = 5.0
+
+
+def _nothing(what: str) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Engines with their kvds, and relays between their clusters; no gateway yet."""
+
+    deployment: Deployment
+    folder: Path
+    engine_urls: Mapping[str, str]
+    kvds: Mapping[str, KvdAt]
+    relays: Mapping[str, str]  # of a link between clusters: its address for each host it leads to
+    children: Children
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +49,12 @@ class Live:
     """A deployment that takes requests."""
 
     deployment: Deployment
-    file: Path
-    folder: Path
+    hosts: Hosts
     gateway_url: str
-    engine_urls: dict[str, str]
-    kvd_urls: dict[str, str]
-    children: Children
     http: aiohttp.ClientSession
 
     async def state(self) -> dict[str, Any]:
-        return await self.ask(f"{self.gateway_url}/prfaas/v1/state")
-
-    async def ask(self, url: str) -> dict[str, Any]:
+        url = f"{self.gateway_url}/prfaas/v1/state"
         try:
             async with self.http.get(url) as answer:
                 found: dict[str, Any] = msgspec.json.decode(await answer.read())
@@ -54,76 +64,77 @@ class Live:
         except msgspec.MsgspecError as error:
             raise PeerError(f"{url}: not JSON: {error}") from None
 
-    def relays(self) -> list[Child]:
-        """Of the links between clusters; they obey `prfaas wan --control`."""
-        return [self.children.named(way.name) for way in commands.ways(self.deployment)]
-
 
 @asynccontextmanager
-async def launched(
+async def launched_hosts(
     deployment: Deployment,
     engines: Engines,
     folder: Path,
     tether: Sequence[str],
     *,
-    gateway_options: Sequence[str] = (),
+    say: Callable[[str], None] = _nothing,
     heard: Callable[[str], None] | None = None,
-    say: Callable[[str], None] = lambda what: None,
-) -> AsyncIterator[Live]:
-    """`say` is told what is being waited for, `heard` every line of the gateway's. Raises
+) -> AsyncIterator[Hosts]:
+    """`say` is told what is being waited for, `heard` every line of the relays. Raises
     `ChildDied`."""
     everybody = commands.hosts(deployment)
-    timeout = aiohttp.ClientTimeout(total=ASK_S)
-    async with (
-        Children(folder, tether) as children,
-        aiohttp.ClientSession(timeout=timeout) as http,
-    ):
+    async with Children(folder, tether) as children:
         say(f"{len(everybody)} kvds")
         said = await children.started(
             [commands.kvd(host, folder, engines.memory) for host in everybody]
         )
         kvds = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
         say(f"{len(everybody)} engines")
-        ports = [_free_port() if engines.kind == "vllm" else 0 for _ in everybody]
+        ports = {host.name: _free_port() if engines.kind == "vllm" else 0 for host in everybody}
         urls = await children.started(
             [
-                commands.engine(host, folder, kvds[host.name], engines, port)
-                for host, port in zip(everybody, ports, strict=True)
+                commands.engine(host, folder, kvds[host.name], engines, ports[host.name])
+                for host in everybody
             ]
         )
         if engines.kind == "vllm":
-            urls = {
-                host.name: f"http://127.0.0.1:{port}"
-                for host, port in zip(everybody, ports, strict=True)
-            }
-        say("the links between clusters")
+            urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         ways = commands.ways(deployment)
-        said = await children.started([commands.relay(way, kvds) for way in ways])
+        if ways:
+            say("the links between clusters")
+        said = await children.started([commands.relay(way, kvds, heard) for way in ways])
         relays: dict[str, str] = {}
         for way in ways:
             relays |= commands.parse_relay(said[way.name], way)
-        running = commands.with_nodes(deployment, urls, kvds, relays)
-        file = folder / "deployment.toml"
-        file.write_text(deployment_toml(running), encoding="utf-8")
-        say("the gateway")
-        where = await children.started([commands.gateway(file, gateway_options, heard)])
-        live = Live(
-            running,
-            file,
-            folder,
-            where["gateway"],
-            urls,
-            {name: kvd.url for name, kvd in kvds.items()},
-            children,
-            http,
-        )
-        await _all_seen(live, len(everybody))
-        yield live
+        yield Hosts(deployment, folder, urls, kvds, relays, children)
 
 
-async def _all_seen(live: Live, nodes: int) -> None:
+@asynccontextmanager
+async def launched_gateway(
+    hosts: Hosts,
+    deployment: Deployment,
+    options: Sequence[str] = (),
+    *,
+    say: Callable[[str], None] = _nothing,
+    heard: Callable[[str], None] | None = None,
+) -> AsyncIterator[Live]:
+    """A gateway over as many of the hosts as `deployment` has instances. Other deployments of the
+    same hosts may follow it. Raises `ChildDied`."""
+    running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
+    file = hosts.folder / "deployment.toml"
+    file.write_text(deployment_toml(running), encoding="utf-8")
+    say("the gateway")
+    child = await hosts.children.start(commands.gateway(file, options, heard))
+    try:
+        url = await child.ready()
+        timeout = aiohttp.ClientTimeout(total=ASK_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            live = Live(running, hosts, url, http)
+            await _all_seen(live)
+            yield live
+    finally:
+        await hosts.children.end([child])
+
+
+async def _all_seen(live: Live) -> None:
     """Until the gateway has heard of every node and knows its role."""
-    dying = asyncio.create_task(live.children.until_one_dies())
+    nodes = len(commands.hosts(live.deployment))
+    dying = asyncio.create_task(live.hosts.children.until_one_dies())
     try:
         async with asyncio.timeout(READY_S):
             while await _seen(live) < nodes:

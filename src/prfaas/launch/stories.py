@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 
 import msgspec
@@ -36,6 +37,7 @@ class Stories:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._decoder = msgspec.json.Decoder(Told)
+        self._expected: dict[str, asyncio.Future[Told]] = {}
 
     def heard(self, line: str) -> None:
         """Lines about other things are passed over."""
@@ -51,9 +53,18 @@ class Stories:
         if told.ttft_s is not None:
             self.prompt_tokens += told.prompt_tokens
             self.cached_tokens += told.cached_tokens
+        expected = self._expected.pop(told.id, None)
+        if expected is not None and not expected.done():
+            expected.set_result(told)
 
-    def of(self, request_id: str) -> Told | None:
-        return next((told for told in reversed(self.latest) if told.id == request_id), None)
+    async def of(self, request_id: str) -> Told:
+        """Waits for it: a client may have its answer before the line has arrived here."""
+        for told in self.latest:
+            if told.id == request_id:
+                return told
+        expected = asyncio.get_running_loop().create_future()
+        self._expected[request_id] = expected
+        return await expected
 
     def ttfts_s(self, route: str) -> list[float]:
         return [t.ttft_s for t in self.latest if t.route == route and t.ttft_s is not None]

@@ -7,6 +7,7 @@ equal failures can be counted.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from prfaas.errors import InputError
 
 TIMEOUT_S = 600.0  # of one request, from its beginning to its last token
 CONNECT_S = 10.0
+GIVEN_UP = "timeout"
 
 
 @dataclass(slots=True)
@@ -75,15 +77,19 @@ class Target:
         self._clock = clock
         self._decoder = msgspec.json.Decoder(_Event)
 
-    async def complete(self, body: bytes) -> Answer:
-        """`body` is a whole JSON body that asks for a stream."""
+    async def complete(self, body: bytes, within_s: float | None = None) -> Answer:
+        """`body` is a whole JSON body that asks for a stream. After `within_s` it is given up; the
+        answer has what came until then."""
         answer = Answer(self._clock.now())
         try:
-            async with self._http.post(
-                f"{self.url}/v1/completions",
-                data=body,
-                headers={"Content-Type": "application/json"},
-            ) as response:
+            async with (
+                asyncio.timeout(within_s),
+                self._http.post(
+                    f"{self.url}/v1/completions",
+                    data=body,
+                    headers={"Content-Type": "application/json"},
+                ) as response,
+            ):
                 answer.request_id = response.headers.get("X-Request-Id", "")
                 if response.status != 200:
                     code = _code(await response.read())
@@ -91,7 +97,7 @@ class Target:
                 else:
                     answer.error = await self._read(response, answer)
         except TimeoutError:
-            answer.error = "timeout"
+            answer.error = GIVEN_UP
         except aiohttp.ClientConnectorError:
             answer.error = "cannot connect"
         except (aiohttp.ClientError, OSError) as error:

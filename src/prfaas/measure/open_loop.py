@@ -82,15 +82,18 @@ async def offer(
     clock: Clock,
     *,
     seed: int = 0,
+    give_up_s: float | None = None,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[Outcome]:
-    """Sends every arrival at its time; returns when the last one has ended. `done` is told how many
-    have. Cancelling it cancels what is under way."""
+    """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after the
+    beginning: what is under way then is given up. `done` is told how many have ended. Cancelling it
+    cancels what is under way."""
     outcomes: list[Outcome] = []
     began_s = clock.now()
 
     async def one(body: bytes, at_s: float) -> None:
-        answer = await target.complete(body)
+        within_s = None if give_up_s is None else began_s + give_up_s - clock.now()
+        answer = await target.complete(body, within_s)
         outcomes.append(_outcome(answer, began_s, at_s))
         done(len(outcomes))
 
