@@ -17,7 +17,6 @@ from rich.table import Table
 from prfaas.cli.child import tether
 from prfaas.cli.demo_scene import Check, RelayEar, watched
 from prfaas.cli.plan_tables import TITLES
-from prfaas.cli.simulate_cases import make_cases
 from prfaas.cli.up_prepare import Prepared, Wish, prepared
 from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
@@ -28,6 +27,7 @@ from prfaas.launch.running import Hosts, launched_gateway, launched_hosts
 from prfaas.measure.client import GIVEN_UP, connect
 from prfaas.measure.open_loop import Ask, Outcome, offer
 from prfaas.measure.prompts import Prompts
+from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig
@@ -35,7 +35,7 @@ from prfaas.sim.run import simulate
 
 Array = npt.NDArray[np.float64]
 
-SCALES = Scales(time=0.5, bytes=1 / 500, output=1 / 64)
+SCALES = Scales(time=0.5, bytes=1 / 576, output=1 / 32)  # 2 bytes per token and MLA layer
 LOAD = 0.95  # of what PrfaaS-PD can carry, as planned; more than its baselines can
 SECONDS = 24.0  # of this machine, for each deployment
 WARM_SHARE = 0.2  # of the arrivals, before anything is counted
@@ -65,42 +65,49 @@ async def case_scene(
     file: Path, folder: Path, screen: Console, say: Callable[[str], None]
 ) -> list[Check]:
     deployment = load_deployment(file)
-    study = Study(file.resolve(), "exact")
-    problem = study.problem(deployment)
-    load_rps = LOAD * best_for(problem).capacity_rps
-    arrivals = poisson(problem.workload, load_rps, round(load_rps * SECONDS / SCALES.time), seed=0)
-    cases = make_cases(
-        deployment, problem, [deployment.scheduler.policy], SYSTEMS[1:], SimConfig(replans=False)
-    )
     small = {name: _small(deployment, file, name, folder) for name in SYSTEMS}
+    problems = {name: _problem(one, folder) for name, one in small.items()}
+    first = problems[SYSTEMS[0]]
+    load_rps = LOAD * best_for(first).capacity_rps
+    arrivals = poisson(first.workload, load_rps, round(load_rps * SECONDS), seed=0)
     rows = []
     ear = RelayEar()
     most = _most(small)
     async with launched_hosts(
         most.deployment, most.engines, folder, tether(), say=say, heard=ear.heard
     ) as hosts:
-        for name, case in zip(SYSTEMS, cases.values(), strict=True):
+        for name, problem in problems.items():
             say(f"{TITLES[name]}: {len(arrivals)} requests in {SECONDS:g} s")
             offered = _offered(hosts, small[name], arrivals, ear)
-            outcomes, egress_gbps = await watched(hosts.children, offered)
-            simulated = simulate(case.problem, arrivals, case.config).requests
+            outcomes, egress_bps = await watched(hosts.children, offered)
+            config = SimConfig(scheduler=small[name].deployment.scheduler, replans=False)
+            simulated = simulate(problem, arrivals, config).requests
             rows.append(
                 Row(
                     name,
-                    _live(arrivals, outcomes),
+                    seen(arrivals.at_s, _first_tokens_s(arrivals, outcomes)),
                     seen(arrivals.at_s, simulated.first_token_s),
-                    best_for(case.problem).capacity_rps,
-                    egress_gbps if case.problem.remotes else None,
+                    best_for(problem).capacity_rps * SCALES.time,
+                    _gbps(egress_bps) if problem.remotes else None,
                     _failures(outcomes),
                 )
             )
-    screen.print(_table(rows, load_rps, deployment))
+    screen.print(_table(rows, load_rps * SCALES.time, deployment))
+    screen.print(
+        f"A decode step stands for {1 / SCALES.output:g} tokens and takes as long, so TTFT has more"
+        " of it than the case study's, live and simulated alike."
+    )
     return _checks(rows)
 
 
 def _small(deployment: Deployment, file: Path, name: str, folder: Path) -> Prepared:
     baseline = None if name == SYSTEMS[0] else name
     return prepared(deployment, file, Wish("emulated", SCALES, baseline), folder)
+
+
+def _problem(small: Prepared, folder: Path) -> Problem:
+    """Of the small world: what is simulated is what is served."""
+    return Study(folder / "deployment.toml", "exact").problem(small.deployment)
 
 
 def _most(small: dict[str, Prepared]) -> Prepared:
@@ -126,9 +133,8 @@ def _most(small: dict[str, Prepared]) -> Prepared:
 async def _offered(
     hosts: Hosts, small: Prepared, arrivals: Arrivals, ear: RelayEar
 ) -> tuple[list[Outcome], float]:
-    """The live run, and what it sent over the WAN, in the case study's Gbit/s."""
+    """The live run, and the bits per second that it sent over the WAN."""
     clock = MonotonicClock()
-    quick = arrivals.scaled(1 / SCALES.time)
     (way,) = ways(hosts.deployment)
     relay = hosts.children.named(way.name)
     async with (
@@ -136,33 +142,39 @@ async def _offered(
         connect(live.gateway_url, clock) as target,
     ):
         assert target.model is not None
-        ask = Ask(target.model, salt=secrets.token_hex(8), output_scale=SCALES.output)
-        until_s = float(quick.at_s[-1])
+        ask = Ask(target.model, salt=secrets.token_hex(8))
+        until_s = float(arrivals.at_s[-1])
         before = await ear.carried_bytes(relay)
-        outcomes = await offer(target, quick, ask, Prompts(), clock, give_up_s=until_s)
+        outcomes = await offer(target, arrivals, ask, Prompts(), clock, give_up_s=until_s)
         carried = await ear.carried_bytes(relay) - before
-    return outcomes, carried * 8 / until_s / 1e9 * SCALES.time / SCALES.bytes
+    return outcomes, carried * 8 / until_s
 
 
-def _live(arrivals: Arrivals, outcomes: Sequence[Outcome]) -> Seen:
-    """In the case study's own seconds."""
+def _first_tokens_s(arrivals: Arrivals, outcomes: Sequence[Outcome]) -> Array:
+    """NaN: none came."""
     first_s = np.full(len(arrivals), np.nan)
-    order = {at_s: row for row, at_s in enumerate((arrivals.at_s * SCALES.time).tolist())}
+    rows = {at_s: row for row, at_s in enumerate(arrivals.at_s.tolist())}
     for one in outcomes:
         if one.ttft_s is not None:
-            first_s[order[one.at_s]] = (one.at_s + one.late_s + one.ttft_s) / SCALES.time
-    return seen(arrivals.at_s, first_s)
+            first_s[rows[one.at_s]] = one.at_s + one.late_s + one.ttft_s
+    return first_s
+
+
+def _gbps(egress_bps: float) -> float:
+    """As the case study would have sent it."""
+    return egress_bps / 1e9 * SCALES.time / SCALES.bytes
 
 
 def seen(arrival_s: Array, first_token_s: Array) -> Seen:
     """Of the time from the warm-up's end to the last arrival: first tokens per second, and the TTFT
-    of those who arrived and were answered in it. NaN: not answered."""
+    of those who arrived and were answered in it. Seconds in are this machine's, seconds out the
+    case study's."""
     start_s, stop_s = arrival_s[int(len(arrival_s) * WARM_SHARE)], arrival_s[-1]
     inside = (first_token_s >= start_s) & (first_token_s <= stop_s)
-    ttft_s = (first_token_s - arrival_s)[inside & (arrival_s >= start_s)]
+    ttft_s = (first_token_s - arrival_s)[inside & (arrival_s >= start_s)] / SCALES.time
     if not ttft_s.size:
         return Seen(0.0, np.nan, np.nan)
-    rps = float(inside.sum() / (stop_s - start_s))
+    rps = float(inside.sum() / (stop_s - start_s)) * SCALES.time
     return Seen(rps, float(ttft_s.mean()), float(np.quantile(ttft_s, 0.9)))
 
 

@@ -55,7 +55,7 @@ class Child:
     async def _read(self) -> None:
         """Until the child has ended."""
         assert self.process.stdout is not None
-        with self.log.open("wb", buffering=0) as log:
+        with self.log.open("ab", buffering=0) as log:
             while line := await self._line():
                 log.write(line)
                 text = line.decode(errors="replace").rstrip()

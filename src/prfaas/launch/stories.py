@@ -62,7 +62,7 @@ class Stories:
         for told in self.latest:
             if told.id == request_id:
                 return told
-        expected = asyncio.get_running_loop().create_future()
+        expected: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         self._expected[request_id] = expected
         return await expected
 

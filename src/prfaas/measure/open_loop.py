@@ -85,9 +85,9 @@ async def offer(
     give_up_s: float | None = None,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[Outcome]:
-    """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after the
-    beginning: what is under way then is given up. `done` is told how many have ended. Cancelling it
-    cancels what is under way."""
+    """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after
+    the beginning: what is under way then is given up. `done` is told how many have ended.
+    Cancelling it cancels what is under way."""
     outcomes: list[Outcome] = []
     began_s = clock.now()
 
