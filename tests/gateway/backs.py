@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -88,9 +88,12 @@ def with_role(back: Back, role: str, cluster: str = HOME) -> list[str]:
     return [n["node"] for n in found["nodes"] if n.get("role") == role]
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Callable[[], bool]) -> None:
+    """For what has no event to wait on."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.01)
 
 

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from tests.gateway.backs import deployment, node
 from tests.node.hosts import Host
 
@@ -17,6 +19,7 @@ EMULATED = (
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
+    tokenizer: Path
     home: list[Host]
     far: list[Host]
 
@@ -39,12 +42,14 @@ class Hosts:
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts at home, one far away. Tests leave them healthy."""
     folder = tmp_path_factory.mktemp("hosts")
+    save_tokenizer(folder, max_tokens=131072)  # for chats, which decode nodes read themselves
+    options = (*EMULATED, "--tokenizer", str(folder))
     home = [
-        Host(folder / f"home{i}", (*EMULATED, "--accelerator", "h20"), ("--node", f"home{i}"))
+        Host(folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}"))
         for i in range(3)
     ]
-    far = [Host(folder / "far", (*EMULATED, "--accelerator", "h200"), ("--node", "far0"))]
-    hosts = Hosts(home, far)
+    far = [Host(folder / "far", (*options, "--accelerator", "h200"), ("--node", "far0"))]
+    hosts = Hosts(folder, home, far)
     try:
         for host in hosts.all:
             host.wait_until_ready()

@@ -180,10 +180,11 @@ def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
         thread.start()
         try:
             nobody, somebody = "http://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}/"
-            with kvd(tmp_path, gateways=(nobody, somebody)) as host:
+            with kvd(tmp_path, cluster="far", gateways=(nobody, somebody)) as host:
                 with host.engine("node-a", url="http://node-a:8000"):
                     path, body = heard.get(timeout=PATIENCE_S)
                     assert (path, body["kvd_url"]) == ("/prfaas/v1/register", host.url)
+                    assert body["cluster"] == "far"
                     while not body["report"]["engines"]:
                         _, body = heard.get(timeout=PATIENCE_S)
                     (engine,) = body["report"]["engines"]

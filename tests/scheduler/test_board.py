@@ -1,10 +1,12 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import CacheCopy, Route
-from prfaas.scheduler.view import LinkView, NodeView
+from prfaas.scheduler.view import LinkView, NodeView, without
 from prfaas.types import LinkStats, NodeId
 from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE
 
@@ -117,3 +119,40 @@ def test_a_link_without_connections_is_cut() -> None:
     assert subject.is_up(OUT)
     subject.link_reported(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
     assert not subject.is_up(OUT) and not subject.view(1.0, {}, {}).links[OUT].up
+
+
+def test_nodes_come_and_go() -> None:
+    subject = board()
+    new = NodeId("new")
+    subject.join(NEAR, new)
+    assert seen(subject, new) == NodeView(new, "prefill", True, -math.inf, 0, 0, 4, 1e9)
+    start = subject.view(0.0, {}, {})
+    subject.dispatched(way(LOCAL[0]), 5e8, 10.0)
+    assert not subject.leave(LOCAL[0]), "it still has a prefill of ours"
+    assert not subject.leave(LOCAL[2]), "it is to decode it"
+    subject.landed(way(LOCAL[0]))
+    assert subject.leave(LOCAL[0]) and LOCAL[0] not in subject
+    assert [node.node for node in subject.view(0.0, {}, {}).local.nodes] == [*LOCAL[1:], new]
+    subject.ended(way(LOCAL[0]), 5e8)
+    subject.assign(new, "decode", usable=False)
+    assert subject.node(new).role == "decode" and not subject.node(new).usable
+    assert seen(subject, LOCAL[2]) == start.local.nodes[2], "places have shifted, accounts have not"
+    assert subject.own_decodes(LOCAL[2]) == 0
+
+
+def test_others_work_keeps_nobody_from_leaving() -> None:
+    subject = board()
+    subject.reported(LOCAL[2], NodeReport(1.0, 0.0, 3))
+    assert subject.node(LOCAL[2]).active == 3 and subject.leave(LOCAL[2])
+
+
+def test_without_some_nodes_the_world_is_the_same_but_for_them() -> None:
+    view = board().view(0.0, {}, {})
+    assert without(view, ()) is view
+    fewer = without(view, {LOCAL[1], REMOTE[0]})
+    for before, after in zip(
+        (view.local, *view.remotes), (fewer.local, *fewer.remotes), strict=True
+    ):
+        for one, other in zip(before.nodes, after.nodes, strict=True):
+            gone = one.node in (LOCAL[1], REMOTE[0])
+            assert other == one._replace(usable=not gone)

@@ -8,7 +8,15 @@ from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
 from prfaas.planner.plan import Planner
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import Plan, Solver, best_for, first_plan
+from prfaas.scheduler.plan import (
+    Plan,
+    Role,
+    Solver,
+    best_for,
+    first_plan,
+    staffed,
+    with_instances,
+)
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 
@@ -52,3 +60,38 @@ def test_no_prfaas_instance_alive_means_no_share_and_all_local() -> None:
     best = best_for(replace(given, remotes=dead))
     assert best.shares == (0.0,)
     assert best.threshold_tokens == given.workload.max_new_tokens
+
+
+NODES = [NodeId(f"pd-{index}") for index in range(8)]
+
+
+def test_nodes_keep_their_roles_and_newcomers_take_what_lacks() -> None:
+    given = case_study()
+    wanted = plan_of(given)
+    roles: dict[NodeId, Role | None] = dict.fromkeys(NODES)
+    roles[NODES[-1]] = "prefill"  # where a first plan would have put it last
+    plan = staffed(given, roles, ReplanSection(), 0.0, reason="test")
+    assert plan.roles[NODES[-1]] == "prefill"
+    assert (plan.n_prefill, plan.threshold_tokens) == (wanted.n_prefill, wanted.threshold_tokens)
+    alike = staffed(given, dict.fromkeys(NODES, "prefill"), ReplanSection(), 0.0, reason="test")
+    assert alike.n_prefill == len(NODES), "nobody is converted here"
+    assert alike.threshold_tokens == Solver(given).best(len(NODES)).threshold_tokens
+
+
+@pytest.mark.parametrize(("local", "remote"), [(1, 0), (1, 2), (3, 0), (12, 5)])
+def test_a_plan_follows_how_many_there_are(local: int, remote: int) -> None:
+    problem = with_instances(case_study(), (remote,), local)
+    nodes = [NodeId(str(index)) for index in range(local)]
+    plan = staffed(problem, dict.fromkeys(nodes), ReplanSection(), 0.0, reason="test")
+    assert [pool.instances for pool in plan.problem.pools] == [remote, local]
+    assert plan.n_decode >= 1
+    if remote == 0 and plan.n_prefill:
+        assert plan.threshold_tokens == problem.workload.max_new_tokens, "nothing leaves"
+
+
+def test_a_fixed_split_gives_way_when_nodes_are_missing() -> None:
+    given = case_study()
+    given = replace(given, local=replace(given.local, fixed_prefill=3))
+    assert with_instances(given, (4,), 8).local.fixed_prefill == 3
+    assert with_instances(given, (4,), 2).local.fixed_prefill == 1
+    assert with_instances(given, (4,), 1).local.fixed_prefill == 0

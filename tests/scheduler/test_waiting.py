@@ -45,3 +45,15 @@ def test_longer_prefills_do_not_count_for_shorter_ones(one: float, other: float)
     counts = length_class(one) <= length_class(other)
     assert held.up_to(other) == (one if counts else 0.0)
     assert counts or one > other
+
+
+def test_somebody_may_leave_from_the_middle() -> None:
+    room: WaitingRoom[str] = WaitingRoom()
+    line = ClusterId("far")
+    for who, precedence in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+        room.put(who, Hold("test", line, 1.0, precedence))
+    assert room.remove("b") and not room.remove("b")
+    assert (len(room), room.work[line].total_s) == (2, 2.0)
+    assert [room.take(line) for _ in range(3)] == ["c", "a", None]
+    room.put("d", Hold("test", line, 1.0, 0.0))
+    assert room.remove("d") and not room.work and not list(room.lines())

@@ -8,7 +8,6 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import click
 import msgspec
 from rich.table import Table
@@ -16,12 +15,13 @@ from rich.table import Table
 from prfaas.cache.hashing import block_hashes
 from prfaas.cli.output import console, print_json
 from prfaas.clock import Clock, MonotonicClock
-from prfaas.errors import InputError
+from prfaas.errors import ConnectionLost, InputError, PeerError
+from prfaas.gateway.calls import Calls, Said, calling
+from prfaas.gateway.kvd_client import KvdClient
+from prfaas.gateway.node_client import LOOK_S, PREFILL_S
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
-WAIT_S = 30.0  # of one long poll
-TIMEOUT_S = 600.0  # of a whole request
 DEFAULT_MAX_TOKENS = 16
 # Made-up prompts use ids that every vocabulary has, and that are text in a byte-level one.
 _MADE_UP_IDS = range(32, 127)
@@ -70,7 +70,10 @@ def handoff(
         prompt if prompt is not None else random.Random(seed).choices(_MADE_UP_IDS, k=tokens or 1)
     )
     pair = Pair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd)
-    story = asyncio.run(_play(pair, text, max_tokens, salt, compare, MonotonicClock()))
+    try:
+        story = asyncio.run(_play(pair, text, max_tokens, salt, compare, MonotonicClock()))
+    except PeerError as error:
+        raise _mended(error) from None
     if as_json:
         print_json(story.as_dict())
     else:
@@ -115,51 +118,45 @@ class Story:
 class _Node:
     """A node and its kvd, as a gateway sees them."""
 
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, card: dict[str, Any], kvd: str | None
-    ):
+    def __init__(self, calls: Calls, url: str, card: dict[str, Any], kvd: str | None) -> None:
         ours = card.get("prfaas") or {}
-        self.http = http
+        kvd_url = kvd or ours.get("kvd_url")
+        self.calls = calls
         self.url = url
         self.model = card["id"]
-        self.kvd = kvd or ours.get("kvd_url")
+        self.kvd = None if kvd_url is None else KvdClient(calls, kvd_url)
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
-        answer = await _json(
-            self.http,
-            "POST",
-            f"{self.url}/v1/completions",
-            {"model": self.model, "temperature": 0.0, "return_token_ids": True, **fields},
+        body = {"model": self.model, "temperature": 0.0, "return_token_ids": True, **fields}
+        url = f"{self.url}/v1/completions"
+        return await self.calls.ask(
+            "POST", url, dict[str, Any], timeout_s=PREFILL_S, body=msgspec.json.encode(body)
         )
-        assert isinstance(answer, dict)
-        return answer
 
 
 async def _play(
     pair: Pair, prompt: str | list[int], max_tokens: int, salt: str, compare: bool, clock: Clock
 ) -> Story:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        prefill = await _node(http, pair.prefill_url, pair.prefill_kvd)
-        decode = await _node(http, pair.decode_url, pair.decode_kvd)
+    async with calling() as calls:
+        prefill = await _node(calls, pair.prefill_url, pair.prefill_kvd)
+        decode = await _node(calls, pair.decode_url, pair.decode_kvd)
         ids = await _ids(decode, prompt)
         fields = {"prompt": ids, "max_tokens": max_tokens, "cache_salt": salt}
         if decode.kvd is None:
             raise InputError(
                 f"{decode.url} does not name its kvd", where="--decode-kvd", fix="give its URL"
             )
-        compat = await _compat(http, decode.kvd)
+        compat = await _compat(decode.kvd)
         length = handoff_length(len(ids), compat.block_tokens, resumable=False)
         story = Story(len(ids), length.handoff_tokens)
         timer = _Timer(story, clock)
         transfer: dict[str, Any] = {}
         if length.handoff_tokens:
-            sender = await _compat(http, prefill.kvd) if prefill.kvd is not None else compat
+            sender = await _compat(prefill.kvd) if prefill.kvd is not None else compat
             hashes = block_hashes(ids[: length.handoff_tokens], compat.block_tokens, salt=salt)
-            grant = await _open(
-                decode, timer, OpenTransfer(tuple(hashes), length.handoff_tokens, sender)
-            )
-            await _prefill(prefill, decode, timer, grant, fields, length.handoff_tokens)
+            asked = OpenTransfer(tuple(hashes), length.handoff_tokens, sender)
+            grant = await _open(decode.kvd, timer, asked)
+            await _prefill(prefill, decode.kvd, timer, grant, fields, length.handoff_tokens)
             transfer = {
                 "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
             }
@@ -180,15 +177,13 @@ async def _play(
     return story
 
 
-async def _open(decode: _Node, timer: _Timer, asked: OpenTransfer) -> Grant:
+async def _open(kvd: KvdClient, timer: _Timer, asked: OpenTransfer) -> Grant:
     with timer.step("grant") as step:
-        url = f"{decode.kvd}/v1/open"
-        raw = await _json(decode.http, "POST", url, msgspec.to_builtins(asked))
-        answer = msgspec.convert(raw, Grant | NotNow)
+        answer = await kvd.open(asked)
         if isinstance(answer, NotNow):
             raise InputError(
                 f"not now: {answer.reason}",
-                where=url,
+                where=kvd.url,
                 fix=f"try again in {answer.retry_after_s:g} s",
             )
         held = ", ".join(f"{tokens} of {group}" for group, tokens in answer.skip_tokens.items())
@@ -199,7 +194,7 @@ async def _open(decode: _Node, timer: _Timer, asked: OpenTransfer) -> Grant:
 
 async def _prefill(
     prefill: _Node,
-    decode: _Node,
+    receiver: KvdClient,
     timer: _Timer,
     grant: Grant,
     fields: dict[str, Any],
@@ -221,65 +216,52 @@ async def _prefill(
 
     async def commit() -> Step:
         with timer.step("commit") as step:
-            await _committed(decode, grant)
+            await receiver.committed(grant.transfer_id)
         return step
 
-    computing, committing = asyncio.create_task(compute()), asyncio.create_task(commit())
     try:
-        await asyncio.gather(computing, committing)
-    except BaseException:
-        for task in (computing, committing):
-            task.cancel()
-        await asyncio.gather(computing, committing, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            group.create_task(compute())
+            committing = group.create_task(commit())
+    except BaseExceptionGroup as errors:  # prefill and commit fail together: the first says why
+        raise errors.exceptions[0] from None
     if prefill.kvd is not None:  # which knows of the transfer since the prefill has begun
-        sent = await _json(prefill.http, "GET", f"{prefill.kvd}/v1/transfers/{grant.transfer_id}")
+        sent = await prefill.kvd.transfer(grant.transfer_id)
         committed = committing.result()
-        committed.nbytes, committed.note = sent["nbytes"], "bytes sent"
+        committed.nbytes, committed.note = sent.nbytes, "bytes sent"
 
 
-async def _committed(decode: _Node, grant: Grant) -> None:
-    while True:
-        url = f"{decode.kvd}/v1/transfers/{grant.transfer_id}?wait_s={WAIT_S:g}"
-        status = await _json(decode.http, "GET", url)
-        if status["state"] == "committed":
-            return
-        if status["state"] != "granted":
-            raise InputError(f"the transfer is {status['state']}: {status['reason']}", where=url)
-
-
-async def _node(http: aiohttp.ClientSession, url: str, kvd: str | None) -> _Node:
-    models = await _json(http, "GET", f"{url}/v1/models")
-    return _Node(http, url, models["data"][0], kvd)
+async def _node(calls: Calls, url: str, kvd: str | None) -> _Node:
+    models = await calls.ask("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
+    return _Node(calls, url, models["data"][0], kvd)
 
 
 async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    body = {"model": node.model, "prompt": prompt}
-    ids: list[int] = (await _json(node.http, "POST", f"{node.url}/tokenize", body))["tokens"]
+    body = msgspec.json.encode({"model": node.model, "prompt": prompt})
+    url = f"{node.url}/tokenize"
+    answer = await node.calls.ask("POST", url, dict[str, Any], timeout_s=LOOK_S, body=body)
+    ids: list[int] = answer["tokens"]
     return ids
 
 
-async def _compat(http: aiohttp.ClientSession, kvd: str) -> Compat:
-    pool = (await _json(http, "GET", f"{kvd}/v1/stats"))["pool"]
+async def _compat(kvd: KvdClient) -> Compat:
+    pool = (await kvd.stats()).pool
     if pool is None:
-        raise InputError("no engine has registered there", where=kvd, fix="start its engine first")
-    return msgspec.convert(pool["compat"], Compat)
+        raise InputError(
+            "no engine has registered there", where=kvd.url, fix="start its engine first"
+        )
+    return pool.compat
 
 
-async def _json(http: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> Any:
-    try:
-        async with http.request(method, url, json=body) as answer:
-            data = await answer.read()
-            if answer.status >= 400:
-                problem = data.decode(errors="replace").strip()
-                raise InputError(f"HTTP {answer.status}: {problem}", where=url)
-            return msgspec.json.decode(data)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise InputError(f"no answer: {error}", where=url, fix="is it running?") from None
-    except msgspec.DecodeError as error:
-        raise InputError(f"not JSON: {error}", where=url) from None
+def _mended(error: PeerError) -> InputError:
+    """For the person who has typed the addresses."""
+    if isinstance(error, ConnectionLost):
+        return InputError(f"no answer: {error}", fix="is it running?")
+    if isinstance(error, Said):
+        return InputError(f"HTTP {error.status}: {error}")
+    return InputError(str(error))
 
 
 # Showing ------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def node(
     \b
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
-      prfaas node --model ./tiny-kimi -- --memory 8GiB --gateway http://gateway:9000
+      prfaas node --model ./tiny-kimi -- --memory 8GiB --cluster pd --gateway http://gw:8080
       prfaas node --engine emulated --model case-study-1t --accelerator h200 --gpus 8
     """
     if kvd is not None and kvd_options:

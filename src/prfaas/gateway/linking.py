@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from prfaas.config import Deployment
 from prfaas.gateway.membership import Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
+
+STALLED_REPORTS = 3  # so many, in which bytes wait and none arrives: nothing passes any more
 
 
 class LinkReports:
@@ -20,6 +24,7 @@ class LinkReports:
             (ClusterId(link.source), ClusterId(link.target)): link.via for link in deployment.links
         }
         self._heard: dict[tuple[str, str], float] = {}  # kvd, peer: its last report's time
+        self._stalled: dict[LinkId, int] = {}  # reports in a row
 
     def via(self, link_id: LinkId) -> str | None:
         return self._via.get(link_id)
@@ -40,7 +45,15 @@ class LinkReports:
                 if self._heard.get(key) != stats.at_s:
                     self._heard[key] = stats.at_s
                     fresh.add(link_id)
-        return {link_id: combined(found[link_id], now_s) for link_id in fresh}
+        return {way: self._judged(way, combined(found[way], now_s)) for way in fresh}
+
+    def _judged(self, link_id: LinkId, stats: LinkStats) -> LinkStats:
+        """Connections may stand although nothing passes: their ends notice much later."""
+        stalled = stats.backlog_bytes > 0 and stats.goodput_bps == 0
+        self._stalled[link_id] = self._stalled.get(link_id, 0) + 1 if stalled else 0
+        if self._stalled[link_id] < STALLED_REPORTS:
+            return stats
+        return msgspec.structs.replace(stats, connections=0)
 
     def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
         for link_id, via in self._via.items():

@@ -67,6 +67,7 @@ class Member:
 class Membership:
     def __init__(self, deployment: Deployment) -> None:
         self._members: dict[str, Member] = {}  # by the kvd's address
+        self._named: dict[NodeId, Member] = {}
         self._local = ClusterId(deployment.of_kind("pd")[0].name)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
         for cluster in deployment.clusters:
@@ -83,7 +84,7 @@ class Membership:
         return len(self._members)
 
     def named(self, node: NodeId) -> Member | None:
-        return next((member for member in self._members.values() if member.node == node), None)
+        return self._named.get(node)
 
     def registered(self, kvd_url: str, cluster: ClusterId, now_s: float) -> Member | None:
         """A member that has not been here before; None when it has."""
@@ -106,6 +107,9 @@ class Membership:
             return False
         member.namesake = False
         fresh = member.report is None or member.report.instance != report.instance
+        if member.node is not None:
+            del self._named[member.node]  # another process may have another name
+        self._named[report.node] = member
         member.report = report
         member.kvd_heard_s = now_s
         return fresh
@@ -117,6 +121,8 @@ class Membership:
 
     def drop(self, member: Member) -> None:
         del self._members[member.kvd_url]
+        if member.node is not None:
+            del self._named[member.node]
 
     def differences(self, member: Member) -> tuple[str, ...]:
         """Why this member's state is of no use to the decode side, or the other way round."""

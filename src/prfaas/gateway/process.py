@@ -23,11 +23,13 @@ from prfaas.gateway.front.bodies import Bodies
 from prfaas.gateway.front.keys import Keyring, TenantKey
 from prfaas.gateway.front.metrics import FrontMetrics
 from prfaas.gateway.front.prompting import THREADS, Prompts
+from prfaas.gateway.front.stalls import watched
 from prfaas.planner.problem import Problem
 from prfaas.text import Words
 
 _LOG = logging.getLogger(__name__)
 _MB = 10**6
+LINGER_S = 1.0  # what is still being sent behind a refusal is read so long, so that it is heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ async def serving(
     """The front over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
+        metrics = FrontMetrics()
         front = Front(
             deployment.model.name,
             max_tokens,
@@ -83,7 +86,7 @@ async def serving(
                 patience_s=section.body_s,
             ),
             Limits(section.max_in_flight, section.stall_s),
-            FrontMetrics(),
+            metrics,
             clock,
         )
         runner = web.AppRunner(
@@ -93,13 +96,15 @@ async def serving(
             access_log=None,
             # Also ends connections whose first request never gets complete.
             keepalive_timeout=section.body_s,
+            lingering_time=LINGER_S,
             shutdown_timeout=options.drain_s,
         )
         await runner.setup()
         try:
             await web.SockSite(runner, listening).start()
             host, port = listening.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            async with watched(metrics.loop_stall_s.observe):
+                yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             await runner.cleanup()
 

@@ -260,6 +260,9 @@ class Router:
                 self.board.assign(node, role, usable=usable)
                 changed = True
                 log.info("%s: %s, %s", node, role, "in use" if usable else "not in use")
+        for node in list(self._work):
+            if self.members.named(node) is None:
+                self._depart(node)
         if changed:
             self.changed.set()
             self.ask_again()
@@ -300,22 +303,25 @@ class Router:
             member.kvd_failed_s = self._clock.now()
             self.refresh()
 
-    def forget(self, member: Member) -> bool:
-        """A member that is not expected back; False while requests of ours are there."""
-        node = member.node
-        if node is not None and node in self.board:
-            if not self.board.leave(node):
-                return False
-            del self._work[node]
-            self.roles.pop(node, None)
-            self.draining.discard(node)
-            self.manager.leave(node)
-            for engine in [e for e, at in self._engines.items() if at == node]:
-                self.manager.leave(engine)
-                del self._engines[engine]
+    def forget(self, member: Member) -> None:
+        """It is not expected back."""
         self.members.drop(member)
-        self.changed.set()
-        return True
+        self.refresh()
+
+    def _depart(self, node: NodeId) -> None:
+        """Nobody has that name any more. It leaves the board when nothing of ours is there."""
+        if self.board.node(node).usable:
+            self.board.assign(node, self.board.node(node).role, usable=False)
+            self.changed.set()
+        if not self.board.leave(node):
+            return
+        del self._work[node]
+        self.roles.pop(node, None)
+        self.draining.discard(node)
+        self.manager.leave(node)
+        for engine in [e for e, at in self._engines.items() if at == node]:
+            self.manager.leave(engine)
+            del self._engines[engine]
 
     # The short-term loop --------------------------------------------------------------------------
 

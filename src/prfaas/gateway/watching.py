@@ -51,9 +51,9 @@ class Watching:
             await asyncio.sleep(LOOK_EVERY_S)
             self._router.tick()
             for member in self._router.members.forgotten(self._clock.now()):
-                if self._router.forget(member):
-                    log.info("%s is forgotten", member.kvd_url)
-                    self._watched.pop(member.kvd_url).cancel()
+                log.info("%s is forgotten", member.kvd_url)
+                self._watched.pop(member.kvd_url).cancel()
+                self._router.forget(member)
 
     async def _look(self, member: Member) -> None:
         kvd = KvdClient(self._calls, member.kvd_url)

@@ -26,7 +26,7 @@ _KEPT = ("name", "tool_call_id")
 def is_multimodal(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether anything in it is not text."""
     return any(
-        isinstance(part, dict) and part.get("type") not in _TEXT_OF
+        isinstance(part, dict) and part.get("type") not in tuple(_TEXT_OF)  # may be no string
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -89,8 +89,10 @@ def _texts(content: object, at: str) -> list[str]:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_OF:
+        if not isinstance(part, dict):
+            raise InputError("not a part", where=f"{at}.{index}", fix="send an object with a type")
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in _TEXT_OF:
             continue  # pictures and sounds are no text; see `is_multimodal`
         text = part.get(_TEXT_OF[kind])
         if text is None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prfaas.gateway.ask import Story
 from prfaas.gateway.front.relaying import CutShort, Usage
 
+_STALLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 
 
@@ -40,6 +41,12 @@ class FrontMetrics:
         self._retries = self._counter("retries", "Attempts behind the first.")
         self.in_flight = Gauge(
             "prfaas_gateway_in_flight", "Requests being served.", registry=self.registry
+        )
+        self.loop_stall_s = Histogram(
+            "prfaas_gateway_loop_stall_seconds",
+            "How late the event loop comes to what is due.",
+            buckets=_STALLS,
+            registry=self.registry,
         )
         self.body_bytes = Gauge(
             "prfaas_gateway_body_bytes", "Of requests in flight.", registry=self.registry

@@ -1,0 +1,186 @@
+"""A node and its kvd that answer at once: what is left of a request's time is the gateway's.
+
+\b
+    python bench/_null_node.py PORT NAME [PORT NAME ...]
+
+Speaks as much of both surfaces as a gateway, or vLLM's router, uses: grants everything, has every
+transfer committed when asked, streams `TOKENS` tokens in one piece. Computes and keeps nothing.
+Plain asyncio protocols, because a web framework here would take longer than what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from typing import cast
+
+import msgspec
+import uvloop
+
+from prfaas.cache.lease import Occupancy, PoolStats
+from prfaas.catalog import Catalog
+from prfaas.kvd.events import EventPage
+from prfaas.kvd.incoming import TransferStatus
+from prfaas.kvd.messages import shapes_of
+from prfaas.kvd.report import EngineReport, PoolReport, Report
+from prfaas.kvd.role import Role
+from prfaas.transport.arrivals import ArrivalStats
+from prfaas.types import Compat, Grant, NodeId, TransferId
+
+MODEL = "case-study-1t"
+TOKENS = 8
+BLOCK_TOKENS = 64
+_TOKEN = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":"a"}]}\n\n'
+_USAGE = (
+    b'data: {"id":"x","object":"text_completion","choices":[],"usage":{"prompt_tokens":1,'
+    b'"completion_tokens":%d,"total_tokens":1}}\n\n' % TOKENS
+)
+_STREAM = _TOKEN * TOKENS + _USAGE + b"data: [DONE]\n\n"
+_STREAMED = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"%x\r\n%b\r\n0\r\n\r\n" % (len(_STREAM), _STREAM)
+)
+# What vLLM's router hands from the prefill's answer to the decode's request.
+_PREFILLED = {
+    "id": "x",
+    "object": "text_completion",
+    "created": 0,
+    "model": MODEL,
+    "choices": [{"index": 0, "text": "", "finish_reason": "length"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False},
+}
+_METRICS = b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
+
+
+def _reply(body: bytes, kind: bytes = b"application/json") -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+        kind,
+        len(body),
+        body,
+    )
+
+
+class Host:
+    """The answers of one node and its kvd."""
+
+    def __init__(self, name: str, port: int) -> None:
+        encode = msgspec.json.encode
+        spec = Catalog.builtin().model(MODEL).spec()
+        node, url = NodeId(name), f"http://127.0.0.1:{port}"
+        compat = Compat(MODEL, "null", "bfloat16", "float32", BLOCK_TOKENS, "canonical")
+        pool = PoolReport(
+            compat,
+            shapes_of(spec),
+            BLOCK_TOKENS,
+            1 << 20,
+            Occupancy(1, 0, 0, 0, 0),
+            {},
+            PoolStats(),
+        )
+        report = Report(
+            node=node,
+            instance="null",
+            data_address="127.0.0.1:1",
+            role=Role(),
+            engines=(EngineReport("null", url, 1),),
+            pool=pool,
+            incoming={},
+            outgoing={},
+            held_leases=0,
+            arrivals=ArrivalStats(0, 0, 0, 0, 0, 0),
+            links=(),
+            next_seq={node: 0},
+        )
+        card = {
+            "id": MODEL,
+            "object": "model",
+            "max_model_len": 1 << 20,
+            "prfaas": {"kvd_url": url},
+        }
+        self._ids = itertools.count()
+        self._fixed = {
+            b"/v1/stats": _reply(encode(report)),
+            b"/v1/models": _reply(encode({"object": "list", "data": [card]})),
+            b"/v1/role": _reply(encode(Role())),
+            b"/health": _reply(b"ok", b"text/plain"),
+            b"/metrics": _reply(_METRICS, b"text/plain"),
+        }
+        self._events = _reply(encode(EventPage(node, "null", 0, snapshot={})))
+        self._quiet = _reply(encode(EventPage(node, "null", 0)))
+        self._prefilled = _reply(encode(_PREFILLED))
+        self._transfer = _reply(encode(TransferStatus(TransferId("0"), "committed", "", 0)))
+
+    def answer(self, path: bytes, body: bytes) -> bytes:
+        if path == b"/v1/completions":
+            return _STREAMED if b'"stream":true' in body else self._prefilled
+        if path == b"/v1/open":
+            transfer_id = TransferId(f"{next(self._ids):x}")
+            grant = Grant(transfer_id, "t", "127.0.0.1:1", {}, 1 << 40, 60.0)
+            return _reply(msgspec.json.encode(grant))
+        if path.startswith(b"/v1/transfers/"):
+            return self._transfer
+        if path.startswith(b"/v1/events"):
+            return self._events if b"since=-1" in path else self._quiet
+        return self._fixed[path.partition(b"?")[0]]
+
+
+class Http(asyncio.Protocol):
+    """Requests one after the other; bodies come with their length."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._held = bytearray()
+        self._wanted = 0  # bytes of the request at hand, once its head is there
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._held += data
+        while len(self._held) >= self._wanted:
+            end = self._held.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = bytes(self._held[:end])
+            if not self._wanted:
+                self._wanted = end + 4 + _length(head)
+                continue
+            body = bytes(self._held[end + 4 : self._wanted])
+            del self._held[: self._wanted]
+            self._wanted = 0
+            path = head.split(b" ", 2)[1]
+            answer = self._host.answer(path, body)
+            if b"since=0" in path:  # a long poll on a cache in which nothing happens
+                asyncio.get_running_loop().call_later(30, self._write, answer)
+            else:
+                self._write(answer)
+
+    def _write(self, answer: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(answer)
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+async def serve(hosts: dict[int, str]) -> None:
+    loop = asyncio.get_running_loop()
+    for port, name in hosts.items():
+        host = Host(name, port)
+        await loop.create_server(lambda host=host: Http(host), "127.0.0.1", port)  # type: ignore[misc]
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    ports = {int(port): name for port, name in zip(words[::2], words[1::2], strict=True)}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(ports))

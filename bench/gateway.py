@@ -1,0 +1,373 @@
+"""What the gateway adds to a request, beside vLLM's own router in front of the same nodes.
+
+\b
+    prfaas bench gateway [--router ~/router/bin/vllm-router] [--seconds 3] [--rounds 3]
+
+Nodes answer at once (`bench/_null_node.py`), so what is measured is the way: reading the prompt,
+hashing, routing, grant, prefill, commit, decode, relaying 8 tokens. One gateway process; streams of
+token-id prompts, each sent when the last is answered; medians of the rounds. Prints JSON:
+
+\b
+  cases          per prompt length and number of streams, for `direct` (the node, no gateway),
+                 `gateway` and `router`: requests/s, TTFT p50 and p99, errors; `added_ttft_ms` is
+                 TTFT less `direct`'s; `rate_of_router` is requests/s over the router's
+  loop_stall_ms  how late the gateway's event loop was at most, for 99% of its looks
+  tokenising_ms  apart, since token ids need none: text of so many tokens, byte-level
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import numpy as np
+import uvloop
+
+from prfaas.engine.checkpoint.make import make_checkpoint
+from prfaas.text import load_words
+
+HERE = Path(__file__).parent
+MODEL = "case-study-1t"
+LENGTHS = (1_000, 30_000, 128_000)
+STREAMS = (1, 32, 256)
+PROMPTS = 8  # different ones, in turn
+VOCABULARY = 160_000
+START_S = 60.0
+NODES = ("remote", "prefill", "decode")
+_END = b"\r\n0\r\n\r\n"  # of a chunked body
+
+DEPLOYMENT = """
+[model]
+name = "{model}"
+[workload]
+kind = "lognormal"
+mu = 9.90
+sigma = 1.00
+min_tokens = 128
+max_tokens = 131072
+output_tokens = 1024
+[slo]
+output_tokens_per_s = 40
+[[clusters]]
+name = "prfaas"
+kind = "prfaas"
+accelerator = "h200"
+gpus = 8
+gpus_per_instance = 8
+nodes = [{{ url = "{remote}", kvd_url = "{remote}" }}]
+[[clusters]]
+name = "pd"
+kind = "pd"
+accelerator = "h20"
+gpus = 16
+gpus_per_instance = 8
+prefill = 1
+decode = 1
+nodes = [
+  {{ url = "{prefill}", kvd_url = "{prefill}" }},
+  {{ url = "{decode}", kvd_url = "{decode}" }},
+]
+[[links]]
+from = "prfaas"
+to = "pd"
+gbps = 100
+rtt_ms = 0
+[gateway]
+port = {port}
+max_bodies_mb = 4096
+"""
+
+
+# The load ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    ttft_s: list[float] = field(default_factory=list)
+    answered: int = 0
+    errors: int = 0
+    problem: str = ""  # the first
+
+
+class Stream(asyncio.Protocol):
+    """Sends a request, waits for the end of its answer, sends the next, until `until_s`."""
+
+    def __init__(self, requests: Sequence[bytes], until_s: float, seen: Seen) -> None:
+        self._requests = requests
+        self._until_s = until_s
+        self._seen = seen
+        self._number = 0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._send()
+
+    def _send(self) -> None:
+        if time.perf_counter() >= self._until_s:
+            self._transport.close()
+            return
+        self._begun_s = time.perf_counter()
+        self._answer = b""
+        self._first = True
+        self._transport.write(self._requests[self._number % len(self._requests)])
+        self._number += 1
+
+    def data_received(self, data: bytes) -> None:
+        self._answer += data
+        if self._first and b"data:" in self._answer:
+            self._first = False
+            self._seen.ttft_s.append(time.perf_counter() - self._begun_s)
+        if not self._answer.startswith(b"HTTP/1.1 200"):
+            self._failed()
+            self._transport.close()
+        elif self._answer.endswith(_END):
+            if b"[DONE]" in self._answer:
+                self._seen.answered += 1
+            else:
+                self._failed()
+            self._send()
+
+    def _failed(self) -> None:
+        self._seen.errors += 1
+        self._seen.problem = self._seen.problem or self._answer.decode(errors="replace")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def load(
+    port: int, requests: Sequence[bytes], streams: int, seconds: float
+) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    seen = Seen()
+    begun_s = time.perf_counter()
+    running = []
+    for number in range(streams):
+        turned = [*requests[number % PROMPTS :], *requests[: number % PROMPTS]]
+
+        def stream(turned: Sequence[bytes] = turned) -> Stream:
+            return Stream(turned, begun_s + seconds, seen)
+
+        running.append((await loop.create_connection(stream, "127.0.0.1", port))[1])
+    async with asyncio.timeout(seconds + START_S):
+        await asyncio.gather(*(stream.ended for stream in running))
+    wall_s = time.perf_counter() - begun_s
+    if seen.problem:
+        click.echo(f"{seen.errors} errors, the first: {seen.problem}", err=True)
+    times = np.array(seen.ttft_s or [float("nan")]) * 1e3
+    return {
+        "requests_per_s": seen.answered / wall_s,
+        "ttft_p50_ms": float(np.quantile(times, 0.5)),
+        "ttft_p99_ms": float(np.quantile(times, 0.99)),
+        "errors": seen.errors,
+    }
+
+
+def requests_of(tokens: int) -> list[bytes]:
+    """The same prompts for everybody."""
+    rng = np.random.default_rng(tokens)
+    made = []
+    for _ in range(PROMPTS):
+        prompt = rng.integers(0, VOCABULARY, tokens).tolist()
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}
+        body = json.dumps(asked, separators=(",", ":")).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        made.append(head.encode() + body)
+    return made
+
+
+# What is measured --------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+@contextmanager
+def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as stream:
+        child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            yield child
+        finally:
+            child.terminate()
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def ready(port: int, child: subprocess.Popen[bytes], log: Path, request: bytes | None) -> None:
+    """Until it answers; a whole request where one is given."""
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s and child.poll() is None:
+        try:
+            if request is None:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+                return
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                connection.sendall(request)
+                if connection.recv(65536).startswith(b"HTTP/1.1 200"):
+                    return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise click.ClickException(f"{child.args} does not answer:\n{log.read_text()[-2000:]}")
+
+
+def stalls(port: int) -> dict[float, float]:
+    """Cumulative counts of the gateway's own looks at its event loop, per bound in ms."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        text = page.read().decode()
+    found = re.findall(r'prfaas_gateway_loop_stall_seconds_bucket{le="([^"]+)"} (\S+)', text)
+    return {float(bound) * 1e3: float(count) for bound, count in found}
+
+
+def stall_p99_ms(before: dict[float, float], after: dict[float, float]) -> float:
+    looks = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
+    total = max(looks.values())
+    return min(bound for bound, count in looks.items() if count >= 0.99 * total)
+
+
+def tokenising_ms(folder: Path) -> dict[str, float]:
+    make_checkpoint(folder / "model", "qwen3", "tiny", seed=0)
+    words = load_words(folder / "model")
+    found = {}
+    for length in LENGTHS:
+        text = ("the quick brown fox jumps over the lazy dog " * (length // 40 + 1))[:length]
+        times = []
+        for _ in range(5):
+            begun_s = time.perf_counter()
+            words.encode(text)
+            times.append(time.perf_counter() - begun_s)
+        found[str(length)] = round(statistics.median(times) * 1e3, 2)
+    return found
+
+
+@click.command(help=__doc__)
+@click.option("--router", help="vLLM's router; left out: not compared.")
+@click.option("--seconds", default=3.0, show_default=True, help="Of each measurement.")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--length", "lengths", multiple=True, type=int, default=LENGTHS, show_default=True)
+@click.option("--streams", multiple=True, type=int, default=STREAMS, show_default=True)
+def main(
+    router: str | None,
+    seconds: float,
+    rounds: int,
+    lengths: tuple[int, ...],
+    streams: tuple[int, ...],
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = measured(folder, router, seconds, rounds, lengths, streams)
+        results["tokenising_ms"] = tokenising_ms(folder)
+    print(json.dumps(results, indent=2))
+
+
+def measured(
+    folder: Path,
+    router: str | None,
+    seconds: float,
+    rounds: int,
+    lengths: Sequence[int],
+    streams: Sequence[int],
+) -> dict[str, Any]:
+    *nodes, port, router_port = free_ports(len(NODES) + 2)
+    urls = {name: f"http://127.0.0.1:{at}" for name, at in zip(NODES, nodes, strict=True)}
+    file = folder / "deployment.toml"
+    file.write_text(DEPLOYMENT.format(model=MODEL, port=port, **urls))
+    pairs = [word for name, at in zip(NODES, nodes, strict=True) for word in (str(at), name)]
+    null = [sys.executable, str(HERE / "_null_node.py"), *pairs]
+    gateway = [sys.executable, "-m", "prfaas", "gateway", str(file), "--log-level", "error"]
+    targets = {"direct": nodes[-1], "gateway": port}
+    small = requests_of(100)[0]
+    with process(null, folder / "null") as hosts:
+        ready(nodes[-1], hosts, folder / "null", None)
+        with process(gateway, folder / "gateway") as ours:
+            ready(port, ours, folder / "gateway", small)
+            if router is None:
+                found = _cases(targets, seconds, rounds, lengths, streams)
+            else:
+                targets["router"] = router_port
+                command = [
+                    *(os.path.expanduser(router), "--host", "127.0.0.1"),
+                    *("--port", str(router_port), "--vllm-pd-disaggregation"),
+                    *("--prefill", urls["prefill"], "--decode", urls["decode"]),
+                    *("--log-level", "error", "--prometheus-port", str(free_ports(1)[0])),
+                ]
+                with process(command, folder / "router") as peer:
+                    ready(router_port, peer, folder / "router", small)
+                    found = _cases(targets, seconds, rounds, lengths, streams)
+    return {"rounds": rounds, "seconds": seconds, "cores": os.cpu_count(), "cases": found}
+
+
+def _cases(
+    targets: dict[str, int],
+    seconds: float,
+    rounds: int,
+    lengths: Sequence[int],
+    streams: Sequence[int],
+) -> list[dict[str, Any]]:
+    cases = []
+    for length in lengths:
+        requests = requests_of(length)
+        for count in streams:
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in targets}
+            before = stalls(targets["gateway"])
+            for number in range(rounds):
+                names = list(targets) if number % 2 else list(reversed(targets))
+                for name in names:
+                    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                        run = runner.run(load(targets[name], requests, count, seconds))
+                    runs[name].append(run)
+            after = stalls(targets["gateway"])
+            case = {"prompt_tokens": length, "streams": count, **_summary(runs)}
+            case["loop_stall_ms"] = stall_p99_ms(before, after)
+            click.echo(json.dumps(case), err=True)
+            cases.append(case)
+    return cases
+
+
+def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: {key: round(statistics.median(run[key] for run in many), 3) for key in many[0]}
+        for name, many in runs.items()
+    }
+    direct = found["direct"]
+    for name in [name for name in found if name != "direct"]:
+        found[name]["added_ttft_ms"] = {
+            key: round(found[name][f"ttft_{key}_ms"] - direct[f"ttft_{key}_ms"], 3)
+            for key in ("p50", "p99")
+        }
+    if "router" in found:
+        ratio = found["gateway"]["requests_per_s"] / found["router"]["requests_per_s"]
+        found["rate_of_router"] = round(ratio, 3)
+    return found
+
+
+if __name__ == "__main__":
+    main()

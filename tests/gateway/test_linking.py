@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import msgspec
+
+from prfaas.gateway.linking import STALLED_REPORTS, LinkReports, combined
+from prfaas.gateway.membership import Membership
+from prfaas.types import LinkStats
+from tests.gateway.backs import FAR, HOME, deployment
+from tests.gateway.reports import report
+
+STATS = LinkStats("d:7400", 1.0, 4, 1e9, 500, 300, 0.1, 0.02, 2e9, 3, 100)
+OUT = (FAR, HOME)
+
+
+def test_senders_of_one_link_add_up() -> None:
+    other = msgspec.structs.replace(STATS, drain_s=0.4, rtt_s=0.01, delivery_bps=None)
+    total = combined([STATS, other], 50.0)
+    assert (total.at_s, total.connections, total.goodput_bps) == (50.0, 8, 2e9)
+    assert (total.backlog_bytes, total.in_flight_bytes) == (1000, 600)
+    assert (total.drain_s, total.rtt_s, total.delivery_bps) == (0.4, 0.01, 2e9)
+    assert (total.retransmitted_segments, total.congestion_window_bytes) == (6, 200)
+
+
+def test_without_connections_a_link_is_cut_only_when_something_waits() -> None:
+    broken = msgspec.structs.replace(STATS, connections=0)
+    assert combined([broken], 1.0).connections == 0
+    assert combined([msgspec.structs.replace(broken, backlog_bytes=0)], 1.0).connections > 0
+
+
+def two_clusters(via: str | None = None) -> tuple[LinkReports, Membership]:
+    made = deployment(
+        [
+            {"url": "http://d:1", "kvd_url": "http://d:2"},
+            {"url": "http://e:1", "kvd_url": "http://e:2"},
+        ],
+        [{"url": "http://p:1", "kvd_url": "http://p:2"}],
+    )
+    link = msgspec.structs.replace(made.links[0], via=via)
+    made = msgspec.structs.replace(made, links=[link])
+    return LinkReports(made), Membership(made)
+
+
+def test_an_address_tells_the_cluster_and_old_news_is_none() -> None:
+    subject, members = two_clusters()
+    d, e, p = members
+    local = msgspec.structs.replace(STATS, peer="e:7400")
+    unknown = msgspec.structs.replace(STATS, peer="x:7400")
+    members.heard(d, report("d", links=(local,)), 0.0)
+    members.heard(e, report("e"), 0.0)
+    members.heard(p, report("p", links=(STATS, unknown)), 0.0)
+    found = subject.new(list(members), 9.0)
+    assert set(found) == {OUT} and found[OUT] == combined([STATS], 9.0)
+    assert subject.new(list(members), 10.0) == {}
+    later = msgspec.structs.replace(STATS, at_s=2.0)
+    members.heard(p, report("p", links=(later,)), 0.0)
+    assert set(subject.new(list(members), 11.0)) == {OUT}
+
+
+def test_a_relay_stands_for_the_cluster_behind_it() -> None:
+    subject, members = two_clusters("relay:1")
+    *_, p = members
+    relayed = msgspec.structs.replace(STATS, peer="relay:1")
+    members.heard(p, report("p", links=(relayed,)), 0.0)
+    assert set(subject.new(list(members), 9.0)) == {OUT}
+    assert subject.via(OUT) == "relay:1"
+
+
+def test_connections_over_which_nothing_passes_are_none() -> None:
+    subject, members = two_clusters("relay:1")
+    *_, p = members
+
+    def connections(at_s: float, goodput_bps: float) -> int:
+        stats = msgspec.structs.replace(
+            STATS, peer="relay:1", at_s=at_s, goodput_bps=goodput_bps, backlog_bytes=10
+        )
+        members.heard(p, report("p", links=(stats,)), 0.0)
+        return subject.new(list(members), at_s)[OUT].connections
+
+    said = [connections(at_s, 0.0) > 0 for at_s in range(10, 10 + STALLED_REPORTS)]
+    assert said == [True] * (STALLED_REPORTS - 1) + [False]
+    assert connections(50.0, 1e6) > 0
+    assert connections(51.0, 0.0) > 0, "it counts anew"

@@ -1,0 +1,174 @@
+"""`prfaas gateway` as an operator starts it, asked by OpenAI's client, over hosts far and near."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from openai import OpenAI
+
+from prfaas.text import Chat, load_words
+from tests.gateway.backs import MODEL, THRESHOLD, prompt
+from tests.gateway.conftest import Hosts
+from tests.node.hosts import Process, call, text_of
+from tests.waiting import wait_until
+
+SHORT = [{"role": "user", "content": "Why?"}]
+LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
+
+
+def toml(value: Any) -> str:
+    """A value of a deployment, written into one line."""
+    if isinstance(value, dict):
+        pairs = (f"{key} = {toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value)
+
+
+@pytest.fixture(scope="module")
+def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "key").write_text("sk-from-a-file\n")
+    raw = msgspec.to_builtins(emulated.deployment())
+    raw["gateway"] = {
+        "port": 0,
+        "tokenizer": str(emulated.tokenizer),
+        "keys": [{"file": "key", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}],
+    }
+    path = folder / "deployment.toml"
+    path.write_text("".join(f"{name} = {toml(value)}\n" for name, value in raw.items()))
+    process = Process("gateway", str(path))
+    yield process
+    assert process.stop() == 0
+
+
+@pytest.fixture
+def url(gateway: Process) -> str:
+    url = gateway.find(r"serving \S+ at (http://\S+)")
+
+    def ready() -> bool:
+        clusters = state(url)["clusters"]
+        return all(node.get("in_use") for c in clusters for node in c["nodes"])
+
+    wait_until(ready)
+    return url
+
+
+def state(url: str, key: str = "sk-two") -> Any:
+    request = urllib.request.Request(
+        f"{url}/prfaas/v1/state", headers={"Authorization": f"Bearer {key}"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def client(url: str, key: str = "sk-from-a-file") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def lines(gateway: Process, request: str) -> list[dict[str, Any]]:
+    """What the log says of it, once it does."""
+
+    def found() -> list[dict[str, Any]]:
+        told = [line[line.index("{") :] for line in gateway.output.splitlines() if request in line]
+        return [json.loads(line) for line in told]
+
+    wait_until(lambda: bool(found()))
+    return found()
+
+
+@pytest.mark.parametrize(("messages", "route"), [(SHORT, "local"), (LONG, "remote")])
+def test_chats_are_prefilled_where_they_belong(
+    gateway: Process, url: str, emulated: Hosts, messages: Any, route: str
+) -> None:
+    name = f"chat-{route}"
+    with client(url) as asking:
+        stream = asking.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_headers={"X-Request-Id": name},
+        )
+        *_, last = stream
+    ids = load_words(emulated.tokenizer).encode_chat(Chat(messages))
+    assert last.usage is not None and last.usage.prompt_tokens == len(ids)
+    # The decode engine has come to the same tokens by itself, or the hand-off would be of no use.
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens >= len(ids) - 128
+    (line,) = lines(gateway, name)
+    assert (line["outcome"], line["route"], line["tenant"]) == ("completed", route, "one")
+    assert line["prompt_tokens"] == len(ids) and line["output_tokens"] == 3
+    assert line["ttft_s"] > 0 and line["bytes"] > 0 and line["reason"]
+
+
+def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
+    with client(url) as asking:
+        answer = asking.completions.create(model=MODEL, prompt=prompt(300), max_tokens=5)
+        assert answer.usage is not None and answer.usage.completion_tokens == 5
+        with pytest.raises(openai.BadRequestError) as long:
+            asking.completions.create(model=MODEL, prompt=[1] * 1_048_576)
+        assert long.value.code == "context_length_exceeded"
+    with client(url, "sk-nobody") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(model=MODEL, prompt="x")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        state(url, "sk-nobody")
+    refused.value.close()
+    assert refused.value.code == 401
+
+
+def test_tenants_share_no_cache(url: str) -> None:
+    ids = prompt(700, seed=1)
+
+    assert cached_tokens(url, "sk-from-a-file", ids) == 0
+    with client(url) as asking:
+        asking.completions.create(model=MODEL, prompt=ids, max_tokens=1)
+    wait_until(lambda: cached_tokens(url, "sk-from-a-file", ids) >= 512)
+    assert cached_tokens(url, "sk-two", ids) == 0
+
+
+def cached_tokens(url: str, key: str, ids: list[int]) -> int:
+    """What the gateway knows to be cached of it anywhere, for whoever has this key."""
+    request = urllib.request.Request(
+        f"{url}/prfaas/v1/explain",
+        json.dumps({"prompt": ids}).encode(),
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        told = json.load(answer)
+    return max(option["cached_tokens"] for option in told["alternatives"])
+
+
+def test_operators_need_no_key_for_health_metrics_and_the_document(url: str) -> None:
+    assert call("GET", f"{url}/health") == (200, {"status": "ok"})
+    assert call("GET", f"{url}/openapi.json")[1]["openapi"].startswith("3.1")
+    assert "prfaas_gateway_requests_total" in text_of(f"{url}/metrics")
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ('keys = [{ file = "missing" }]', "missing: no such file"),
+        ('keys = [{ tenant = "a" }]', "gateway.keys.0: a key is given as itself or as a file"),
+        ('tokenizer = "nowhere"', "tokenizer.json: no such file"),
+        ('host = "203.0.113.1"', "203.0.113.1:8080: cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, section: str, says: str) -> None:
+    published = Path("configs/case_study.toml").read_text()
+    path = tmp_path / "deployment.toml"
+    path.write_text(f"{published}\n[gateway]\n{section}\n")
+    process = Process("gateway", str(path))
+    assert process.popen.wait(60) == 2
+    process.stop()
+    assert says in process.output and process.output.count("\n") == 1

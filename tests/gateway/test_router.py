@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.gateway.ask import Refusal
+from prfaas.gateway.node_client import Load
+from prfaas.gateway.router import Router, Seeker
+from prfaas.scheduler.plan import staffed, with_instances
+from prfaas.scheduler.request import Request
+from prfaas.testing.clock import FakeClock
+from prfaas.types import LinkStats, NodeId
+from tests.gateway.backs import FAR, HOME, THRESHOLD, deployment, problem, prompt, until
+from tests.gateway.reports import appear, report
+
+A, B, C, F = (NodeId(name) for name in "abcf")
+HOMES = [{"url": f"http://{n}:1", "kvd_url": f"http://{n}:2"} for n in "abc"]
+FARS = [{"url": "http://f:1", "kvd_url": "http://f:2"}]
+LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
+
+
+def router(clock: FakeClock, **scheduler: object) -> Router:
+    """Everybody is there; `a` prefills, `b` and `c` decode."""
+    made = deployment(HOMES, FARS, **scheduler)
+    solved = problem(made)
+    subject = Router(made, solved, clock, None)
+    for member, name in zip(subject.members, "abcf", strict=True):
+        appear(subject, member, name, clock.now())
+    subject.plan = staffed(
+        with_instances(solved, (1,), 3),
+        dict.fromkeys([A, B, C]),
+        made.scheduler.replan,
+        clock.now(),
+        reason="test",
+    )
+    subject.roles = dict(subject.plan.roles)
+    subject.refresh()
+    return subject
+
+
+def seeker(tokens: int, clock: FakeClock, *avoid: NodeId) -> Seeker:
+    return Seeker(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
+
+
+def placed(subject: Router, who: Seeker) -> tuple[str, str]:
+    route = asyncio.run(subject.place(who, 1.0)).route
+    return route.prefill, route.decode
+
+
+def test_routes_as_the_scheduler_says() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    assert placed(subject, seeker(LONG, clock)) == (F, B)
+    assert placed(subject, seeker(SHORT, clock)) == (A, C), "b has one already"
+
+
+def test_one_token_is_nothing_to_hand_off() -> None:
+    clock = FakeClock()
+    assert placed(router(clock), seeker(1, clock)) == (B, B)
+
+
+def test_to_avoid_somebody_is_a_preference() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    assert placed(subject, seeker(LONG, clock, F)) == (A, B)
+    assert placed(subject, seeker(LONG, clock, B, C))[1] in (B, C)
+    assert placed(subject, seeker(LONG, clock, A, F))[0] in (A, F)
+
+
+def test_who_failed_gets_nothing_until_it_answers() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    clock.advance(0.1)
+    subject.engine_failed(F)
+    assert placed(subject, seeker(LONG, clock))[0] == A
+    clock.advance(0.1)
+    far = subject.members.named(F)
+    assert far is not None
+    subject.loaded(far, Load(0, 0), clock.now(), 0)
+    assert placed(subject, seeker(LONG, clock))[0] == F
+
+
+def test_silence_ends_a_nodes_use() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    clock.advance(100.0)
+    for member in subject.members:
+        if member.node != F:
+            appear(subject, member, str(member.node), clock.now())
+    subject.tick()
+    assert subject.live(subject.remotes[0]) == []
+    assert placed(subject, seeker(LONG, clock))[0] == A
+
+
+def test_incompatible_nodes_are_shown_and_not_used() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    subject.heard(far, report("f", revision="2"))
+    assert subject.members.differences(far)
+    assert placed(subject, seeker(LONG, clock))[0] == A
+
+
+def test_nobody_decodes_so_it_waits_and_is_woken() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    subject.draining |= {B, C}
+    subject.refresh()
+
+    async def main() -> None:
+        waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
+        await until(lambda: len(subject.held) == 1)
+        subject.draining.clear()
+        subject.refresh()
+        assert (await waiting).route.decode == B
+        assert not subject.held
+
+    asyncio.run(main())
+
+
+def test_waiting_is_bounded() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    subject.draining |= {B, C}
+    subject.refresh()
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(subject.place(seeker(LONG, clock), 0.0))
+    assert refused.value.status == 503 and refused.value.retry_after_s
+    assert not subject.held
+
+
+def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
+    """Also when it is placed in the moment in which it is cancelled."""
+    clock = FakeClock()
+    subject = router(clock)
+    subject.draining |= {B, C}
+    subject.refresh()
+    before = subject.board.view(0.0, {}, {})
+
+    async def main() -> None:
+        for at_once in (False, True):
+            waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
+            await until(lambda: len(subject.held) == 1)
+            if at_once:
+                subject.draining.clear()
+                subject.refresh()
+                assert subject.board.node(B).active == 1
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled() and not subject.held
+
+    asyncio.run(main())
+    subject.draining |= {B, C}
+    subject.refresh()
+    subject.board.emptied(F)
+    start = before.remotes[0].nodes[0]
+    assert subject.board.node(F) == start._replace(free_at_s=subject.board.node(F).free_at_s)
+    assert subject.board.node(B).active == 0
+
+
+def test_a_queue_is_known_although_nodes_only_count() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    booking = asyncio.run(subject.place(seeker(LONG, clock), 1.0))
+    work_s = booking.route.prefill_s
+    clock.advance(work_s / 2)
+    subject.loaded(far, Load(1, 0), clock.now(), 1)
+    assert subject.board.node(F).free_at_s == pytest.approx(work_s)
+    clock.advance(work_s / 2)
+    booking.prefilled(clock.now())
+    subject.loaded(far, Load(0, 0), clock.now(), 0)
+    assert subject.board.node(F).free_at_s == pytest.approx(clock.now())
+
+
+def test_a_cut_link_is_noticed_and_forgiven() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    link = (subject.remotes[0], subject.local)
+    assert (FAR, HOME) == link
+
+    def say(at_s: float, connections: int) -> None:
+        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0)
+        subject.heard(far, report("f", links=(stats,)))
+        subject.tick()
+
+    say(1.0, 0)
+    clock.advance(2.0)
+    assert subject.cut_for_s(link) == 2.0
+    assert placed(subject, seeker(2 * LONG, clock))[0] == A
+    say(2.0, 4)
+    assert subject.cut_for_s(link) == 0.0
+    # The link has yet to show that it is clear: until then the threshold is raised.
+    assert placed(subject, seeker(2 * LONG, clock))[0] == F
+
+
+def test_a_forgotten_node_leaves_when_nothing_of_ours_is_there() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    booking = asyncio.run(subject.place(seeker(LONG, clock), 1.0))
+    subject.forget(far)
+    assert booking.route.prefill == F and not subject.board.node(F).usable
+    assert placed(subject, seeker(LONG, clock))[0] == A
+    booking.close(clock.now())
+    subject.tick()
+    assert F not in subject.board and len(subject.members) == 3
+
+
+def test_a_kvd_that_comes_back_under_another_name_is_another_node() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    far = subject.members.named(F)
+    assert far is not None
+    subject.heard(far, report("g", instance="second"))
+    assert F not in subject.board and subject.members.named(F) is None
+    assert placed(subject, seeker(LONG, clock))[0] == "g"
