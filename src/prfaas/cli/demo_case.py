@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float64]
 
 SCALES = Scales(time=0.5, bytes=1 / 576, output=1 / 32)  # 2 bytes per token and MLA layer
 LOAD = 0.95  # of what PrfaaS-PD can carry, as planned; more than its baselines can
-SECONDS = 24.0  # of this machine, for each deployment
+SECONDS = 20.0  # of this machine, for each deployment
 WARM_SHARE = 0.2  # of the arrivals, before anything is counted
 SYSTEMS = ("prfaas_pd", "homogeneous", "naive")
 

@@ -119,16 +119,26 @@ async def launched_gateway(
     file = hosts.folder / "deployment.toml"
     file.write_text(deployment_toml(running), encoding="utf-8")
     say("the gateway")
-    child = await hosts.children.start(commands.gateway(file, options, heard))
-    try:
-        url = await child.ready()
-        timeout = aiohttp.ClientTimeout(total=ASK_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            live = Live(running, hosts, url, http)
+    timeout = aiohttp.ClientTimeout(total=ASK_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for kvd in hosts.kvds.values():
+            await _forget_role(http, kvd.url)
+        child = await hosts.children.start(commands.gateway(file, options, heard))
+        try:
+            live = Live(running, hosts, await child.ready(), http)
             await _all_seen(live)
             yield live
-    finally:
-        await hosts.children.end([child])
+        finally:
+            await hosts.children.end([child])
+
+
+async def _forget_role(http: aiohttp.ClientSession, kvd_url: str) -> None:
+    """A new gateway keeps the roles it finds, and these may be another deployment's."""
+    url = f"{kvd_url}/v1/role"
+    async with http.get(url, raise_for_status=True) as answer:
+        role = await answer.json()
+    async with http.post(url, json={**role, "role": "both"}, raise_for_status=True):
+        pass
 
 
 async def _all_seen(live: Live) -> None:
