@@ -104,8 +104,8 @@ class Scene:
 
 
 async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
-    deployment, profile = tiny_deployment(CACHE, say)
     wish = Wish("hf")
+    deployment, profile = tiny_deployment(CACHE, wish, say)
     ready = prepared(deployment, profile, wish, folder)
     stories, ear = Stories(), RelayEar()
     async with (

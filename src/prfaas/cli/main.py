@@ -57,6 +57,8 @@ def cli() -> None:
 
     \b
     Start here:
+      prfaas demo                               show me, in three minutes
+      prfaas up                                 serve it on this machine
       prfaas kv                                 how much KV do these models produce, how fast?
       prfaas plan configs/case_study.toml       is it worth it, with which threshold and split?
       prfaas simulate configs/case_study.toml   what would happen to every request?

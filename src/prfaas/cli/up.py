@@ -119,7 +119,7 @@ def prepare(file: Path | None, wish: Wish, folder: Path, say: Callable[[str], No
         )
     if file is not None:
         return prepared(load_deployment(file), file, wish, folder)
-    deployment, profile = tiny_deployment(CACHE, say)
+    deployment, profile = tiny_deployment(CACHE, wish, say)
     return prepared(deployment, profile, wish, folder)
 
 

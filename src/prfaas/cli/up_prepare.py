@@ -5,15 +5,18 @@ From nothing: a tiny model made on the spot, and its profile measured here once;
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from prfaas.cli.child import tether
 from prfaas.cli.simulate_cases import BASELINES
 from prfaas.cli.wiring import Study
 from prfaas.config import Deployment
@@ -29,7 +32,9 @@ from prfaas.config.deployment import (
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.commands import EngineKind, Engines
+from prfaas.launch.children import ChildDied
+from prfaas.launch.commands import VLLM_MAX_TOKENS, EngineKind, Engines, Host
+from prfaas.launch.running import serving_alone
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.planner import baselines
 
@@ -38,6 +43,7 @@ MEMORY = "256MiB"  # of each kvd; its pages exist once they are used
 TINY_WAN = Link("far", "near", gbps=1.0, rtt_ms=20.0)
 TINY_MAX_TOKENS = 8192
 ACCELERATOR = "this-machine"
+VLLM_ARCH = "falcon-h1"
 # Scaled blocks of 64 tokens would be a few hundred bytes each: all bookkeeping, no KV.
 EMULATED_BLOCK_TOKENS = 512
 
@@ -190,26 +196,31 @@ def _absolute(deployment: Deployment, folder: Path) -> Deployment:
 # From nothing -------------------------------------------------------------------------------------
 
 
-def tiny_deployment(cache: Path, say: Callable[[str], None]) -> tuple[Deployment, Path]:
-    """The tiny Kimi-Linear model on one PrfaaS node, one PD prefill node and one PD decode node;
-    and its profile's file. Both clusters are this machine, so the plan's threshold is where two
-    equal prefill nodes have equally much to do with the traffic stated here: most prompts short,
-    most tokens in long ones."""
-    checkpoint = cache / f"tiny-{DEFAULT_ARCH}"
+def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tuple[Deployment, Path]:
+    """The tiny Kimi-Linear model (for vLLM Falcon-H1, which it has on CPUs) on one PrfaaS node, one
+    PD prefill node and one PD decode node; and its profile's file. Both clusters are this machine,
+    so the plan's threshold is where two equal prefill nodes have equally much to do with the
+    traffic stated here: most prompts short, most tokens in long ones."""
+    vllm = wish.engine == "vllm"
+    arch = VLLM_ARCH if vllm else DEFAULT_ARCH
+    checkpoint = cache / f"tiny-{arch}"
     if not (checkpoint / "config.json").is_file():
         say("making a tiny model (once)")
-        _make(checkpoint)
-    profile = checkpoint / "profile.toml"
+        _make(checkpoint, arch)
+    profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
         say("measuring it on this machine (once, some seconds)")
-        _prfaas(
-            *("profile", "--model", str(checkpoint), "--lengths", "64,512,2048,4096"),
-            *("--batches", "1,2,4", "--rounds", "2", "--accelerator", ACCELERATOR),
-            *("--out", str(profile)),
-        )
-    longest = TINY_MAX_TOKENS - 1024  # an answer must fit behind it
+        points = ["--batches", "1,2,4", "--rounds", "2", "--accelerator", ACCELERATOR]
+        points += ["--out", str(profile)]
+        if vllm:
+            _measure_vllm(checkpoint, wish, points)
+        else:
+            lengths = ["--lengths", "64,512,2048,4096"]
+            _prfaas("profile", "--model", str(checkpoint), *lengths, *points)
+    max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
+    longest = max_tokens - 1024  # an answer must fit behind it
     deployment = Deployment(
-        model=ModelSection(checkpoint.name, str(checkpoint / "config.json"), None, TINY_MAX_TOKENS),
+        model=ModelSection(checkpoint.name, str(checkpoint / "config.json"), None, max_tokens),
         workload=Lognormal(6.0, 1.2, min_tokens=16, max_tokens=longest, output_tokens=32),
         slo=SLO(output_tokens_per_s=2.0),
         clusters=[
@@ -223,11 +234,28 @@ def tiny_deployment(cache: Path, say: Callable[[str], None]) -> tuple[Deployment
     return deployment, profile
 
 
-def _make(checkpoint: Path) -> None:
+def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
+    """One server alone, over HTTP."""
+    engines = Engines("vllm", str(checkpoint), checkpoint.name, MEMORY, python=wish.python)
+    host = Host("measured", "near", ACCELERATOR, 1)
+
+    async def run() -> None:
+        with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
+            async with serving_alone(host, engines, Path(name), tether()) as url:
+                lengths = ["--lengths", "64,512,2048"]
+                await asyncio.to_thread(_prfaas, "profile", "--url", url, *lengths, *points)
+
+    try:
+        asyncio.run(run())
+    except ChildDied as error:
+        raise InputError(str(error), where="--vllm-python") from None
+
+
+def _make(checkpoint: Path, arch: str) -> None:
     """Under another name first: a checkpoint that is there is whole."""
     unfinished = checkpoint.with_name(f"{checkpoint.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    _prfaas("model", "make", str(unfinished))
+    _prfaas("model", "make", str(unfinished), "--arch", arch)
     unfinished.rename(checkpoint)
 
 

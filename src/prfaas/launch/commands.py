@@ -21,7 +21,8 @@ from prfaas.launch.children import Command
 
 EngineKind: TypeAlias = Literal["hf", "emulated", "vllm"]
 VLLM_KV_BYTES = 64 << 20
-VLLM_STEP_TOKENS = 512
+VLLM_MAX_TOKENS = 4096
+VLLM_STEP_TOKENS = 256  # of Mamba models no more than a block: without Triton it fails
 DRAIN_S = 2.0  # what has begun may end, but nobody waits long for a demonstration to stop
 
 
@@ -119,9 +120,9 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
     arguments = ["--program", str(engines.python), "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", engines.model, "--served-model-name", engines.name]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    arguments += ["--dtype", "float32", "--max-model-len", "4096", "--no-enable-log-requests"]
+    arguments += ["--dtype", "float32", "--max-model-len", str(VLLM_MAX_TOKENS)]
     arguments += ["--enable-prefix-caching", "--max-num-batched-tokens", str(VLLM_STEP_TOKENS)]
-    arguments += ["--kv-cache-memory-bytes", str(VLLM_KV_BYTES)]
+    arguments += ["--kv-cache-memory-bytes", str(VLLM_KV_BYTES), "--no-enable-log-requests"]
     arguments += ["--kv-transfer-config", json.dumps(connector)]
     arguments += ["--kv-events-config", json.dumps(events)]
     return Command(

@@ -21,7 +21,7 @@ from prfaas.config.write import deployment_toml
 from prfaas.errors import PeerError
 from prfaas.launch import commands
 from prfaas.launch.children import Children
-from prfaas.launch.commands import Engines, KvdAt
+from prfaas.launch.commands import Engines, Host, KvdAt
 
 READY_S = 300.0  # for the gateway to see every node; engines have started by then
 LOOK_S = 0.2  # between two looks at it
@@ -102,6 +102,19 @@ async def launched_hosts(
         for way in ways:
             relays |= commands.parse_relay(said[way.name], way)
         yield Hosts(deployment, folder, urls, kvds, relays, children)
+
+
+@asynccontextmanager
+async def serving_alone(
+    host: Host, engines: Engines, folder: Path, tether: Sequence[str]
+) -> AsyncIterator[str]:
+    """One engine with its kvd; where it is."""
+    async with Children(folder, tether) as children:
+        said = await children.started([commands.kvd(host, folder, engines.memory)])
+        kvd = commands.parse_kvd(said[f"kvd-{host.name}"])
+        port = _free_port() if engines.kind == "vllm" else 0
+        urls = await children.started([commands.engine(host, folder, kvd, engines, port)])
+        yield f"http://127.0.0.1:{port}" if port else urls[host.name]
 
 
 @asynccontextmanager
