@@ -17,6 +17,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
 from prfaas.gateway.ask import Ask, Story
 from prfaas.gateway.backend import Back, BackOptions, running
+from prfaas.gateway.token_ids import TokenIds
 from prfaas.planner.problem import Problem
 from tests.node.hosts import Host
 from tests.waiting import PATIENCE_S
@@ -112,7 +113,7 @@ def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any
     }
     more = {"salt": "", "conversation": False, **more}
     name = f"test-{next(_NUMBERS)}"
-    return Ask(name, "/v1/completions", ids, fields, stream=stream, **more)
+    return Ask(name, "/v1/completions", TokenIds.of(ids), fields, stream=stream, **more)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from tests.gateway.backs import (
     with_role,
 )
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import Host
+from tests.node.hosts import Host, text_of
 
 LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
 
@@ -226,3 +226,38 @@ def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> None:
 
     asyncio.run(main())
     emulated.wait_until_idle()
+
+
+def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
+    """The first turn was prefilled far away and its state is at a decode node; the second is short
+    enough for home, where the prefill node lacks it."""
+    ids = prompt(LONG + 64, 9)
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            first = await answered(back, ask(ids, conversation=True))
+            again = ask([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
+
+            def copies() -> list[dict[str, object]]:
+                found: list[dict[str, object]] = back.explain(again)["chosen"]["copies"]
+                return found
+
+            await until(lambda: bool(copies()))
+            near = emulated.named(with_role(back, "prefill")[0])
+            before = hit_tokens(near)
+            second = await answered(back, again)
+            assert not second.story.offloaded and second.story.cached_tokens >= LONG
+            assert hit_tokens(near) - before == second.story.cached_tokens
+            assert second.story.attempts == 1
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def hit_tokens(host: Host) -> float:
+    page = text_of(f"{host.url}/metrics")
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total")
+    ]
+    return float(line.split()[-1])

@@ -16,6 +16,8 @@ from tests.gateway.conftest import Hosts
 from tests.node.conftest import hf_options
 from tests.node.hosts import Host, cached_of, tokens_of
 
+# Three processes import torch, which takes a minute each where cores are busy.
+pytestmark = pytest.mark.timeout(600)
 LENGTHS = (300, 1, 65, 193, 64, 2, 400, 129, 63, 257)
 NEW_TOKENS = 4
 _SALTS = count()
@@ -58,15 +60,12 @@ async def converse(back: Back, seed: int) -> list[tuple[list[int], list[int], bo
     return turns
 
 
-FIFTY = (pytest.mark.slow, pytest.mark.timeout(600))
-
-
 @pytest.mark.parametrize(
     ("hosts", "conversations"),  # of two turns each
     [
         ("kimi-linear", 6),
-        pytest.param("kimi-linear", 25, marks=FIFTY),
-        pytest.param("mimo", 25, marks=FIFTY),
+        pytest.param("kimi-linear", 25, marks=pytest.mark.slow),
+        pytest.param("mimo", 25, marks=pytest.mark.slow),
     ],
     indirect=["hosts"],
 )

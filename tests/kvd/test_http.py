@@ -168,7 +168,8 @@ def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
     class Gateway(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            heard.put((self.path, json.loads(body)))
+            if self.headers["Authorization"] == "Bearer sk-gateway":
+                heard.put((self.path, json.loads(body)))
             self.send_response(200)
             self.end_headers()
 
@@ -180,7 +181,8 @@ def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
         thread.start()
         try:
             nobody, somebody = "http://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}/"
-            with kvd(tmp_path, cluster="far", gateways=(nobody, somebody)) as host:
+            telling = {"gateways": (nobody, somebody), "gateway_key": "sk-gateway"}
+            with kvd(tmp_path, cluster="far", **telling) as host:
                 with host.engine("node-a", url="http://node-a:8000"):
                     path, body = heard.get(timeout=PATIENCE_S)
                     assert (path, body["kvd_url"]) == ("/prfaas/v1/register", host.url)

@@ -10,11 +10,10 @@ import msgspec
 import uvloop
 
 from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.secret import read_secret
 from prfaas.cli.wiring import Study
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import Key
-from prfaas.config.strict import read_text
-from prfaas.errors import InputError
 from prfaas.gateway.backend import BackOptions
 from prfaas.gateway.front.keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, run_gateway
@@ -60,7 +59,7 @@ def gateway(
     options = GatewayOptions(
         words=load_words(file.parent / section.tokenizer) if section.tokenizer else None,
         keys=[_key(key, file) for key in section.keys],
-        back=BackOptions(record=record, node_key=_secret(node_key) if node_key else None),
+        back=BackOptions(record=record, node_key=read_secret(node_key) if node_key else None),
         drain_s=drain_s,
     )
     problem = Study(file, "exact").problem(deployment)
@@ -90,12 +89,5 @@ def _with_flags(
 
 
 def _key(key: Key, file: Path) -> TenantKey:
-    secret = key.key if key.key is not None else _secret(file.parent / (key.file or ""))
+    secret = key.key if key.key is not None else read_secret(file.parent / (key.file or ""))
     return TenantKey(secret, key.tenant)
-
-
-def _secret(path: Path) -> str:
-    secret = read_text(path).strip()
-    if not secret:
-        raise InputError("is empty", file=path, fix="write the key into it")
-    return secret

@@ -10,6 +10,7 @@ import click
 import uvloop
 
 from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.secret import read_secret
 from prfaas.cli.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
 from prfaas.kvd.incoming import TransferOptions
@@ -33,6 +34,7 @@ _TRANSFERS = TransferOptions()
 @click.option("--advertise", metavar="HOST", help="This host as others reach it.")
 @click.option("--via", metavar="HOST:PORT", help="A relay that senders use instead of --listen.")
 @click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
+@click.option("--gateway-key", type=click.Path(path_type=Path), help="File: a key it knows.")
 @click.option("--cluster", metavar="NAME", help="Of the deployment; registering needs it.")
 @click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
 @click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
@@ -56,6 +58,7 @@ def kvd(
     advertise: str | None,
     via: str | None,
     gateways: tuple[str, ...],
+    gateway_key: Path | None,
     cluster: str | None,
     ca: Path | None,
     cert: Path | None,
@@ -95,6 +98,7 @@ def kvd(
         via=via,
         cluster=cluster or "",
         gateways=gateways,
+        gateway_key=read_secret(gateway_key) if gateway_key is not None else None,
         tls=tls,
         store=StoreOptions(
             memory_bytes=parse_bytes(memory, "--memory"),

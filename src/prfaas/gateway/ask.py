@@ -6,11 +6,12 @@ what comes back is the decode engine's own answer, event by event, from its firs
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from prfaas.gateway.token_ids import TokenIds
 from prfaas.kvd.heartbeat import Heartbeat
 
 
@@ -22,7 +23,7 @@ class Ask:
 
     id: str  # names the request in logs, at the nodes (X-Request-Id) and to the client
     path: Literal["/v1/completions", "/v1/chat/completions"]
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     fields: Mapping[str, Any]
     salt: str  # the tenant's; prompts of different salts share no cache
     stream: bool

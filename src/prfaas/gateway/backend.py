@@ -62,7 +62,7 @@ class Back:
         return self._lives.answer(ask, story)
 
     def explain(self, ask: Ask) -> dict[str, Any]:
-        prompt = PromptHashes(ask.token_ids, salt=ask.salt, adapter=ask.adapter)
+        prompt = PromptHashes(ask.token_ids.array, salt=ask.salt, adapter=ask.adapter)
         request = request_of(ask, 0, self._clock.now())
         return shown_explanation(self.router.explain(request, prompt))
 

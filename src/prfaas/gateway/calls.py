@@ -110,7 +110,13 @@ async def calling(key: str | None = None) -> AsyncIterator[Calls]:
     """`key` is sent to every peer as a bearer token."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    session = aiohttp.ClientSession(
+        connector=connector,
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),  # peers set none, and looking takes its time
+        skip_auto_headers=("Accept-Encoding", "User-Agent"),
+    )
+    async with session:
         yield Calls(session)
 
 

@@ -29,6 +29,8 @@ from prfaas.scheduler.request import Route
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
 
 CUT_S = 3.0  # a transfer over a link that is cut is given up after this; shorter cuts heal
+COPY_S = 1.0  # a prefill waits so long for a copy, and some times what it was expected to take
+_PATIENT = 4.0
 _CHECK_S = 1.0
 _THE_CLIENTS = (400, 404, 413, 422)  # statuses that another node would answer as well
 
@@ -115,7 +117,7 @@ class HandOff:
         await self._copies(prompt)
         body = {
             "model": self._prefill.card.model,
-            "prompt": list(ask.token_ids[: length.handoff_tokens]),
+            "prompt": ask.token_ids.json(length.handoff_tokens),
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": ask.salt} if ask.salt else {}),
@@ -162,7 +164,8 @@ class HandOff:
             pull = KvdClient(self._calls, target.kvd_url).pull(source.kvd_url, hashes)
             pulls.append(self._errands.run(pull, PULL_S))
         if pulls:
-            await asyncio.wait(pulls)
+            expected_s = max(copy.seconds for copy in self._route.copies)
+            await asyncio.wait(pulls, timeout=COPY_S + _PATIENT * expected_s)
 
     async def _carry_out(
         self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
@@ -74,7 +75,7 @@ class KvdClient:
         return await self._calls.ask("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
-        url = f"{self.url}/v1/events?node={node}&since={since}&wait_s={wait_s:g}"
+        url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"
         return await self._calls.ask("GET", url, EventPage, timeout_s=wait_s + _SLACK_S)
 
     async def set_role(self, role: Role) -> Role | None:

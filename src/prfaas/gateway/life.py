@@ -18,7 +18,7 @@ import msgspec
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost, PeerError
-from prfaas.gateway.ask import Ask, Refusal, Story
+from prfaas.gateway.ask import Ask, Story
 from prfaas.gateway.booking import Booking
 from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.calls import Calls, Said
@@ -26,11 +26,9 @@ from prfaas.gateway.errands import Errands
 from prfaas.gateway.handing import Failed, HandOff, Later, refused_by
 from prfaas.gateway.node_client import Answer, NodeClient
 from prfaas.gateway.router import Router, Seeker
+from prfaas.gateway.tries import Tries
 from prfaas.scheduler.request import Request
-from prfaas.types import NodeId
 
-PATIENCE_S = 60.0  # a request waits so long for a place, all attempts together
-RETRY_S = 1.0  # what a client is told whose request has failed too often
 _LOST = 424  # of a decode node: the state is not there any more; the node is well
 _LONG_TOKENS = 8_192  # hashing more takes the event loop's time: a thread does it
 
@@ -55,7 +53,7 @@ class Lives:
         try:
             prompt = await self._hashed(ask)
             request = request_of(ask, next(self._ids), story.arrived_s)
-            tries = _Tries(self._router, self._budget, self._clock, story)
+            tries = Tries(self._router, self._budget, self._clock, story)
             while True:
                 seeker = Seeker(request, prompt, tries.avoid)
                 booking = await self._router.place(seeker, tries.patience_s())
@@ -77,9 +75,11 @@ class Lives:
             self.in_flight -= 1
 
     async def _hashed(self, ask: Ask) -> PromptHashes:
+        sizes = self._router.block_sizes()
+
         def hashes() -> PromptHashes:
-            prompt = PromptHashes(ask.token_ids, salt=ask.salt, adapter=ask.adapter)
-            for size in self._router.block_sizes():
+            prompt = PromptHashes(ask.token_ids.array, salt=ask.salt, adapter=ask.adapter)
+            for size in sizes:
                 prompt.at(size)
             return prompt
 
@@ -125,7 +125,7 @@ class Lives:
         body = {
             **ask.fields,
             "model": decode.card.model,
-            **({"prompt": list(ask.token_ids)} if ask.path == "/v1/completions" else {}),
+            **({"prompt": ask.token_ids.json()} if ask.path == "/v1/completions" else {}),
             **({"cache_salt": ask.salt} if ask.salt else {}),
             **transfer,
         }
@@ -162,57 +162,6 @@ class Lives:
             self._router.traffic.observe(
                 self._clock.now(), prompt.tokens - cached, cached, max(1, answer.output_tokens)
             )
-
-
-class _Tries:
-    """What one request has been through, and whether it may go on."""
-
-    def __init__(self, router: Router, budget: RetryBudget, clock: Clock, story: Story) -> None:
-        self._router = router
-        self._budget = budget
-        self._clock = clock
-        self._story = story
-        self._until_s = clock.now() + PATIENCE_S
-        self._failed_at: set[NodeId] = set()
-        self._full: set[NodeId] = set()
-        self._rest_s = 0.0
-
-    @property
-    def avoid(self) -> frozenset[NodeId]:
-        return frozenset(self._failed_at | self._full)
-
-    def patience_s(self) -> float:
-        return max(0.0, self._until_s - self._clock.now())
-
-    def failed(self, failure: Failed, booking: Booking) -> None:
-        """Raises `Refusal` when that was the last attempt."""
-        self._story.failures.append(str(failure))
-        if not self._budget.take(self._story.attempts):
-            raise Refusal(
-                503,
-                "upstream_failed",
-                f"tried {self._story.attempts} times: {failure}",
-                retry_after_s=RETRY_S,
-            ) from None
-        self._failed_at.update(failure.avoid)
-        if failure.prefill and booking.route.offloaded:
-            self._failed_at.update(self._router.remote_nodes())
-
-    def put_off(self, later: Later) -> None:
-        """Nothing was computed, so this costs no retry: another decode node, or a rest."""
-        self._story.attempts -= 1
-        self._full.add(later.node)
-        if self._router.decodes_elsewhere(self._full):
-            return
-        self._full.clear()
-        self._rest_s = later.retry_after_s
-        if self._rest_s > self.patience_s():
-            raise Refusal(503, "overloaded", str(later), retry_after_s=self._rest_s) from None
-
-    async def rest(self) -> None:
-        if self._rest_s:
-            await asyncio.sleep(self._rest_s)
-            self._rest_s = 0.0
 
 
 def request_of(ask: Ask, number: int, arrived_s: float) -> Request:

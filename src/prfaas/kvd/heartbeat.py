@@ -26,7 +26,12 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 async def beat(
-    http: aiohttp.ClientSession, gateway: str, kvd_url: str, cluster: str, reporter: Reporter
+    http: aiohttp.ClientSession,
+    gateway: str,
+    kvd_url: str,
+    cluster: str,
+    reporter: Reporter,
+    key: str | None = None,
 ) -> None:
     """Until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
@@ -35,6 +40,8 @@ async def beat(
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         problem = ""
         try:
             async with http.post(url, data=body, headers=headers, timeout=timeout) as response:

@@ -58,6 +58,7 @@ class KvdOptions:
     via: str | None = None  # what grants name instead of the data address
     cluster: str = ""  # of the deployment, for gateways
     gateways: Sequence[str] = ()
+    gateway_key: str | None = None  # that they ask for
     tls: TlsFiles | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
     transfers: TransferOptions = field(default_factory=TransferOptions)
@@ -115,7 +116,9 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(_sweep(incoming, links))]
         for gateway in options.gateways:
-            telling = beat(client, gateway, http_url, options.cluster, reporter)
+            telling = beat(
+                client, gateway, http_url, options.cluster, reporter, options.gateway_key
+            )
             tasks.append(group.create_task(telling))
         try:
             yield Running(options.socket, data, http_url, store)

@@ -20,7 +20,7 @@ class Chat(msgspec.Struct, frozen=True):
     @property
     def variables(self) -> dict[str, Any]:
         """What a template sees beside the conversation."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return effort | (self.chat_template_kwargs or {})
+        effort, asked = self.reasoning_effort, self.chat_template_kwargs or {}
+        if effort is None:
+            return asked
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | asked

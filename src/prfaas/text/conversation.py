@@ -20,7 +20,8 @@ _TEXT_OF = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_KEPT = ("name", "tool_call_id")
+_OF_TOOLS = ("name", "description", "parameters", "strict", "defer_loading")
+_ALWAYS = _OF_TOOLS[:3]  # null when absent
 
 
 def is_multimodal(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -51,7 +52,11 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError("no function with a name", where=f"tools.{index}", fix="describe it")
-        described = {"name": "", "description": None, "parameters": None} | function
+        described = {
+            key: function.get(key)
+            for key in _OF_TOOLS
+            if key in _ALWAYS or function.get(key) is not None
+        }
         schemas.append({"type": tool.get("type", "function"), "function": described})
     return schemas
 
@@ -62,17 +67,20 @@ def _message(message: Mapping[str, Any], at: str, content_is_parts: bool) -> dic
         raise InputError("no role", where=at, fix='give one, such as "user"')
     texts = _texts(message.get("content"), f"{at}.content")
     told: dict[str, Any] = {"role": role}
-    if content_is_parts:
+    if content_is_parts and role != "tool":  # templates take a tool's answer as text
         told["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         told["content"] = "\n".join(texts)
-    told |= {key: message[key] for key in _KEPT if isinstance(message.get(key), str)}
+    if isinstance(message.get("name"), str):
+        told["name"] = message["name"]
+    if role == "tool" and "tool_call_id" in message:
+        told["tool_call_id"] = message["tool_call_id"]
     if role == "assistant":
         reasoning = message.get("reasoning")
         if reasoning is not None:
             told |= {"reasoning": reasoning, "reasoning_content": reasoning}
         calls = message.get("tool_calls")
-        if calls is not None:
+        if calls is not None and calls != []:
             told["tool_calls"] = _calls(calls, f"{at}.tool_calls")
     return told
 

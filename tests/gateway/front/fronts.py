@@ -86,7 +86,7 @@ class OneNode:
         self.stories.append(story)
         body = {**ask.fields, "cache_salt": ask.salt}
         if ask.path == "/v1/completions":
-            body["prompt"] = ask.token_ids
+            body["prompt"] = ask.token_ids.json()
         story.attempts, story.reason, story.routed_s = 1, "the only one", story.arrived_s
         try:
             async with self.node.http.post(ask.path, data=msgspec.json.encode(body)) as response:

@@ -134,6 +134,8 @@ def test_keys_are_asked_for_where_prompts_are() -> None:
             assert status == 401 and b"invalid_api_key" in body
         status, _ = await front.get("/v1/models", Authorization="bearer right")
         assert status == 200
+        page = (await front.get("/metrics"))[1].decode()
+        assert "prfaas_gateway_unauthorized_total 9.0" in page
 
     with_front(scenario, keys=[TenantKey("right", "")])
 

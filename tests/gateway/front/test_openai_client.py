@@ -166,6 +166,6 @@ def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
             assert ask.fields["tools"] == [tool] and ask.fields["tool_choice"] == "auto"
             assert ask.fields["nobody_knows"] == {"deep": [1]}
             assert "cache_salt" not in ask.fields and ask.salt not in ("", "mine")
-            assert BYTES.decode(ask.token_ids).count("Why?") == 1
+            assert BYTES.decode(ask.token_ids.array.tolist()).count("Why?") == 1
 
     with_front(scenario)

@@ -96,6 +96,8 @@ class Front:
                 request[_TENANT] = self._keyring.tenant(request.headers.get("Authorization"))
             return await handler(request)
         except Refusal as refusal:
+            if refusal.status == 401:
+                self._metrics.unauthorized.inc()
             return error_response(refusal)
         except InputError as error:
             return error_response(bad_input(error))

@@ -38,6 +38,7 @@ class FrontMetrics:
         self._cached_tokens = self._counter("cached_tokens", "Of them, not computed.", ("route",))
         self._output_tokens = self._counter("output_tokens", "Generated.", ("route",))
         self._handed_bytes = self._counter("handed_off_bytes", "KV, as routes expect.", ("route",))
+        self.unauthorized = self._counter("unauthorized", "Requests without a key that is known.")
         self._retries = self._counter("retries", "Attempts behind the first.")
         self.in_flight = Gauge(
             "prfaas_gateway_in_flight", "Requests being served.", registry=self.registry

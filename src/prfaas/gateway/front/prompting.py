@@ -9,6 +9,7 @@ from functools import partial
 from prfaas.errors import InputError
 from prfaas.gateway.ask import Refusal
 from prfaas.gateway.front.reading import Reading
+from prfaas.gateway.token_ids import TokenIds
 from prfaas.text import Chat, Words
 
 # Rendering and tokenising so little takes well under a millisecond: less than a thread's turn.
@@ -22,15 +23,15 @@ class Prompts:
         self._max_tokens = max_tokens
         self._threads = threads
 
-    async def ids(self, reading: Reading, nbytes: int) -> list[int]:
+    async def ids(self, reading: Reading, nbytes: int) -> TokenIds:
         """`nbytes`: of the body. Raises `Refusal` when it does not fit into the model."""
         ids = await self._ids(reading, nbytes)
         self._check_length(len(ids), reading.options.limit_tokens)
         return ids
 
-    async def _ids(self, reading: Reading, nbytes: int) -> list[int]:
+    async def _ids(self, reading: Reading, nbytes: int) -> TokenIds:
         prompt = reading.prompt
-        if isinstance(prompt, list):
+        if isinstance(prompt, TokenIds):
             return prompt
         if self._words is None:
             raise InputError(
@@ -43,7 +44,7 @@ class Prompts:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, words: Words, prompt: str | Chat, add_special_tokens: bool) -> list[int]:
+    def _encode(self, words: Words, prompt: str | Chat, add_special_tokens: bool) -> TokenIds:
         if isinstance(prompt, Chat):
             text, add_special_tokens = words.render(prompt), prompt.add_special_tokens
         else:
@@ -52,7 +53,7 @@ class Prompts:
         least = -(-len(text) // words.longest_token)
         if least > self._max_tokens:
             raise self._too_long(f"at least {least}", None)
-        return words.encode(text, add_special_tokens=add_special_tokens)
+        return TokenIds.of(words.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_length(self, prompt_tokens: int, limit_tokens: int | None) -> None:
         if prompt_tokens + (limit_tokens or 1) > self._max_tokens:

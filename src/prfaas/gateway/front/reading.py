@@ -1,7 +1,7 @@
 """Bodies of requests: what is checked here before anything is computed. Everything else a client
 sends reaches the decode engine untouched. Pure.
 
-A long prompt is one list from beginning to end; its ids are checked while they are parsed.
+A long prompt of token ids is looked at once, as a whole.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from prfaas.errors import InputError
+from prfaas.gateway.token_ids import LIMIT, TokenIds
 from prfaas.text import Chat
 
 Path: TypeAlias = Literal["/v1/completions", "/v1/chat/completions"]
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=LIMIT)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
-TokenIds: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Ids: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
 T = TypeVar("T")
@@ -69,11 +70,11 @@ class ChatOptions(Options, frozen=True, kw_only=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    prompt: Text | TokenIds
+    prompt: Text | Ids
 
 
 class _Prompts(msgspec.Struct, frozen=True):
-    prompt: list[Text | TokenIds]
+    prompt: list[Text | Ids]
 
 
 # Would make the engine's prompt another than the one that is routed and handed off.
@@ -93,7 +94,7 @@ _ANY = msgspec.json.Decoder()
 class Reading:
     path: Path
     options: Options
-    prompt: str | list[int] | Chat
+    prompt: str | TokenIds | Chat
     fields: dict[str, Any]  # for the decode engine
     prompt_logprobs: bool = False
     add_special_tokens: bool = True
@@ -101,12 +102,13 @@ class Reading:
 
 def read_completion(body: bytes) -> Reading:
     """InputError names the field."""
-    fields = _fields(body)
+    raw = _parsed(_OBJECT, body)
+    fields = _fields(raw)
     options = _converted(fields, CompletionOptions)
     return Reading(
         "/v1/completions",
         options,
-        _prompt(body),
+        _prompt(raw.get("prompt"), body),
         _onward(fields, options),
         prompt_logprobs=options.prompt_logprobs is not None
         or bool(options.echo and options.logprobs is not None),
@@ -116,7 +118,7 @@ def read_completion(body: bytes) -> Reading:
 
 def read_chat(body: bytes) -> Reading:
     """InputError names the field."""
-    fields = _fields(body)
+    fields = _fields(_parsed(_OBJECT, body))
     options = _converted(fields, ChatOptions)
     return Reading(
         "/v1/chat/completions",
@@ -132,9 +134,12 @@ def read_either(body: bytes) -> Reading:
     return read_chat(body) if "messages" in _parsed(_OBJECT, body) else read_completion(body)
 
 
-def _prompt(body: bytes) -> str | list[int]:
+def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
+    ids = TokenIds.read(bytes(raw)) if raw is not None else None
+    if ids is not None:
+        return ids
     try:
-        return _parsed(_PROMPT, body).prompt
+        return _told(_parsed(_PROMPT, body).prompt)
     except InputError as error:
         try:
             several = _parsed(_PROMPTS, body).prompt
@@ -144,12 +149,15 @@ def _prompt(body: bytes) -> str | list[int]:
         raise InputError(
             f"{len(several)} prompts in one request", where="prompt", fix="send one each"
         )
-    return several[0]
+    return _told(several[0])
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def _told(prompt: str | list[int]) -> str | TokenIds:
+    return prompt if isinstance(prompt, str) else TokenIds.of(prompt)
+
+
+def _fields(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
     """Without the prompt, which may be long and is read on its own."""
-    raw = _parsed(_OBJECT, body)
     fields = {name: _parsed(_ANY, value, name) for name, value in raw.items() if name != "prompt"}
     for name, reason in REFUSED.items():
         if fields.get(name) is not None:
