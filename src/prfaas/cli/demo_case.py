@@ -191,16 +191,17 @@ def _failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
 def _table(rows: Sequence[Row], load_rps: float, deployment: Deployment) -> Table:
     gpus = sum(cluster.gpus for cluster in deployment.clusters)
     table = Table(
-        title=f"the case study's {gpus} GPUs, emulated: time x {SCALES.time:g}, bytes x "
-        f"{SCALES.bytes:g}, output x {SCALES.output:g}; {load_rps:.2f} requests/s offered",
+        title=f"the case study's {gpus} GPUs, emulated (time x {SCALES.time:g}, bytes x "
+        f"{SCALES.bytes:.2g}, output x {SCALES.output:.2g}), {load_rps:.2f} requests/s offered: "
+        "first tokens per second, TTFT mean / P90 in s",
         title_justify="left",
     )
     table.add_column("")
     for column in (
-        "first tokens/s: live",
+        "live",
         "simulated",
-        "planned at most",
-        "TTFT mean / P90 (s): live",
+        "at most (plan)",
+        "TTFT live",
         "simulated",
         "egress (Gbps)",
     ):

@@ -139,8 +139,8 @@ async def _play(
     model = live.deployment.model.name
     screen.print(
         _table(
-            f"{model}: threshold {threshold:,} tokens (the plan's), WAN of {link.gbps:g} Gbit/s "
-            f"and {link.rtt_ms:g} ms",
+            f"{model}: what has more than {threshold:,} uncached tokens (the plan's threshold) is "
+            f"long; WAN of {link.gbps:g} Gbit/s, {link.rtt_ms:g} ms",
             served,
         )
     )
@@ -200,7 +200,7 @@ def _table(title: str, served: Sequence[Served]) -> Table:
             f"{len(one.ids):,}",
             f"{told.cached_tokens:,}",
             told.prefill or told.decode,
-            f"{told.reason}{again}",
+            f"{told.reason.partition(':')[0]}{again}",
             "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
             "-" if not one.answer.moments_s else f"{one.answer.ttft_s:.2f}",
             "equal" if one.same else one.answer.error or "NOT equal",

@@ -99,7 +99,12 @@ def up(
     )
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-up-"))
     folder.mkdir(parents=True, exist_ok=True)
-    ready = prepare(file, wish, folder, lambda what: screen.print(what))
+    try:
+        ready = prepare(file, wish, folder, screen.print)
+    except InputError:
+        with suppress(OSError):
+            folder.rmdir()  # unless something is in it
+        raise
     options = ["--policy", policy] if policy else []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
