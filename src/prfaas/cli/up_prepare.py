@@ -6,6 +6,7 @@ From nothing: a tiny model made on the spot, and its profile measured here once;
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,12 @@ def prepared(deployment: Deployment, file: Path, wish: Wish, folder: Path) -> Pr
         )
     directory = str(Path(deployment.model.config).parent)
     name = deployment.model.name
-    return Prepared(deployment, Engines(wish.engine, directory, name, MEMORY, python=wish.python))
+    return Prepared(deployment, _real_engines(wish, directory, name))
+
+
+def _real_engines(wish: Wish, checkpoint: str, name: str) -> Engines:
+    cores = sorted(os.sched_getaffinity(0))
+    return Engines(wish.engine, checkpoint, name, MEMORY, python=wish.python, cores=cores)
 
 
 def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales) -> Prepared:
@@ -236,7 +242,7 @@ def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tupl
 
 def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
     """One server alone, over HTTP."""
-    engines = Engines("vllm", str(checkpoint), checkpoint.name, MEMORY, python=wish.python)
+    engines = _real_engines(wish, str(checkpoint), checkpoint.name)
     host = Host("measured", "near", ACCELERATOR, 1)
 
     async def run() -> None:

@@ -22,7 +22,8 @@ from prfaas.launch.children import Command
 EngineKind: TypeAlias = Literal["hf", "emulated", "vllm"]
 VLLM_KV_BYTES = 64 << 20
 VLLM_MAX_TOKENS = 4096
-VLLM_STEP_TOKENS = 256  # of Mamba models no more than a block: without Triton it fails
+# One block at a time: without Triton vLLM's Mamba kernels cannot cut a chunk at a block boundary.
+VLLM_STEP_TOKENS = 128
 DRAIN_S = 2.0  # what has begun may end, but nobody waits long for a demonstration to stop
 
 
@@ -39,6 +40,7 @@ class Host:
     cluster: str
     accelerator: str
     gpus: int
+    number: int = 0  # among all hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,14 @@ class Engines:
     catalog: Sequence[Path] = ()  # emulated: where its profile is
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
+    cores: Sequence[int] = (0,)  # vllm: of this machine; each engine has one of them
 
 
 def hosts(deployment: Deployment) -> list[Host]:
+    places = [(cluster, n) for cluster in deployment.clusters for n in range(cluster.instances)]
     return [
-        Host(
-            f"{cluster.name}-{number}", cluster.name, cluster.accelerator, cluster.gpus_per_instance
-        )
-        for cluster in deployment.clusters
-        for number in range(cluster.instances)
+        Host(f"{c.name}-{n}", c.name, c.accelerator, c.gpus_per_instance, number)
+        for number, (c, n) in enumerate(places)
     ]
 
 
@@ -121,7 +122,8 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
     arguments += ["--model", engines.model, "--served-model-name", engines.name]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     arguments += ["--dtype", "float32", "--max-model-len", str(VLLM_MAX_TOKENS)]
-    arguments += ["--enable-prefix-caching", "--max-num-batched-tokens", str(VLLM_STEP_TOKENS)]
+    arguments += ["--enable-prefix-caching", "--mamba-cache-mode", "align"]
+    arguments += ["--max-num-batched-tokens", str(VLLM_STEP_TOKENS)]
     arguments += ["--kv-cache-memory-bytes", str(VLLM_KV_BYTES), "--no-enable-log-requests"]
     arguments += ["--kv-transfer-config", json.dumps(connector)]
     arguments += ["--kv-events-config", json.dumps(events)]
@@ -134,7 +136,8 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
+            # OpenMP threads of two servers on the same cores would wait for each other.
+            "VLLM_CPU_OMP_THREADS_BIND": str(engines.cores[host.number % len(engines.cores)]),
         },
     )
 

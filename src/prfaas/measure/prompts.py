@@ -27,9 +27,9 @@ class Run(NamedTuple):
 
 class Prompts:
     def __init__(self, ids: range = TEXT_IDS, seed: int = 0) -> None:
-        self._ids = ids
+        self._words = [str(token) for token in ids]
         drawn = np.random.default_rng(seed).integers(len(ids), size=(_PIECES, PIECE_TOKENS))
-        self._pieces = [[str(ids[index]) for index in row] for row in drawn.tolist()]
+        self._pieces = [[self._words[index] for index in row] for row in drawn.tolist()]
         self._texts = [",".join(piece) for piece in self._pieces]
 
     def text(self, runs: Sequence[Run]) -> bytes:
@@ -39,9 +39,8 @@ class Prompts:
     def _parts(self, run: Run) -> list[str]:
         whole, rest = divmod(max(0, run.tokens - HEAD_TOKENS), PIECE_TOKENS)
         drawn = hashlib.shake_256(run.key).digest(2 * (HEAD_TOKENS + whole + 1))
-        numbers = np.frombuffer(drawn, dtype="<u2")
-        head = numbers[: min(HEAD_TOKENS, run.tokens)] % len(self._ids)
-        parts = [str(self._ids[index]) for index in head.tolist()]
-        order = (numbers[HEAD_TOKENS:] % _PIECES).tolist()
-        parts += [self._texts[index] for index in order[:whole]]
-        return parts + self._pieces[order[whole]][:rest]
+        numbers = memoryview(drawn).cast("H").tolist()
+        words, texts, vocabulary = self._words, self._texts, len(self._words)
+        parts = [words[number % vocabulary] for number in numbers[: min(HEAD_TOKENS, run.tokens)]]
+        parts += [texts[number % _PIECES] for number in numbers[HEAD_TOKENS:-1]]
+        return parts + self._pieces[numbers[-1] % _PIECES][:rest]
