@@ -1,4 +1,5 @@
 # make demo   set up and run the main job        make test    set up and run the tests
+# make up     serve the demo's deployment
 # make check  lint, types and tests              make format  rewrite in the house style
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
 # make test-slow  the rest of the tests        make clean  forget the environment
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
+.PHONY: setup demo up test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -29,12 +30,11 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/prfaas kv
-	$(BIN)/prfaas plan configs/case_study.toml --compare configs/case_study.published.toml \
-	  --sweep links.0.gbps=2,5,8,10,15,20,50,100 --plot out/demo
-	$(BIN)/prfaas plan configs/case_study.toml --reading exact
-	$(BIN)/prfaas simulate configs/case_study.toml --policy paper adaptive \
-	  --baseline homogeneous naive --requests 4000 --plot out/demo
+	$(BIN)/prfaas demo
+
+# Keeps serving the demo's deployment until Ctrl-C.
+up: setup
+	$(BIN)/prfaas up
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'

@@ -16,7 +16,7 @@ ROWS = [
     {"errors", "clock", "types", "kvspec", "config", "catalog", "text"},
     {"planner", "scheduler", "cache"},
     {"transport", "engine"},
-    {"gateway", "kvd", "node", "sim", "integrations", "testing"},
+    {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure", "launch"},
     {"cli"},
     {"__main__"},
 ]
@@ -30,6 +30,7 @@ WITHIN_ROW = {
     ("node", "kvd"),  # the client's side of it, as is the next
     ("integrations", "kvd"),
     ("testing", "kvd"),  # its messages: a gate stands between an engine and its kvd
+    ("measure", "sim"),  # the arrivals: what is offered is what is simulated
     ("gateway", "kvd"),  # what a kvd says over HTTP
     ("text", "errors"),
     ("text", "config"),  # the reader of files

@@ -124,3 +124,19 @@ def test_mistakes_are_one_line(
 def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
     result = prfaas("profile", "--model", tmp_path / "gone")
     assert result.code == 2 and "no such directory" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --model or --url"),
+        (("--url", "http://127.0.0.1:9", "--model", "x"), "give either --model or --url"),
+        (("--url", "http://127.0.0.1:9"), "--accelerator: which hardware?"),
+        (("--url", "http://127.0.0.1:9", "--accelerator", "h20"), "is it running?"),
+    ],
+)
+def test_servers_that_cannot_be_measured(
+    prfaas: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    result = prfaas("profile", *arguments)
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1

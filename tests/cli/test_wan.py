@@ -125,6 +125,12 @@ def test_obeys_lines_on_standard_input(start: Callable[..., Process]) -> None:
     ]
 
 
+def test_as_many_ways_in_as_out(prfaas: Run) -> None:
+    here = "127.0.0.1:0"
+    result = prfaas("wan", "--listen", here, "--listen", here, "--to", "127.0.0.1:9")
+    assert result.code == 2 and "2 addresses lead to 1" in result.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -71,6 +71,31 @@ def test_all_connections_together_stay_below_the_rate() -> None:
     assert received * 8 / took_s <= rate_bps * 1.001
 
 
+def test_several_doors_share_one_path() -> None:
+    rate_bps, each_bytes = 80e6, MIB
+    hosts = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    anywhere = Address("127.0.0.1", 0)
+    first, second = ((anywhere, Address(*host.getsockname())) for host in hosts)
+    with Relay(*first, Conditions(rate_bps=rate_bps), also=[second]) as relay:
+        clients = [socket.create_connection(door, TIMEOUT_S) for door in relay.addresses]
+        targets = [host.accept()[0] for host in hosts]
+        started_s = time.monotonic()
+        for mark, client in zip(b"ab", clients, strict=True):
+            send_in_background(client, bytes([mark]) * each_bytes)
+        for mark, target in zip(b"ab", targets, strict=True):
+            target.settimeout(TIMEOUT_S)
+            assert set(receive(target, each_bytes)) == {mark}  # each door leads to its own host
+        assert time.monotonic() - started_s >= 2 * each_bytes * 8 / rate_bps * 0.9
+        relay.outage()
+        for door in relay.addresses:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(door, TIMEOUT_S)
+        relay.restore()
+        assert accepts(relay)
+    for sock in (*clients, *targets, *hosts):
+        sock.close()
+
+
 def test_each_direction_has_its_own_rate() -> None:
     """Saturating one direction leaves the other its own: 32 MiB one way need half a minute, yet
     the answer comes back while they are on their way."""

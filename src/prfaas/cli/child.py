@@ -1,4 +1,4 @@
-"""A kvd of a node's own: started before the node, ended with it, however the node ends."""
+"""Processes that end with the one that started them, however that ends; a node's own kvd is one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ END_S = 10.0  # for a kvd to end what it is doing
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+PROGRAM = "--program"  # in front of a command that is not ours
+
+
+def tether() -> list[str]:
+    """Goes in front of the arguments of a `prfaas` command, or of `PROGRAM` and another command."""
+    return [sys.executable, "-m", __name__, str(os.getpid())]
+
+
 @contextmanager
 def child_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
     """`prfaas kvd` with these options in a process of its own. It logs where the node logs."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
-        command = [sys.executable, "-m", __name__, str(os.getpid())]
-        command += ["kvd", "--socket", str(path), *options]
+        command = [*tether(), "kvd", "--socket", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 yield KvdPlace(str(path), _url(process))
@@ -48,10 +55,12 @@ def _url(process: subprocess.Popen[str]) -> str:
 
 
 def _run_as_child(parent: int) -> None:
-    """A node that is killed cannot end its kvd: the kernel does."""
+    """Who is killed cannot end its children: the kernel does. That survives an exec."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit("the node has gone")
+        sys.exit("its parent has gone")
+    if sys.argv[1:2] == [PROGRAM]:
+        os.execvp(sys.argv[2], sys.argv[2:])
     main()
 
 

@@ -15,9 +15,11 @@ from prfaas.errors import InputError
 COMMANDS = {
     "kv": "KV size, prefill time and KV throughput of models; egress of a cluster.",
     "plan": "Is it worth it? Best threshold and split, beside three baselines.",
+    "demo": "Plan, serve, cut the WAN, compare: under three minutes.",
     "model": "Make a small model that needs no download.",
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "simulate": "What would a policy have done with this traffic on this deployment?",
+    "up": "Start a whole deployment on this machine, with a WAN made of software.",
     "gateway": "One OpenAI endpoint over the clusters of a deployment.",
     "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
     "handoff": "Hand one request from a prefill to a decode node, step by step.",
@@ -55,6 +57,8 @@ def cli() -> None:
 
     \b
     Start here:
+      prfaas demo                               show me, in three minutes
+      prfaas up                                 serve it on this machine
       prfaas kv                                 how much KV do these models produce, how fast?
       prfaas plan configs/case_study.toml       is it worth it, with which threshold and split?
       prfaas simulate configs/case_study.toml   what would happen to every request?

@@ -1,21 +1,29 @@
-"""`prfaas profile`: measures a model on the hardware at hand, for the planner and for emulation."""
+"""`prfaas profile`: measures a model on the hardware at hand, or a server, for the planner and for
+emulation."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 from rich.table import Table
 
 from prfaas.catalog import Accelerator, Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.cli.extras import engine_extra
-from prfaas.cli.output import console, print_json, with_progress
+from prfaas.cli.output import console, print_json, progress_bar, with_progress
 from prfaas.clock import MonotonicClock
 from prfaas.engine.profiling import Measured, Profiler
 from prfaas.errors import InputError
+from prfaas.measure.client import connect
+from prfaas.measure.http_profile import HttpProfiler
+from prfaas.measure.prompts import Prompts
 from prfaas.planner.equations import eq1_kv_throughput_bps
 
 DEFAULT_LENGTHS = "256,1024,4096"
@@ -26,10 +34,11 @@ DEFAULT_ROUNDS = 5
 @click.command()
 @click.option(
     "--model",
-    required=True,
     type=click.Path(path_type=Path),
     help="A checkpoint directory, or a config.json alone: random weights, same times.",
 )
+@click.option("--url", help="Instead: a running OpenAI server, without /v1.")
+@click.option("--key", help="Its API key.")
 @click.option("--device", help="cpu, cuda or cuda:N; the best there is when absent.")
 @click.option(
     "--lengths", default=DEFAULT_LENGTHS, show_default=True, help="New tokens, comma-separated."
@@ -40,20 +49,25 @@ DEFAULT_ROUNDS = 5
 )
 @click.option("--rounds", default=DEFAULT_ROUNDS, show_default=True, help="The median counts.")
 @click.option("--accelerator", help="Name in the profile; the hardware's own when absent.")
+@click.option("--gpus", default=1, show_default=True, help="Of one instance, for the profile.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write a catalog file (TOML).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
-    model: Path,
+    model: Path | None,
+    url: str | None,
+    key: str | None,
     device: str | None,
     lengths: str,
     cached: str,
     batches: str,
     rounds: int,
     accelerator: str | None,
+    gpus: int,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure T_prefill(new, cached), S_kv and decode steps of a model on this machine.
+    """Measure T_prefill(new, cached), S_kv and decode steps of a model on this machine, or over
+    HTTP of any OpenAI server (less the round trip; S_kv cannot be seen from there).
 
     The machine should have nothing else to do. First runs are not counted; where noise makes a
     longer prompt look faster than a shorter one, both get their mean, and the source says so. Name
@@ -63,27 +77,62 @@ def profile(
       prfaas profile --model ./tiny-kimi --lengths 256,1024,4096 --out tiny.toml
       prfaas profile --model ./kimi-48b/config.json --device cuda --lengths 1024,8192,32768,131072
       prfaas profile --model ./tiny-kimi --lengths 256,2048 --cached 1024,4096 --batches 1,8
+      prfaas profile --url http://h20:8000 --accelerator h20 --gpus 8 --lengths 1024,8192,32768
     """
-    wanted_lengths = _numbers(lengths, "--lengths")
-    wanted_cached = _numbers(cached, "--cached") if cached else []
-    wanted_batches = _numbers(batches, "--batches") if batches else []
+    wanted = Wanted(
+        _numbers(lengths, "--lengths"),
+        _numbers(cached, "--cached") if cached else [],
+        _numbers(batches, "--batches") if batches else [],
+        rounds,
+        gpus,
+    )
+    if (model is None) == (url is None):
+        raise InputError("what is to be measured?", fix="give either --model or --url")
     if not 1 <= rounds <= 1000:
         raise InputError(f"{rounds}", where="--rounds", fix="give 1 to 1000")
     if out is not None and not out.parent.is_dir():
         raise InputError("no such directory", file=out.parent, fix="make it first")
+    if url is not None:
+        record, measured = _of_server(url, key, wanted, accelerator)
+        machine_title = ""
+    else:
+        assert model is not None
+        record, measured, machine_title = _of_model(model, wanted, device, accelerator)
+    if out is not None:
+        known = record.accelerator in Catalog.builtin().accelerators
+        unknown = None if known else Accelerator(record.accelerator, title=machine_title)
+        out.write_text(profile_toml(record, unknown), encoding="utf-8")
+    if as_json:
+        print_json(_as_dict(record, measured))
+    else:
+        _show(record, measured, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    lengths: Sequence[int]
+    cached: Sequence[int]
+    batches: Sequence[int]
+    rounds: int
+    gpus: int
+
+
+def _of_model(
+    model: Path, wanted: Wanted, device: str | None, accelerator: str | None
+) -> tuple[ProfileRecord, Measured, str]:
     with engine_extra():
         from prfaas.engine.hardware import hardware
         from prfaas.engine.hf import HFEngine, load_model
 
     loaded = load_model(model, device=device, random_weights=model.is_file())
-    engine = HFEngine(loaded, max_running=max(wanted_batches, default=1))
+    engine = HFEngine(loaded, max_running=max(wanted.batches, default=1))
     try:
         profiler = Profiler(
             engine,
-            lengths=wanted_lengths,
-            cached=wanted_cached,
-            batches=wanted_batches,
-            rounds=rounds,
+            lengths=wanted.lengths,
+            cached=wanted.cached,
+            batches=wanted.batches,
+            rounds=wanted.rounds,
             clock=MonotonicClock(),
         )
         for task in with_progress(profiler.tasks, "measuring"):
@@ -91,22 +140,52 @@ def profile(
     finally:
         engine.close()
     measured, machine = profiler.measured(), hardware(loaded.device)
-    builtin = Catalog.builtin().accelerators
-    name = accelerator or machine.name
     today, dtype = datetime.date.today().isoformat(), engine.compat.kv_dtype
     record = measured.record(
         model=_model_name(model),
-        accelerator=name,
+        accelerator=accelerator or machine.name,
+        gpus=wanted.gpus,
         engine=f"prfaas HFEngine, {machine.software}",
         by=f"prfaas profile, {today}, {machine.title}, {dtype}",
     )
-    if out is not None:
-        unknown = Accelerator(name, title=machine.title) if name not in builtin else None
-        out.write_text(profile_toml(record, unknown), encoding="utf-8")
-    if as_json:
-        print_json(_as_dict(record, measured))
-    else:
-        _show(record, measured, out)
+    return record, measured, machine.title
+
+
+def _of_server(
+    url: str, key: str | None, wanted: Wanted, accelerator: str | None
+) -> tuple[ProfileRecord, Measured]:
+    if accelerator is None:
+        raise InputError(
+            "which hardware?", where="--accelerator", fix="name it: a server does not say"
+        )
+
+    async def run() -> tuple[str, Measured, float]:
+        async with connect(url, MonotonicClock(), key=key) as target:
+            assert target.model is not None
+            profiler = HttpProfiler(
+                target,
+                Prompts(),
+                lengths=wanted.lengths,
+                cached=wanted.cached,
+                batches=wanted.batches,
+                rounds=wanted.rounds,
+            )
+            with progress_bar("measuring", len(profiler)) as show:
+                measured = await profiler.measured(show)
+            return target.model, measured, await profiler.round_trip_s()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        model, measured, round_trip_s = runner.run(run())
+    today = datetime.date.today().isoformat()
+    record = measured.record(
+        model=model,
+        accelerator=accelerator,
+        gpus=wanted.gpus,
+        engine="an OpenAI server",
+        by=f"prfaas profile over HTTP, {today}, {url}, "
+        f"a round trip of {round_trip_s * 1e3:.2g} ms subtracted",
+    )
+    return record, measured
 
 
 def _numbers(text: str, where: str) -> list[int]:
@@ -148,7 +227,7 @@ def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
 
 def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> dict[str, Any]:
     """S_kv and Phi_kv are of whole prompts (eq. 1)."""
-    if cached:
+    if cached or new not in measured.kv_bytes:
         return {"kv_bytes": None, "phi_kv_gbps": None}
     kv_bytes = measured.kv_bytes[new]
     phi_bps = float(eq1_kv_throughput_bps(kv_bytes, seconds))

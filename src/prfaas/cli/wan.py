@@ -19,8 +19,12 @@ _STDIN = 0
 
 
 @click.command()
-@click.option("--listen", required=True, metavar="HOST:PORT", help="Port 0: any free one.")
-@click.option("--to", "target", required=True, metavar="HOST:PORT", help="Where connections go.")
+@click.option(
+    "--listen", required=True, multiple=True, metavar="HOST:PORT", help="Port 0: any free one."
+)
+@click.option(
+    "--to", "targets", required=True, multiple=True, metavar="HOST:PORT", help="Where that leads."
+)
 @click.option("--gbps", type=float, help="Each direction, shared by all connections.")
 @click.option("--rtt-ms", default=0.0, show_default=True, help="Half of it in each direction.")
 @click.option("--jitter-ms", default=0.0, show_default=True, help="Up to so much more.")
@@ -29,8 +33,8 @@ _STDIN = 0
 @click.option("--cut-every", type=float, metavar="S", help="Reset all connections every S seconds.")
 @click.option("--control", is_flag=True, help="Obey lines on standard input (see above).")
 def wan(
-    listen: str,
-    target: str,
+    listen: tuple[str, ...],
+    targets: tuple[str, ...],
     gbps: float | None,
     rtt_ms: float,
     jitter_ms: float,
@@ -46,7 +50,8 @@ def wan(
       prfaas wan --listen 0.0.0.0:7001 --to kv1:7000 --gbps 0.5 --rtt-ms 80 --outage 60,5
 
     Rate and delay hold in each direction. A sender that is faster than the link has to wait; no
-    packet is lost (that needs real packets, hence root: prfaas.testing.lossy_net).
+    packet is lost (that needs real packets, hence root: prfaas.testing.lossy_net). Several --listen
+    lead to as many --to, in their order, and share the rate.
 
     With --control, conditions change while it runs, by lines on standard input:
 
@@ -64,12 +69,22 @@ def wan(
         outage=_recurring(outage, "--outage"),
         cut_every_s=cut_every,
     )
-    to = parse_address(target, "--to")
-    relay = Relay(parse_address(listen, "--listen", any_port=True), to, conditions)
+    if len(listen) != len(targets):
+        raise InputError(
+            f"{len(listen)} addresses lead to {len(targets)}",
+            where="--listen, --to",
+            fix="give as many of the one as of the other",
+        )
+    doors = [parse_address(text, "--listen", any_port=True) for text in listen]
+    leads_to = [parse_address(text, "--to") for text in targets]
+    first, *more = zip(doors, leads_to, strict=True)
+    relay = Relay(*first, conditions, also=more)
     # From here on Ctrl-C and a service manager's SIGTERM end it alike: cleanly, with the counters.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: relay.stop())
-    click.echo(f"relaying {relay.address} to {to}: {describe(conditions)}; Ctrl-C ends it")
+    pairs = zip(relay.addresses, leads_to, strict=True)
+    ways = ", ".join(f"{address} to {to}" for address, to in pairs)
+    click.echo(f"relaying {ways}: {describe(conditions)}; Ctrl-C ends it")
     if control:
         threading.Thread(target=_obey_input, args=(relay,), daemon=True).start()
     try:

@@ -67,7 +67,9 @@ class Measured:
     rounds: int
     levelled: float  # the largest relative change that made times rise with length; 0: none
 
-    def record(self, *, model: str, accelerator: str, engine: str, by: str) -> ProfileRecord:
+    def record(
+        self, *, model: str, accelerator: str, engine: str, by: str, gpus: int = 1
+    ) -> ProfileRecord:
         """For a catalog. `by` says who measured, when and on what."""
         parts = [by, f"median of {self.rounds}"]
         if self.decode:
@@ -77,12 +79,62 @@ class Measured:
         return ProfileRecord(
             model=model,
             accelerator=accelerator,
-            gpus=1,
+            gpus=gpus,
             engine=engine,
             status="measured",
             source="; ".join(parts),
             prefill=[PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds) for p in self.prefill],
             decode=[DecodePoint(step.batch, step.step_s) for step in self.decode],
+        )
+
+
+class Samples:
+    """What is to be measured, in which order, and what came of it."""
+
+    def __init__(
+        self, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int], rounds: int
+    ) -> None:
+        self.points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
+        # Between the short prompts, which decode fastest, and the long ones, which fit least often.
+        self.context_tokens = sorted(lengths)[(len(lengths) - 1) // 2]
+        self._batches = sorted(batches)
+        self._rounds = rounds
+        self._prefill_s: dict[tuple[int, int], list[float]] = {point: [] for point in self.points}
+        self._step_s: dict[int, list[float]] = {batch: [] for batch in self._batches}
+
+    @property
+    def tasks(self) -> list[Task]:
+        made: list[Task] = []
+        for number in range(self._rounds + 1):
+            made += [PrefillTask(new, kept, warm_up=number == 0) for new, kept in self.points]
+            made += [DecodeTask(batch, warm_up=number == 0) for batch in self._batches]
+        return made
+
+    def prefilled(self, task: PrefillTask, seconds: float) -> None:
+        if not task.warm_up:
+            self._prefill_s[task.new_tokens, task.cached_tokens].append(seconds)
+
+    def stepped(self, task: DecodeTask, step_s: float) -> None:
+        if not task.warm_up:
+            self._step_s[task.batch].append(step_s)
+
+    def measured(self, kv_bytes: dict[int, int]) -> Measured:
+        prefill: list[PrefillTime] = []
+        changed = 0.0
+        for kept in sorted({kept for _, kept in self.points}):
+            row = [new for new, of in self.points if of == kept]
+            medians = [statistics.median(self._prefill_s[new, kept]) for new in row]
+            rising = levelled(medians)
+            changed = max(changed, *(abs(a / b - 1) for a, b in zip(rising, medians, strict=True)))
+            prefill += [PrefillTime(new, kept, s) for new, s in zip(row, rising, strict=True)]
+        steps = [DecodeStep(b, statistics.median(self._step_s[b])) for b in self._batches]
+        return Measured(
+            prefill=tuple(prefill),
+            kv_bytes=kv_bytes,
+            decode=tuple(steps),
+            context_tokens=self.context_tokens,
+            rounds=self._rounds,
+            levelled=changed,
         )
 
 
@@ -102,57 +154,27 @@ class Profiler:
         _check(engine, lengths, cached, batches)
         self._engine = engine
         self._clock = clock
-        self._points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
-        self._batches = sorted(batches)
-        self._rounds = rounds
-        # Between the short prompts, which decode fastest, and the long ones, which fit least often.
-        self._context = sorted(lengths)[(len(lengths) - 1) // 2]
-        longest = max(new + kept for new, kept in self._points)
+        self._samples = Samples(lengths, cached, batches, rounds)
+        longest = max(new + kept for new, kept in self._samples.points)
         self._prompt = random.Random(0).choices(range(engine.limits.vocab_size), k=longest)
         self._states: dict[int, MemorySegments] = {}
         self._kv_bytes: dict[int, int] = {}
-        self._prefill_s: dict[tuple[int, int], list[float]] = {point: [] for point in self._points}
-        self._step_s: dict[int, list[float]] = {batch: [] for batch in self._batches}
 
     @property
     def tasks(self) -> list[Task]:
-        made: list[Task] = []
-        for number in range(self._rounds + 1):
-            made += [PrefillTask(new, kept, warm_up=number == 0) for new, kept in self._points]
-            made += [DecodeTask(batch, warm_up=number == 0) for batch in self._batches]
-        return made
+        return self._samples.tasks
 
     def perform(self, task: Task) -> None:
         if isinstance(task, DecodeTask):
-            step_s = self._time_steps(task.batch)
-            if not task.warm_up:
-                self._step_s[task.batch].append(step_s)
+            self._samples.stepped(task, self._time_steps(task.batch))
             return
-        point = (task.new_tokens, task.cached_tokens)
         if task.warm_up and not task.cached_tokens:
             self._kv_bytes[task.new_tokens] = self._export_once(task.new_tokens)
-        seconds = self._time_prefill(*point)
-        if not task.warm_up:
-            self._prefill_s[point].append(seconds)
+        seconds = self._time_prefill(task.new_tokens, task.cached_tokens)
+        self._samples.prefilled(task, seconds)
 
     def measured(self) -> Measured:
-        prefill: list[PrefillTime] = []
-        changed = 0.0
-        for kept in sorted({kept for _, kept in self._points}):
-            row = [new for new, of in self._points if of == kept]
-            medians = [statistics.median(self._prefill_s[new, kept]) for new in row]
-            rising = levelled(medians)
-            changed = max(changed, *(abs(a / b - 1) for a, b in zip(rising, medians, strict=True)))
-            prefill += [PrefillTime(new, kept, s) for new, s in zip(row, rising, strict=True)]
-        steps = [DecodeStep(b, statistics.median(self._step_s[b])) for b in self._batches]
-        return Measured(
-            prefill=tuple(prefill),
-            kv_bytes=dict(self._kv_bytes),
-            decode=tuple(steps),
-            context_tokens=self._context,
-            rounds=self._rounds,
-            levelled=changed,
-        )
+        return self._samples.measured(dict(self._kv_bytes))
 
     # One run each ---------------------------------------------------------------------------------
 
@@ -183,8 +205,8 @@ class Profiler:
 
     def _time_steps(self, batch: int) -> float:
         """Sequences that share all but their last prompt token, so that each begins at once and
-        goes its own way. The mean step while all of them run."""
-        common = self._prompt[: self._context - 1]
+        goes its own way."""
+        common = self._prompt[: self._samples.context_tokens - 1]
         resume = Resume(len(common), self._state(len(common))) if common else None
         # The first to come has decoded once per newcomer before the last one has begun.
         sampling = Sampling(batch + WARM_STEPS + TIMED_STEPS, ignore_eos=True)
@@ -195,12 +217,18 @@ class Profiler:
             together.append(_Timed(self._engine, job, self._clock))
         for one in together:
             one.wait()
-        last = max(together, key=lambda one: one.at(Token)[0])
-        until_s = min(one.at(Finished)[0] for one in together)
-        times = [at_s for at_s in last.at(Token) if at_s <= until_s][WARM_STEPS:]
-        if len(times) < 2:
-            raise EngineError(f"{batch} sequences never ran together")
-        return (times[-1] - times[0]) / (len(times) - 1)
+        return step_together_s([one.at(Token) for one in together])
+
+
+def step_together_s(moments_s: Sequence[Sequence[float]]) -> float:
+    """The mean step while all of them run, from the moments of their tokens: those of the one that
+    came last, until the first has ended."""
+    last = max(moments_s, key=lambda moments: moments[0])
+    until_s = min(moments[-1] for moments in moments_s)
+    times = [at_s for at_s in last if at_s <= until_s][WARM_STEPS:]
+    if len(times) < 2:
+        raise EngineError(f"{len(moments_s)} sequences never ran together")
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
 def levelled(times: Sequence[float]) -> list[float]:
@@ -242,9 +270,7 @@ class _Timed:
         return [at_s for event, at_s in self._events if isinstance(event, kind)]
 
 
-def _check(
-    engine: Engine, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]
-) -> None:
+def check_points(lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]) -> None:
     for where, values in (("lengths", lengths), ("cached", cached), ("batches", batches)):
         if len(set(values)) != len(values):
             raise InputError("a value twice", where=where, fix="name each once")
@@ -254,6 +280,12 @@ def _check(
         raise InputError(
             "one length", where="lengths", fix="give at least two: a profile is a curve"
         )
+
+
+def _check(
+    engine: Engine, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]
+) -> None:
+    check_points(lengths, cached, batches)
     longest = max(lengths) + max(cached, default=0)
     if longest > engine.limits.max_tokens:
         raise InputError(

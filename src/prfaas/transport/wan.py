@@ -18,8 +18,9 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from prfaas.clock import Clock, MonotonicClock
@@ -49,10 +50,36 @@ class RelayStats:
     held_peak_bytes: int
 
 
+class _Door:
+    """One address that the relay listens at, and where its connections lead."""
+
+    def __init__(self, listen: Address, target: Address) -> None:
+        self.family, self.target = _resolve(target)
+        self._listen_family, where = _resolve(listen)
+        # Keeps the port while an outage has closed the listener.
+        self._port_holder = _bound(self._listen_family, where, listen)
+        self._bound_to = self._port_holder.getsockname()
+        self.address = Address(listen.host, self._bound_to[1])
+        self.listener: socket.socket | None = None
+
+    def open(self) -> socket.socket:
+        listener = _bound(self._listen_family, self._bound_to, self.address)
+        # Inherited by accepted sockets; must precede the handshake, which fixes the window scale.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BUFFER_BYTES)
+        listener.listen(MAX_CONNECTIONS)
+        listener.setblocking(False)
+        self.listener = listener
+        return listener
+
+    def close(self) -> None:
+        self._port_holder.close()
+
+
 class Relay:
     """Listens as soon as it is built; moves bytes while `run` runs, or between `start` and
     `close`. `change`, `stall`, `outage`, `restore` and `cut` may be called from any thread and
-    return once they are in force."""
+    return once they are in force. Pairs of addresses beyond the first (`also`) share its rate: one
+    path, several hosts."""
 
     def __init__(
         self,
@@ -60,16 +87,13 @@ class Relay:
         target: Address,
         conditions: Conditions,
         *,
+        also: Sequence[tuple[Address, Address]] = (),
         clock: Clock | None = None,
         seed: int = 0,
     ) -> None:
         self._clock = clock or MonotonicClock()
-        self._family, self._target = _resolve(target)
-        self._listen_family, where = _resolve(listen)
-        # Keeps the port while an outage has closed the listener.
-        self._port_holder = _bound(self._listen_family, where, listen)
-        self._bound_to = self._port_holder.getsockname()
-        self.address = Address(listen.host, self._bound_to[1])
+        self._doors = [_Door(*pair) for pair in ((listen, target), *also)]
+        self.address = self._doors[0].address
         self._conditions = conditions
         self._lanes = (Lane(conditions, seed), Lane(conditions, seed + 1))
         self._path_clock = PathClock()
@@ -100,8 +124,7 @@ class Relay:
         self._stopping = False
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._listener: socket.socket | None = None
-        self._open_listener()
+        self._open_doors()
 
     # Control ---------------------------------------------------------------------------------
 
@@ -123,6 +146,10 @@ class Relay:
     def cut(self) -> None:
         """Resets every connection on both sides. What was on its way is lost."""
         self._order_and_wait(self._cut)
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [door.address for door in self._doors]
 
     @property
     def conditions(self) -> Conditions:
@@ -161,8 +188,10 @@ class Relay:
             return
         self._closed = True
         self._cut()
-        self._close_listener()
-        for sock in (self._port_holder, self._wake_in, self._wake_out):
+        self._close_doors()
+        for door in self._doors:
+            door.close()
+        for sock in (self._wake_in, self._wake_out):
             sock.close()
         for selector in (*self._sources, self._selector):
             selector.close()
@@ -233,9 +262,9 @@ class Relay:
         else:
             self._path_clock.stop(now_s)
         if state is PathState.OUT:
-            self._close_listener()
-        elif self._listener is None:
-            self._open_listener()
+            self._close_doors()
+        else:
+            self._open_doors()
         self._state = state
 
     def _take_in(self, direction: int, path_s: float) -> None:
@@ -344,25 +373,23 @@ class Relay:
 
     # Connections -----------------------------------------------------------------------------
 
-    def _open_listener(self) -> None:
-        listener = _bound(self._listen_family, self._bound_to, self.address)
-        # Inherited by accepted sockets; must precede the handshake, which fixes the window scale.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BUFFER_BYTES)
-        listener.listen(MAX_CONNECTIONS)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._listener = listener
+    def _open_doors(self) -> None:
+        for door in self._doors:
+            if door.listener is None:
+                accept = partial(self._accept, door)
+                self._selector.register(door.open(), selectors.EVENT_READ, accept)
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+    def _close_doors(self) -> None:
+        for door in self._doors:
+            if door.listener is not None:
+                self._selector.unregister(door.listener)
+                door.listener.close()
+                door.listener = None
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, door: _Door) -> None:
+        assert door.listener is not None
         try:
-            client, _ = self._listener.accept()
+            client, _ = door.listener.accept()
         except OSError:
             return  # it left before we came
         self._accepted += 1
@@ -371,7 +398,7 @@ class Relay:
             close(client, reset=True)
             return
         try:
-            server = socket.socket(self._family, socket.SOCK_STREAM)
+            server = socket.socket(door.family, socket.SOCK_STREAM)
         except OSError:  # out of descriptors
             self._refused += 1
             close(client, reset=True)
@@ -383,7 +410,7 @@ class Relay:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BUFFER_BYTES)
         pair = Pair(client, server, self._clock.now() + CONNECT_TIMEOUT_S)
         self._pairs.add(pair)
-        server.connect_ex(self._target)
+        server.connect_ex(door.target)
         self._selector.register(server, selectors.EVENT_WRITE, lambda: self._connected(pair))
 
     def _connected(self, pair: Pair) -> None:

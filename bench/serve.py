@@ -1,0 +1,138 @@
+"""Open-loop load against any OpenAI endpoint: what do its clients see?
+
+\b
+    prfaas bench serve --url http://127.0.0.1:8080 --load 2 --lengths lognormal:9.9,1,128,131072
+    prfaas bench serve --url URL --load 5 --lengths 0.8*fixed:512+0.2*fixed:30000 --output 64
+    prfaas bench serve --url URL --load 2 --workload configs/case_study.toml
+    prfaas bench serve --url URL --trace conversation.jsonl.xz --speedup 2 --requests 500
+
+Prompts are token ids. Requests leave at their own times, whatever the answers do; `late_s` in the
+result is what the generator itself was late by, and should be small beside TTFT. Equal hash ids of
+a Mooncake-format trace become equal tokens, so its prefixes are shared as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+import uvloop
+
+from prfaas.cli.output import print_json, progress_bar
+from prfaas.cli.wiring import Study
+from prfaas.clock import MonotonicClock
+from prfaas.config import load_deployment
+from prfaas.config.trace import read_trace
+from prfaas.errors import InputError
+from prfaas.measure.client import TIMEOUT_S, connect
+from prfaas.measure.lengths import parse_lengths
+from prfaas.measure.open_loop import Ask, Outcome, offer
+from prfaas.measure.prompts import TEXT_IDS, Prompts
+from prfaas.measure.summary import summarise_load
+from prfaas.sim.arrivals import Arrivals, poisson, replay
+
+DEFAULT_REQUESTS = 100
+DEFAULT_OUTPUT_TOKENS = 128
+
+
+@click.command(help=__doc__)
+@click.option("--url", required=True, help="Of the server, without /v1.")
+@click.option("--load", type=float, help="Poisson arrivals: requests per second.")
+@click.option("--lengths", help="Of the prompts; see above.")
+@click.option("--workload", type=click.Path(path_type=Path), help="Of this deployment, instead.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Mooncake-format .jsonl or .xz.")
+@click.option("--speedup", default=1.0, show_default=True, help="Of the trace.")
+@click.option("--requests", type=int, help=f"[default: {DEFAULT_REQUESTS}; of a trace all]")
+@click.option("--output", type=float, help=f"Tokens.  [default: {DEFAULT_OUTPUT_TOKENS}]")
+@click.option("--output-scale", default=1.0, show_default=True, help="Ask for this share of them.")
+@click.option("--model", help="The first that the server lists when absent.")
+@click.option("--key", help="API key.")
+@click.option("--vocabulary", default=TEXT_IDS.stop, show_default=True, help="Ids stay below.")
+@click.option("--fresh/--no-fresh", default=True, show_default=True, help="Own cache salt.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--timeout-s", default=TIMEOUT_S, show_default=True, help="Of one request.")
+@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+def main(
+    url: str,
+    load: float | None,
+    lengths: str | None,
+    workload: Path | None,
+    trace: Path | None,
+    speedup: float,
+    requests: int | None,
+    output: float | None,
+    output_scale: float,
+    model: str | None,
+    key: str | None,
+    vocabulary: int,
+    fresh: bool,
+    seed: int,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    if (trace is None) == (load is None):
+        raise InputError("which load?", fix="give either --trace FILE or --load RPS")
+    if vocabulary <= TEXT_IDS.start:
+        raise InputError(f"{vocabulary}", where="--vocabulary", fix=f"above {TEXT_IDS.start}")
+    if trace is not None:
+        arrivals = _replayed(trace, seed, speedup, requests)
+    else:
+        assert load is not None
+        arrivals = _random(load, lengths, workload, output, requests or DEFAULT_REQUESTS, seed)
+
+    async def run() -> list[Outcome]:
+        clock = MonotonicClock()
+        async with connect(url, clock, key=key, model=model, timeout_s=timeout_s) as target:
+            assert target.model is not None
+            ask = Ask(target.model, secrets.token_hex(8) if fresh else "", output_scale)
+            ids = range(TEXT_IDS.start, vocabulary)
+            with progress_bar("answered", len(arrivals)) as show:
+                return await offer(target, arrivals, ask, Prompts(ids), clock, seed=seed, done=show)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcomes = runner.run(run())
+    print_json({"url": url, **msgspec.to_builtins(summarise_load(outcomes))})
+
+
+def _replayed(trace: Path, seed: int, speedup: float, requests: int | None) -> Arrivals:
+    if not speedup > 0:
+        raise InputError(f"{speedup:g}", where="--speedup", fix="give more than 0")
+    rows = list(read_trace(trace))[:requests]
+    try:
+        return replay(rows, seed, speedup=speedup)
+    except InputError as error:
+        raise error.in_file(trace) from None
+
+
+def _random(
+    load: float,
+    lengths: str | None,
+    workload: Path | None,
+    output: float | None,
+    requests: int,
+    seed: int,
+) -> Arrivals:
+    if not load > 0 or requests < 1:
+        raise InputError("no load", where="--load, --requests", fix="give more than 0")
+    if (lengths is None) == (workload is None):
+        raise InputError("which prompts?", fix="give either --lengths or --workload")
+    if workload is not None:
+        stated = Study(workload, "exact").problem(load_deployment(workload)).workload
+    else:
+        assert lengths is not None
+        stated = parse_lengths(
+            lengths, output_tokens=output or DEFAULT_OUTPUT_TOKENS, where="--lengths"
+        )
+    return poisson(stated, load, requests, seed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,192 @@
+"""`prfaas up`: a deployment on this machine, as real processes with a WAN between clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import uvloop
+from rich.live import Live as LiveDisplay
+
+from prfaas.cli.child import tether
+from prfaas.cli.output import console
+from prfaas.cli.simulate_cases import BASELINES
+from prfaas.cli.up_prepare import (
+    CACHE,
+    Prepared,
+    Wan,
+    Wish,
+    parse_wan,
+    prepared,
+    tiny_deployment,
+)
+from prfaas.cli.up_table import live_view
+from prfaas.config import load_deployment
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.children import ChildDied
+from prfaas.launch.commands import EngineKind
+from prfaas.launch.running import Live, launched_gateway, launched_hosts
+from prfaas.launch.stories import Stories
+
+LOOK_S = 1.0  # between two looks at the gateway's state
+DEFAULT_PORT = 8080
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+_SCALES = Scales()
+
+
+@click.command()
+@click.argument(
+    "file", metavar="[DEPLOYMENT.toml]", required=False, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["hf", "emulated", "vllm"]),
+    default="hf",
+    show_default=True,
+)
+@click.option(
+    "--baseline", type=click.Choice(list(BASELINES)), help="Start what it is compared with."
+)
+@click.option("--policy", type=click.Choice(["paper", "adaptive", "local", "remote"]))
+@click.option("--time-scale", default=_SCALES.time, show_default=True, help="emulated.")
+@click.option("--byte-scale", default=_SCALES.bytes, show_default=True, help="emulated.")
+@click.option("--output-scale", default=_SCALES.output, show_default=True, help="emulated.")
+@click.option("--wan", metavar="gbps=X,rtt_ms=Y", help="Instead of the deployment's links.")
+@click.option("--port", default=DEFAULT_PORT, show_default=True, help="Of the gateway; 0: any.")
+@click.option("--vllm-python", type=click.Path(path_type=Path), help=f"[default: {VLLM_PYTHON}]")
+@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
+def up(
+    file: Path | None,
+    engine: EngineKind,
+    baseline: str | None,
+    policy: str | None,
+    time_scale: float,
+    byte_scale: float,
+    output_scale: float,
+    wan: str | None,
+    port: int,
+    vllm_python: Path | None,
+    logs: Path | None,
+) -> None:
+    """Start a deployment on this machine: kvds, engines, a WAN made of software, a gateway.
+
+    Without a file: a tiny Kimi-Linear model (made on the spot, its profile measured once) on one
+    PrfaaS node, one PD prefill node and one PD decode node. With one: as many nodes as it has
+    instances; emulated engines follow the catalog's profiles of its accelerators, scaled.
+    Ctrl-C stops everything.
+
+    \b
+      prfaas up
+      prfaas up --wan gbps=0.05,rtt_ms=80
+      prfaas up configs/case_study.toml --engine emulated \\
+                --time-scale 0.25 --byte-scale 0.002 --output-scale 0.02
+      prfaas up configs/case_study.toml --engine emulated --baseline homogeneous ...
+    """
+    screen = console()
+    wish = Wish(
+        engine,
+        Scales(time_scale, byte_scale, output_scale),
+        baseline,
+        parse_wan(wan) if wan else Wan(),
+        port,
+        vllm_python or VLLM_PYTHON,
+    )
+    folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-up-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        ready = prepare(file, wish, folder, screen.print)
+    except InputError:
+        with suppress(OSError):
+            folder.rmdir()  # unless something is in it
+        raise
+    options = ["--policy", policy] if policy else []
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(ready, folder, options))
+        except ChildDied as error:
+            raise click.ClickException(str(error)) from None
+        except PeerError as error:
+            raise click.ClickException(f"{error}; logs are in {folder}") from None
+
+
+def prepare(file: Path | None, wish: Wish, folder: Path, say: Callable[[str], None]) -> Prepared:
+    if wish.engine == "vllm" and (wish.python is None or not wish.python.is_file()):
+        raise InputError(
+            f"{wish.python}: no such file",
+            where="--vllm-python",
+            fix="name an interpreter that has vLLM, or make one: make .venv-vllm/.ready",
+        )
+    if file is not None:
+        return prepared(load_deployment(file), file, wish, folder)
+    deployment, profile = tiny_deployment(CACHE, wish, say)
+    return prepared(deployment, profile, wish, folder)
+
+
+async def _serve(ready: Prepared, folder: Path, options: list[str]) -> None:
+    screen = console()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    stories = Stories()
+
+    def say(what: str) -> None:
+        screen.print(f"starting {what}")
+
+    async def serve() -> None:
+        async with (
+            launched_hosts(ready.deployment, ready.engines, folder, tether(), say=say) as hosts,
+            launched_gateway(
+                hosts, ready.deployment, options, say=say, heard=stories.heard
+            ) as live,
+        ):
+            screen.print(_where(live), soft_wrap=True, markup=False)
+            await _show(live, stories)
+
+    serving = asyncio.create_task(serve())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not serving.done():
+            screen.print("stopping")
+            serving.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def _where(live: Live) -> str:
+    """Everything a person needs to use it."""
+    name = live.deployment.model.name
+    prompt = '"Once upon a time"' if live.deployment.gateway.tokenizer else "[72, 105, 33]"
+    body = f'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 20}}'
+    nodes = "\n".join(f"  {node:12} {url}" for node, url in live.hosts.engine_urls.items())
+    return (
+        f"\nserving {name} at {live.gateway_url}\n{nodes}\n"
+        f"logs and the deployment file: {live.hosts.folder}\n\n"
+        f"curl {live.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"curl {live.gateway_url}/prfaas/v1/state\n"
+    )
+
+
+async def _show(live: Live, stories: Stories) -> None:
+    """Until cancelled; raises `ChildDied` when one does. The table is for a terminal only."""
+    dying = asyncio.create_task(live.hosts.children.until_one_dies())
+    screen = console()
+    try:
+        if not screen.is_terminal:
+            raise await dying
+        with LiveDisplay(console=screen, auto_refresh=False) as display:
+            while not dying.done():
+                display.update(live_view(await live.state(), stories), refresh=True)
+                await asyncio.wait({dying}, timeout=LOOK_S)
+        raise dying.result()
+    finally:
+        dying.cancel()

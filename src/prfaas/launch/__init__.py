@@ -1,0 +1,1 @@
+"""A whole deployment on one machine: which processes, started, watched and ended."""

@@ -1,0 +1,1 @@
+"""Measures any OpenAI server from outside: open-loop load, and a profile over HTTP."""

@@ -1,0 +1,123 @@
+"""Open-loop load: requests leave when their time has come, however slow the answers are.
+
+The arrivals are the simulator's, so that one stream of requests can be simulated and served. Each
+body is made while the generator waits for its time: one body is held ahead, and of a request that
+has ended only its figures are kept. What the generator itself was late by is part of the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from prfaas.clock import Clock
+from prfaas.config.trace import TRACE_BLOCK_TOKENS
+from prfaas.measure.client import Answer, Target
+from prfaas.measure.prompts import Prompts, Run
+from prfaas.sim.arrivals import Arrivals
+
+SHARED = b"shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request's figures; times in seconds, None where it never came to that."""
+
+    at_s: float  # when it was due, from the beginning of the load
+    late_s: float  # of the generator
+    took_s: float
+    ttft_s: float | None
+    per_token_s: float | None  # between the first token and the last
+    prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What every request of a load has in common."""
+
+    model: str
+    salt: str = ""  # prompts of different salts share no cache
+    output_scale: float = 1.0  # tokens asked for per token of the arrivals
+
+    def body(self, prompt: bytes, output_tokens: int) -> bytes:
+        rest = {
+            "model": self.model,
+            "max_tokens": max(1, round(output_tokens * self.output_scale)),
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,  # a server without a tokenizer has nothing else to stream
+        }
+        if self.salt:
+            rest["cache_salt"] = self.salt
+        return b'{"prompt":[' + prompt + b"]," + msgspec.json.encode(rest)[1:]
+
+
+def runs_of(
+    arrivals: Arrivals, number: int, block_tokens: int = TRACE_BLOCK_TOKENS, seed: int = 0
+) -> list[Run]:
+    """The prompt of one arrival. Whole blocks of a trace: equal hashes are equal tokens. Without a
+    trace the cached part is common to all. The rest is the request's own."""
+    if arrivals.hashes is None:
+        cached = int(arrivals.cached_tokens[number])
+        known = [Run(SHARED, cached)] if cached else []
+    else:
+        known = [Run(block, block_tokens) for block in arrivals.hashes[number]]
+    rest = int(arrivals.prompt_tokens[number]) - sum(run.tokens for run in known)
+    return [*known, Run(b"%d:%d" % (seed, number), rest)] if rest else known
+
+
+async def offer(
+    target: Target,
+    arrivals: Arrivals,
+    ask: Ask,
+    prompts: Prompts,
+    clock: Clock,
+    *,
+    seed: int = 0,
+    give_up_s: float | None = None,
+    done: Callable[[int], None] = lambda count: None,
+) -> list[Outcome]:
+    """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after
+    the beginning: what is under way then is given up. `done` is told how many have ended.
+    Cancelling it cancels what is under way."""
+    outcomes: list[Outcome] = []
+    began_s = clock.now()
+
+    async def one(body: bytes, at_s: float) -> None:
+        within_s = None if give_up_s is None else began_s + give_up_s - clock.now()
+        answer = await target.complete(body, within_s)
+        outcomes.append(_outcome(answer, began_s, at_s))
+        done(len(outcomes))
+
+    async with asyncio.TaskGroup() as under_way:
+        for number, at_s in enumerate(arrivals.at_s.tolist()):
+            prompt = prompts.text(runs_of(arrivals, number, seed=seed))
+            body = ask.body(prompt, int(arrivals.output_tokens[number]))
+            await asyncio.sleep(max(0.0, began_s + at_s - clock.now()))
+            under_way.create_task(one(body, at_s))
+    return outcomes
+
+
+def _outcome(answer: Answer, began_s: float, at_s: float) -> Outcome:
+    moments = answer.moments_s
+    output = answer.output_tokens or len(answer.token_ids) or len(moments)
+    whole = answer.error is None
+    return Outcome(
+        at_s=at_s,
+        late_s=answer.asked_s - began_s - at_s,
+        took_s=answer.ended_s - answer.asked_s,
+        ttft_s=answer.ttft_s if moments else None,
+        per_token_s=(moments[-1] - moments[0]) / (output - 1) if whole and output > 1 else None,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        output_tokens=output if moments else 0,
+        error=answer.error,
+    )

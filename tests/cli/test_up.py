@@ -1,0 +1,149 @@
+"""`prfaas up` as a person uses it: started, asked, stopped; and what it refuses to start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prfaas.cli.up_prepare import Wan, Wish, baseline_deployment, parse_wan, prepared
+from prfaas.cli.wiring import Study
+from prfaas.config import Deployment, load_deployment
+from prfaas.config.write import deployment_toml
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError
+from tests.cli.runner import Result
+from tests.node.hosts import Process, call
+from tests.waiting import wait_until
+
+Run = Callable[..., Result]
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+SCALES = ("--time-scale", "0.02", "--byte-scale", "0.002", "--output-scale", "0.02")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The case study with one PrfaaS node, one prefill and one decode node."""
+    whole = load_deployment(CASE_STUDY)
+    far, near = whole.clusters
+    clusters = [
+        msgspec.structs.replace(far, gpus=8),
+        msgspec.structs.replace(near, gpus=16, prefill=1, decode=1),
+    ]
+    path = tmp_path / "small.toml"
+    path.write_text(deployment_toml(msgspec.structs.replace(whole, clusters=clusters)))
+    return path
+
+
+@pytest.fixture
+def up(small: Path, tmp_path: Path) -> Iterator[Process]:
+    process = Process(
+        "up", str(small), "--engine", "emulated", *SCALES, "--port", "0",
+        "--logs", str(tmp_path / "run"),
+    )  # fmt: skip
+    yield process
+    process.kill()  # or what is left of it
+
+
+def descendants(folder: Path) -> list[int]:
+    """Processes whose command line names the run's folder: all that it has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_serves_until_stopped_and_leaves_nothing(
+    up: Process, tmp_path: Path, how: signal.Signals
+) -> None:
+    url = up.find(r"serving \S+ at (http://\S+)")
+    long = {"prompt": list(range(100)) * 300, "max_tokens": 3, "return_token_ids": True}
+    status, answer = call("POST", f"{url}/v1/completions", long)
+    assert status == 200 and len(answer["choices"][0]["token_ids"]) == 3
+    status, state = call("GET", f"{url}/prfaas/v1/state")
+    assert [len(cluster["nodes"]) for cluster in state["clusters"]] == [2, 1]
+    log = tmp_path / "run" / "gateway.log"
+    wait_until(lambda: '"route":"remote"' in log.read_text())  # 30,000 tokens are long
+    assert len(descendants(tmp_path / "run")) >= 5  # kvds, the gateway, itself
+
+    os.kill(up.popen.pid, how)
+    assert up.popen.wait(60) == (0 if how == signal.SIGINT else -how)
+    wait_until(lambda: not descendants(tmp_path / "run"))
+    with pytest.raises(urllib.error.URLError):
+        call("GET", f"{url}/health")
+
+
+@pytest.mark.slow  # one more start of everything
+def test_a_child_that_dies_is_named_with_its_last_words(up: Process, tmp_path: Path) -> None:
+    up.find(r"serving \S+ at (http://\S+)")
+    (pid,) = [
+        pid
+        for pid in descendants(tmp_path / "run")
+        if b"kvd\0--socket" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"prfaas-0.sock" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(pid, signal.SIGKILL)
+    assert up.popen.wait(60) == 1
+    wait_until(lambda: "kvd-prfaas-0 was killed by signal 9" in up.output)
+    wait_until(lambda: not descendants(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--wan", "fast"], "--wan: 'fast'; give gbps=X,rtt_ms=Y"),
+        (["/nowhere.toml"], "/nowhere.toml"),
+        ([str(CASE_STUDY)], "model.config: a real engine needs the model's checkpoint"),
+        ([str(CASE_STUDY), "--time-scale", "0.5"], "real engines keep their own time"),
+        ([str(CASE_STUDY), "--engine", "emulated", "--byte-scale", "1e-5"], "--byte-scale"),
+        (["--engine", "vllm", "--vllm-python", "/nowhere/python"], "--vllm-python"),
+    ],
+)
+def test_mistakes_are_one_line(prfaas: Run, arguments: list[str], says: str) -> None:
+    result = prfaas("up", *arguments)
+    assert result.code == 2
+    assert says in result.err and result.err.count("\n") == 1
+
+
+def test_the_wan_in_words() -> None:
+    assert parse_wan("gbps=0.5") == Wan(gbps=0.5)
+    assert parse_wan("rtt_ms=80,gbps=1") == Wan(1.0, 80.0)
+    for wrong in ("gbps=0", "rtt_ms=-1", "gbps", "speed=1"):
+        with pytest.raises(InputError, match="--wan"):
+            parse_wan(wrong)
+
+
+def solved(deployment: Deployment, tmp_path: Path) -> tuple[int, int, int]:
+    file = tmp_path / "baseline.toml"
+    file.write_text(deployment_toml(deployment))
+    study = Study(file, "exact")
+    problem = study.problem(load_deployment(file))
+    found = study.planner(problem).solve(problem, 1.0)
+    return found.n_prfaas, found.n_prefill, found.n_decode
+
+
+def test_baselines_are_those_of_the_planner(tmp_path: Path) -> None:
+    deployment = load_deployment(CASE_STUDY)
+    study = Study(CASE_STUDY, "exact")
+    homogeneous = baseline_deployment(deployment, study, "homogeneous")
+    assert solved(homogeneous, tmp_path) == (0, 9, 3) and homogeneous.scheduler.policy == "local"
+    assert [link.source for link in homogeneous.links] == ["pd"]
+    naive = baseline_deployment(deployment, study, "naive")
+    assert solved(naive, tmp_path) == (4, 0, 8) and naive.scheduler.policy == "remote"
+
+
+def test_a_wan_of_ones_own_and_no_relay_of_the_files(tmp_path: Path) -> None:
+    wish = Wish("emulated", Scales(), wan=Wan(2.0, 7.0))
+    made = prepared(load_deployment(CASE_STUDY), CASE_STUDY, wish, tmp_path)
+    between, within = made.deployment.links
+    assert (between.gbps, between.rtt_ms) == (2.0, 7.0) and within.gbps == 800

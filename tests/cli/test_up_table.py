@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from prfaas.cli.up_table import links_line, live_view, node_row
+from prfaas.launch.stories import Stories
+from tests.launch.test_stories import line
+
+NODE: dict[str, Any] = {
+    "node": "pd-0", "kvd_url": "http://k", "alive": True, "incompatible": [], "role": "decode",
+    "running": 3.0, "waiting": 1.0, "wait_s": 0.25, "cache": {"used_bytes": 3 << 20},
+}  # fmt: skip
+STATE: dict[str, Any] = {
+    "policy": "paper",
+    "plan": {"made": True, "threshold_tokens": 19412},
+    "clusters": [{"cluster": "pd", "nodes": [NODE]}],
+    "links": [
+        {"from": "far", "to": "pd", "up": True, "verdict": 2, "goodput_bps": 5e6,
+         "capacity_bps": 1e9},
+    ],
+    "requests": {"in_flight": 4, "waiting": 2},
+}  # fmt: skip
+
+
+def test_a_node_in_use_and_others() -> None:
+    assert node_row("pd", NODE) == ["pd-0", "pd decode", "3", "1", "0.2", "3.0 MiB"]
+    assert node_row("pd", {**NODE, "alive": False})[1] == "not alive"
+    assert node_row("pd", {**NODE, "incompatible": ["model"]})[1] == "incompatible: model"
+
+
+def test_links_in_words() -> None:
+    assert links_line(STATE).splitlines() == [
+        "far -> pd: congested, 5.0 of 1000 Mbit/s",
+        "4 requests in flight, 2 waiting",
+    ]
+    down = {**STATE, "links": [{**STATE["links"][0], "up": False}]}
+    assert "far -> pd: down" in links_line(down)
+
+
+def test_the_whole_view() -> None:
+    stories = Stories()
+    stories.heard(line())
+    stories.heard(line("r2", outcome="cancelled"))
+    screen = Console(width=100, record=True, file=io.StringIO())
+    screen.print(live_view(STATE, stories))
+    shown = screen.export_text()
+    assert "threshold 19,412 tokens" in shown and "1 cancelled" in shown and "0.500" in shown

@@ -1,0 +1,99 @@
+"""Real processes: a shell is child enough."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from prfaas.launch.children import Child, ChildDied, Children, Command
+from tests.waiting import wait_until
+
+
+def shell(script: str, name: str = "one") -> Command:
+    return Command(name, ["-c", script], ready=r"at (\S+)")
+
+
+def children(folder: Path) -> Children:
+    return Children(folder, ["/bin/sh"])
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_ready_when_it_says_so_and_ended_on_leaving(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    async def run() -> tuple[dict[str, str], int]:
+        async with children(tmp_path) as started:
+            command = shell("echo hello; echo serving at here; exec sleep 1000")
+            command = Command("one", command.arguments, command.ready, heard=heard.append)
+            return await started.started([command]), started.named("one").process.pid
+
+    where, pid = asyncio.run(run())
+    assert where == {"one": "here"} and heard == ["hello", "serving at here"]
+    assert (tmp_path / "one.log").read_text() == "hello\nserving at here\n"
+    wait_until(lambda: gone(pid))
+
+
+def test_one_that_ends_before_it_is_ready(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with children(tmp_path) as started:
+            await started.started([shell("echo it is broken; exit 3")])
+
+    with pytest.raises(ChildDied, match="one ended with code 3.*\nit is broken"):
+        asyncio.run(run())
+
+
+def test_one_that_dies_is_told_from_one_that_was_ended(tmp_path: Path) -> None:
+    async def run() -> ChildDied:
+        async with children(tmp_path) as started:
+            await started.started([shell("echo at a; exec sleep 1000", name) for name in "ab"])
+            watch = asyncio.create_task(started.until_one_dies())
+            await started.end([started.named("a")])
+            assert not watch.done()
+            started.named("b").process.kill()
+            return await watch
+
+    died = asyncio.run(run())
+    assert died.name == "b" and "was killed by signal 9" in str(died)
+
+
+def test_one_that_does_not_listen_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.launch.children.END_S", 0.05)
+
+    async def run() -> Child:
+        async with children(tmp_path) as started:
+            await started.started([shell("trap '' TERM; echo at x; while :; do sleep 1; done")])
+            return started.named("one")
+
+    assert asyncio.run(run()).process.returncode == -9
+
+
+def test_orders_on_standard_input(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with children(tmp_path) as started:
+            child = await started.start(shell('read word; echo "at $word"; exec sleep 1000'))
+            child.tell("there")
+            assert await child.ready() == "there"
+
+    asyncio.run(run())
+
+
+def test_lines_longer_than_the_buffer(tmp_path: Path) -> None:
+    async def run() -> dict[str, str]:
+        async with children(tmp_path) as started:
+            script = "head -c 200000 /dev/zero | tr '\\\\0' x; echo; echo at x; exec sleep 1000"
+            return await started.started([shell(script)])
+
+    assert asyncio.run(run()) == {"one": "x"}
+    assert (tmp_path / "one.log").stat().st_size > 200_000

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from prfaas.config import Deployment, load_deployment
+from prfaas.launch import commands
+from prfaas.launch.commands import Engines, KvdAt
+
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+FOLDER = Path("/run/x")
+
+
+def deployment() -> Deployment:
+    whole = load_deployment(CASE_STUDY)
+    clusters = [
+        msgspec.structs.replace(whole.clusters[0], gpus=8),
+        msgspec.structs.replace(whole.clusters[1], gpus=16),
+    ]
+    return msgspec.structs.replace(whole, clusters=clusters)
+
+
+KVDS = {name: KvdAt(f"127.0.0.1:{n}", f"http://k:{n}") for n, name in
+        enumerate(("prfaas-0", "pd-0", "pd-1"), start=1)}  # fmt: skip
+
+
+def flag(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_a_host_for_every_instance() -> None:
+    found = commands.hosts(deployment())
+    assert [host.name for host in found] == ["prfaas-0", "pd-0", "pd-1"]
+    assert [(host.accelerator, host.gpus) for host in found[:2]] == [("h200", 8), ("h20", 8)]
+
+
+def test_a_kvd_is_asked_where_it_is() -> None:
+    host = commands.hosts(deployment())[0]
+    command = commands.kvd(host, FOLDER, "1GiB")
+    assert command.name == "kvd-prfaas-0"
+    assert flag(list(command.arguments), "--cluster") == "prfaas"
+    assert commands.parse_kvd("127.0.0.1:7, http http://127.0.0.1:8") == KvdAt(
+        "127.0.0.1:7", "http://127.0.0.1:8"
+    )
+
+
+def test_engines() -> None:
+    host = commands.hosts(deployment())[1]
+    emulated = Engines("emulated", "m", "served", "1GiB", 512, [Path("c.toml")], Path("words"))
+    arguments = list(commands.engine(host, FOLDER, KVDS["pd-0"], emulated).arguments)
+    for name, value in (
+        ("--engine", "emulated"), ("--accelerator", "h20"), ("--gpus", "8"), ("--name", "served"),
+        ("--catalog", "c.toml"), ("--tokenizer", "words"), ("--kvd", "/run/x/pd-0.sock"),
+        ("--kvd-url", "http://k:2"), ("--block-tokens", "512"),
+    ):  # fmt: skip
+        assert flag(arguments, name) == value
+    hf = list(commands.engine(host, FOLDER, KVDS["pd-0"], Engines("hf", "/m", "m", "1")).arguments)
+    assert "--accelerator" not in hf and flag(hf, "--model") == "/m"
+
+
+def test_vllm_has_our_connector_and_its_own_interpreter() -> None:
+    host = commands.hosts(deployment())[1]
+    engines = Engines("vllm", "/falcon", "falcon", "1", python=Path("/v/python"))
+    command = commands.engine(host, FOLDER, KVDS["pd-0"], engines, port=99)
+    arguments = list(command.arguments)
+    assert arguments[:2] == ["--program", "/v/python"] and flag(arguments, "--port") == "99"
+    transfer = json.loads(flag(arguments, "--kv-transfer-config"))
+    assert transfer["kv_connector"] == "PrfaasConnector"
+    assert transfer["kv_connector_extra_config"] == {
+        "kvd": "/run/x/pd-0.sock",
+        "url": "http://127.0.0.1:99",
+    }
+
+
+def test_one_relay_for_a_link_between_clusters_and_none_within() -> None:
+    (way,) = commands.ways(deployment())
+    assert way.name == "wan-prfaas-pd" and [host.name for host in way.hosts] == ["pd-0", "pd-1"]
+    arguments = list(commands.relay(way, KVDS).arguments)
+    assert (flag(arguments, "--gbps"), flag(arguments, "--rtt-ms")) == ("100", "20")
+    leads_to = [arguments[n + 1] for n, word in enumerate(arguments) if word == "--to"]
+    assert leads_to == ["127.0.0.1:2", "127.0.0.1:3"]
+    said = "127.0.0.1:50 to 127.0.0.1:2, 127.0.0.1:51 to 127.0.0.1:3"
+    assert commands.parse_relay(said, way) == {"pd-0": "127.0.0.1:50", "pd-1": "127.0.0.1:51"}
+
+
+def test_the_deployment_as_it_runs() -> None:
+    urls = {name: f"http://e:{n}" for n, name in enumerate(KVDS)}
+    running = commands.with_nodes(deployment(), urls, KVDS, {"pd-0": "r:1", "pd-1": "r:2"})
+    far, near = running.clusters
+    assert [(n.url, n.kvd_url, n.via) for n in far.nodes] == [("http://e:0", "http://k:1", None)]
+    assert [n.via for n in near.nodes] == ["r:1", "r:2"]

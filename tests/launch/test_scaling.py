@@ -1,0 +1,68 @@
+"""The small world is the same world: what the planner says of it differs by the scales alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prfaas.cli.wiring import Study
+from prfaas.config import load_deployment
+from prfaas.config.write import deployment_toml
+from prfaas.engine.emulated.pace import Scales, scaled_spec
+from prfaas.errors import InputError
+from prfaas.launch.scaling import scaled_catalog, scaled_deployment
+
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+# Bytes per token and layer stay whole, so that nothing is rounded.
+SCALES = Scales(time=0.25, bytes=1 / 576, output=1 / 64)
+
+
+def test_rates_times_and_splits(tmp_path: Path) -> None:
+    deployment = load_deployment(CASE_STUDY)
+    study = Study(CASE_STUDY, "exact")
+    problem = study.problem(deployment)
+    (tmp_path / "catalog.toml").write_text(
+        scaled_catalog(deployment, study.catalog(deployment), problem.spec, SCALES)
+    )
+    text = 'catalog = ["catalog.toml"]\n' + deployment_toml(scaled_deployment(deployment, SCALES))
+    (tmp_path / "small.toml").write_text(text)
+    small_study = Study(tmp_path / "small.toml", "exact")
+    small = small_study.problem(load_deployment(tmp_path / "small.toml"))
+    assert small.spec == scaled_spec(problem.spec, SCALES.bytes)
+
+    large, little = (
+        s.planner(p).solve(p, load)
+        for s, p, load in ((study, problem, 2.5), (small_study, small, 2.5 / SCALES.time))
+    )
+    assert little.threshold_tokens == large.threshold_tokens
+    assert (little.n_prefill, little.n_decode) == (large.n_prefill, large.n_decode)
+    assert little.lambda_max_rps == pytest.approx(large.lambda_max_rps / SCALES.time)
+    assert large.prediction is not None and little.prediction is not None
+    wait_s = large.prediction.prefill_wait_mean_s * SCALES.time
+    assert little.prediction.prefill_wait_mean_s == pytest.approx(wait_s, rel=1e-3)
+    # TTFT ends with one decode step, which is as much longer as its tokens stand for more.
+    (step,) = study.catalog(deployment).profiles_of("case-study-1t")[1].decode
+    assert large.ttft is not None and little.ttft is not None
+    longer_s = step.step_s * (1 / SCALES.output - 1) * SCALES.time
+    expected_s = large.ttft.mean_s * SCALES.time + longer_s
+    assert little.ttft.mean_s == pytest.approx(expected_s, rel=1e-3)
+    egress = large.egress_bps * SCALES.bytes / SCALES.time
+    assert little.egress_bps == pytest.approx(egress, rel=1e-3)
+
+
+def test_constants_in_seconds_shrink_with_time() -> None:
+    deployment = load_deployment(CASE_STUDY)
+    rules, small = deployment.scheduler, scaled_deployment(deployment, SCALES).scheduler
+    assert small.replan.every_s == rules.replan.every_s / 4
+    assert small.replan.min_gain == rules.replan.min_gain
+    assert small.paper.surge_wait_s == rules.paper.surge_wait_s / 4
+    assert small.adaptive.patience == rules.adaptive.patience * 4
+
+
+def test_bytes_that_would_vanish() -> None:
+    deployment = load_deployment(CASE_STUDY)
+    study = Study(CASE_STUDY, "exact")
+    spec = study.problem(deployment).spec
+    with pytest.raises(InputError, match="--byte-scale"):
+        scaled_catalog(deployment, study.catalog(deployment), spec, Scales(bytes=1e-4))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from prfaas.clock import MonotonicClock
+from prfaas.errors import InputError
+from prfaas.measure.client import Answer, connect
+from tests.measure.servers import DONE, Handler, event, serving, stream, token
+
+USAGE = event(
+    choices=[],
+    usage={
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    },
+)
+
+
+def asked(handler: Handler, **options: Any) -> Answer:
+    async def run() -> Answer:
+        async with serving(handler) as url:
+            async with connect(url, MonotonicClock(), **options) as target:
+                return await target.complete(b"{}")
+
+    return asyncio.run(run())
+
+
+def test_tokens_their_moments_and_usage() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        split = token(8, 9, text="cd")
+        pieces = (token(7, text="ab"), b": ping\n\n", split[:9], split[9:], USAGE, DONE)
+        return await stream(request, *pieces)
+
+    answer = asked(handler)
+    assert answer.error is None
+    assert (answer.token_ids, answer.text, len(answer.moments_s)) == ([7, 8, 9], "abcd", 2)
+    assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (5, 3, 4)
+    assert answer.asked_s <= answer.moments_s[0] <= answer.moments_s[1] <= answer.ended_s
+
+
+def test_the_key_is_sent() -> None:
+    seen = []
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization"))
+        return await stream(request, token(1), DONE)
+
+    assert asked(handler, key="secret").error is None
+    assert seen == ["Bearer secret"]
+
+
+ERROR = {"error": {"message": "no", "code": "overloaded"}}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ((DONE,), "no token"),
+        ((token(1),), "stream cut short"),
+        ((token(1), event(**ERROR)), "stream failed overloaded"),
+        ((b"data: nonsense\n\n",), "not an event of a completion"),
+    ],
+)
+def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await stream(request, *pieces)
+
+    assert asked(handler).error == error
+
+
+def test_statuses_and_lost_connections() -> None:
+    async def refuses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(ERROR, status=503)
+
+    async def hangs_up(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def says_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    assert asked(refuses).error == "HTTP 503 overloaded"
+    assert asked(hangs_up).error == "connection lost (ServerDisconnectedError)"
+    assert asked(says_nothing, timeout_s=0.2).error == "timeout"
+
+
+def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response()
+
+    with pytest.raises(InputError, match="does not serve 'other'"):
+        asked(handler, model="other")
+
+    async def nowhere() -> None:
+        async with connect("http://127.0.0.1:9", MonotonicClock()):
+            pass
+
+    with pytest.raises(InputError, match="no answer.*is it running"):
+        asyncio.run(nowhere())
