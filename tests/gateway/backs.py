@@ -126,8 +126,8 @@ async def answered(back: Back, asked: Ask) -> Answered:
     """All of an answer."""
     found = Answered(Story(MonotonicClock().now()))
     async with back.answer(asked, found.story) as upstream:
-        async for event in upstream.events():
-            found.tokens += tokens_of(event)
+        async for together in upstream.events():
+            found.tokens += [token for event in together for token in tokens_of(event)]
     return found
 
 

@@ -44,8 +44,8 @@ def alone(hosts: Hosts, ids: list[int], max_tokens: int = 4) -> list[int]:
 async def collect(back: Back, asked: Ask, story: Story) -> list[int]:
     tokens: list[int] = []
     async with back.answer(asked, story) as upstream:
-        async for event in upstream.events():
-            tokens += tokens_of(event)
+        async for together in upstream.events():
+            tokens += [token for event in together for token in tokens_of(event)]
     return tokens
 
 

@@ -51,7 +51,7 @@ async def node(
 
 async def streamed(client: NodeClient) -> tuple[list[bytes], int]:
     async with client.answer("/v1/completions", b"{}", {}, stream=True) as answer:
-        events = [event async for event in answer.events()]
+        events = [event async for together in answer.events() for event in together]
         return events, answer.output_tokens
 
 
@@ -115,7 +115,7 @@ def test_what_is_no_stream_comes_in_one_piece() -> None:
     async def main() -> None:
         async with node(body[:5], body[5:]) as client:
             async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
-                assert [event async for event in answer.events()] == [body]
+                assert [parts async for parts in answer.events()] == [[body]]
                 assert answer.whole and answer.output_tokens == 3
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ what comes back is the decode engine's own answer, event by event, from its firs
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -79,10 +79,11 @@ class Broken(Exception):
 
 
 class Upstream(Protocol):
-    """The decode engine's answer. For a stream every item is one whole event (`data: ...\\n\\n`),
-    of which the first is there already; else the one item is the whole JSON body."""
+    """The decode engine's answer. For a stream every item is a list of whole events
+    (`data: ...\\n\\n`) that have come together, of which the first is there already; else the one
+    item is the whole JSON body."""
 
-    def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[Sequence[bytes]]:
         """Raises `Broken`."""
 
 

@@ -104,43 +104,48 @@ class NodeClient:
         async with self._calls.answer("POST", url, limits, body, headers) as response:
             rest = _events(response.content) if stream else None
             with translated(url):
-                first = await response.read() if rest is None else await anext(rest, None)
-            if first is None:
+                first = [await response.read()] if rest is None else await anext(rest, None)
+            if not first:
                 raise ConnectionLost(f"{url}: ended before the first token")
-            if first.startswith(_ERROR):
-                raise _error_of(first)
+            if first[0].startswith(_ERROR):
+                raise _error_of(first[0])
             yield Answer(rest, first, url)
 
 
 class Answer:
     """The decode engine's answer, an `Upstream`."""
 
-    def __init__(self, rest: AsyncIterator[bytes] | None, first: bytes, url: str) -> None:
+    def __init__(
+        self, rest: AsyncIterator[list[bytes]] | None, first: list[bytes], url: str
+    ) -> None:
         self._rest = rest
         self._first = first
         self._url = url
         self._events = 0
-        self._last = first  # that says something
+        self._last = b""  # that says something
         self.whole = False  # ended as it should
 
-    async def events(self) -> AsyncIterator[bytes]:
-        yield self._take(self._first)
-        if self._rest is None:
-            self.whole = True
-            return
-        while True:
-            try:
-                with translated(self._url):
-                    event = await anext(self._rest, None)
-            except ConnectionLost as error:
-                raise Broken(str(error)) from None
-            if event is None:
-                break
-            if event.startswith(_ERROR):
-                raise Broken(str(_error_of(event)))
-            yield self._take(event)
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        together: list[bytes] | None = self._first
+        while together is not None:
+            said, error = self._taken(together)
+            if said:
+                yield said
+            if error is not None:
+                raise Broken(str(error))
+            together = await self._more()
         if not self.whole:
             raise Broken(f"{self._url}: the stream ended too soon")
+
+    async def _more(self) -> list[bytes] | None:
+        if self._rest is None:
+            self.whole = True
+            return None
+        try:
+            with translated(self._url):
+                return await anext(self._rest, None)
+        except ConnectionLost as error:
+            raise Broken(str(error)) from None
 
     @property
     def output_tokens(self) -> int:
@@ -152,27 +157,26 @@ class Answer:
             usage = None
         return self._events if usage is None else usage.completion_tokens
 
-    def _take(self, event: bytes) -> bytes:
-        if event.startswith(_DONE):
-            self.whole = True
-        else:
-            self._events += 1
-            self._last = event
-        return event
+    def _taken(self, together: list[bytes]) -> tuple[list[bytes], Said | None]:
+        """What of it is an answer, and the error behind that, if there is one."""
+        for place, event in enumerate(together):
+            if event.startswith(_ERROR):
+                return together[:place], _error_of(event)
+            if event.startswith(_DONE):
+                self.whole = True
+            else:
+                self._events += 1
+                self._last = event
+        return together, None
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole events, each with the empty line behind it."""
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
+    """Whole events, each with the empty line behind it; those together that came together."""
     held = b""
     async for data in content.iter_any():
-        held = held + data if held else data
-        if held.endswith(b"\n\n") and held.count(b"\n\n") == 1:
-            yield held
-            held = b""
-            continue
-        *whole, held = held.split(b"\n\n")
-        for event in whole:
-            yield event + b"\n\n"
+        *whole, held = (held + data).split(b"\n\n")
+        if whole:
+            yield [event + b"\n\n" for event in whole]
 
 
 def _error_of(event: bytes) -> Said:

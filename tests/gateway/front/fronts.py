@@ -54,16 +54,15 @@ class _Answer:
         self._response = response
         self._stream = stream
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[list[bytes]]:
         if not self._stream:
-            yield await self._response.read()
+            yield [await self._response.read()]
             return
         rest = b""
         try:
             async for chunk in self._response.content.iter_any():
                 *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    yield event + b"\n\n"
+                yield [event + b"\n\n" for event in events]
         except aiohttp.ClientError as error:
             raise Broken(str(error)) from error
 

@@ -169,11 +169,11 @@ class _Endless:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[list[bytes]]:
         event = b"data: " + b"x" * 10_000 + b"\n\n"
         while True:
             self.nbytes += len(event)
-            yield event
+            yield [event]
 
 
 def test_an_engine_is_not_read_ahead_of_a_slow_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_an_engine_is_not_read_ahead_of_a_slow_client(monkeypatch: pytest.Monkey
 
 
 class _Lost:
-    async def events(self) -> AsyncIterator[bytes]:
-        yield b'data: {"choices":[{"text":"a"}]}\n\n'
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        yield [b'data: {"choices":[{"text":"a"}]}\n\n']
         raise Broken("node went away")
 
 

@@ -74,9 +74,11 @@ class Relay:
         await response.prepare(self._request)
         try:
             try:
-                async for event in upstream.events():
-                    if not self._is_hidden(event):
-                        await self._write(response, event)
+                async for together in upstream.events():
+                    # One write for what has come together: writes are what a relay costs.
+                    shown = [event for event in together if not self._is_hidden(event)]
+                    if shown:
+                        await self._write(response, b"".join(shown))
             except Broken as error:
                 self.cut_short = CutShort("broken", str(error))
                 lost = Refusal(502, "engine_lost", f"the answer broke off: {error}")
@@ -90,7 +92,7 @@ class Relay:
         return response
 
     async def whole(self, upstream: Upstream) -> web.Response:
-        body = b"".join([part async for part in upstream.events()])
+        body = b"".join([part async for parts in upstream.events() for part in parts])
         self.usage = usage_of(body)
         return web.Response(body=body, content_type="application/json")
 
@@ -103,10 +105,10 @@ class Relay:
         self.usage = usage
         return not self._shows_usage
 
-    async def _write(self, response: web.StreamResponse, event: bytes) -> None:
+    async def _write(self, response: web.StreamResponse, events: bytes) -> None:
         """Returns when the client's socket has room again; nothing more is read upstream before."""
         try:
             async with asyncio.timeout(self._stall_s):
-                await response.write(event)
+                await response.write(events)
         except TimeoutError:
             raise _Stalled from None
