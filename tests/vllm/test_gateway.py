@@ -1,0 +1,87 @@
+"""vLLM servers behind the gateway: the tokens are those of one plain vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prfaas.gateway.ask import Story
+from prfaas.gateway.backend import Back
+from prfaas.gateway.token_ids import TokenIds
+from prfaas.text import Chat, load_words
+from tests.gateway.backs import answered, ask, deployment, is_clean, serving, until
+from tests.vllm.cases import ALIGNED, MAX_TOKENS, PROMPTS, UNCACHED, Case, boundary, case_id
+from tests.waiting import wait_until
+
+AT_ONCE = 8
+MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
+pytestmark = [
+    pytest.mark.timeout(900),  # servers start and stop within it
+    pytest.mark.parametrize(
+        "case", [("falcon-h1", UNCACHED), ("falcon-h1", ALIGNED)], indirect=True, ids=case_id
+    ),
+]
+
+
+def behind(case: Case) -> Any:
+    """The prefill server far away, the decode server at home, which never prefills."""
+    pair = case.pair
+    home = {"url": pair.decode.url, "kvd_url": pair.target.url}
+    far = {"url": pair.prefill.url, "kvd_url": pair.source.url}
+    return serving(deployment([home], [far], prefill=0, policy="remote"))
+
+
+def test_thirty_prompts_eight_at_once(case: Case) -> None:
+    expected = [generated.tokens for generated in case.model.expected["all"]]
+
+    async def one(back: Back, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
+        async with turn:
+            asked = ask(ids, MAX_TOKENS, salt="thirty")
+            found = await answered(
+                back, replace(asked, fields={**asked.fields, "ignore_eos": True})
+            )
+            assert found.story.offloaded and found.story.attempts == 1
+            return found.tokens
+
+    async def main() -> list[list[int]]:
+        async with behind(case) as back:
+            turn = asyncio.Semaphore(AT_ONCE)
+            tokens = await asyncio.gather(*(one(back, ids, turn) for ids in PROMPTS["all"]))
+            await until(lambda: is_clean(back))
+            return list(tokens)
+
+    assert asyncio.run(main()) == expected
+    wait_until(case.pair.nothing_held)
+
+
+def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:
+    """Its state is computed from our tokens and continued by vLLM's chat endpoint from its own: a
+    difference would be refused there."""
+    ids = load_words(case.model.directory).encode_chat(Chat(messages=MESSAGES))
+    fields = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0.0}
+
+    async def main() -> tuple[Any, Story]:
+        async with behind(case) as back:
+            asked = replace(
+                ask(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
+                path="/v1/chat/completions",
+                token_ids=TokenIds.of(ids),
+                fields=fields,
+            )
+            story = Story(0.0)
+            async with back.answer(asked, story) as upstream:
+                ((body,),) = [parts async for parts in upstream.events()]
+            await until(lambda: is_clean(back))
+            return json.loads(body), story
+
+    answer, story = asyncio.run(main())
+    assert story.offloaded and story.attempts == 1
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == boundary(len(ids))
+    plain = case.pair.decode.complete(ids, MAX_TOKENS, cache_salt="plain", ignore_eos=False)
+    assert answer["choices"][0]["message"]["content"] == plain.body["choices"][0]["text"]
+    wait_until(case.pair.nothing_held)
