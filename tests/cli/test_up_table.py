@@ -48,3 +48,4 @@ def test_the_whole_view() -> None:
     screen.print(live_view(STATE, stories))
     shown = screen.export_text()
     assert "threshold 19,412 tokens" in shown and "1 cancelled" in shown and "0.500" in shown
+    assert "cached: 80 of 200 prompt tokens (40%)" in shown

@@ -24,7 +24,7 @@ from prfaas.measure.open_loop import Ask
 from prfaas.measure.prompts import Prompts, Run
 
 OUTPUT_TOKENS = 16
-CUT_PROMPTS = 3
+CUT_PROMPTS = 2
 OUTAGE_S = 2.0
 TOLD_S = 10.0  # until the gateway's line about a request has arrived here
 LOOK_S = 0.02
@@ -125,7 +125,7 @@ async def _play(
 ) -> list[Check]:
     state = await live.state()
     threshold = state["plan"]["threshold_tokens"]
-    short, long = max(16, threshold // 4), 2 * threshold
+    short, long = max(16, threshold // 4), threshold + threshold // 4
     say("sending a short prompt, a long one, and a second turn of each")
     served = [await scene.served("warm-up", scene.ids("warm-up", long))]
     for name, tokens in (("short", short), ("long", long)):

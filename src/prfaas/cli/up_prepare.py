@@ -216,13 +216,12 @@ def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tupl
     profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
         say("measuring it on this machine (once, some seconds)")
-        points = ["--batches", "1,2,4", "--rounds", "2", "--accelerator", ACCELERATOR]
-        points += ["--out", str(profile)]
+        points = ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(profile)]
         if vllm:
             _measure_vllm(checkpoint, wish, points)
         else:
-            lengths = ["--lengths", "64,512,2048,4096"]
-            _prfaas("profile", "--model", str(checkpoint), *lengths, *points)
+            points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
+            _prfaas("profile", "--model", str(checkpoint), *points)
     max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
     longest = max_tokens - 1024  # an answer must fit behind it
     deployment = Deployment(
@@ -248,8 +247,10 @@ def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
     async def run() -> None:
         with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
             async with serving_alone(host, engines, Path(name), tether()) as url:
-                lengths = ["--lengths", "64,512,2048"]
-                await asyncio.to_thread(_prfaas, "profile", "--url", url, *lengths, *points)
+                # A step has room for one block: a prompt waits until nothing decodes, so
+                # sequences that come one after another never run together.
+                at = ["--lengths", "64,512,2048", "--batches", "1"]
+                await asyncio.to_thread(_prfaas, "profile", "--url", url, *at, *points)
 
     try:
         asyncio.run(run())

@@ -15,7 +15,8 @@ from prfaas.scheduler.congestion import Verdict
 
 
 def live_view(state: Mapping[str, Any], stories: Stories) -> RenderableType:
-    return Group(nodes_table(state), routes_table(stories), Text(links_line(state)))
+    words = Text(f"{hits_line(stories)}\n{links_line(state)}")
+    return Group(nodes_table(state), routes_table(stories), words)
 
 
 def nodes_table(state: Mapping[str, Any]) -> Table:
@@ -66,6 +67,11 @@ def routes_table(stories: Stories) -> Table:
         p50, p90 = (f"{q:.3f}" for q in np.quantile(ttfts, (0.5, 0.9))) if ttfts else ("-", "-")
         table.add_row(what, str(completed), others, p50, p90)
     return table
+
+
+def hits_line(stories: Stories) -> str:
+    cached, total = stories.cached_tokens, stories.prompt_tokens
+    return f"cached: {cached:,} of {total:,} prompt tokens ({cached / max(1, total):.0%})"
 
 
 def links_line(state: Mapping[str, Any]) -> str:

@@ -22,12 +22,13 @@ from prfaas.engine.profiling import (
     check_points,
     step_together_s,
 )
-from prfaas.errors import InputError
+from prfaas.errors import EngineError, InputError
 from prfaas.measure.client import Answer, Target
 from prfaas.measure.open_loop import Ask
 from prfaas.measure.prompts import Prompts, Run
 
 ROUND_TRIPS = 20
+LONGER = (1, 4, 16)  # answers, until sequences are seen to run together
 
 
 class HttpProfiler:
@@ -93,11 +94,22 @@ class HttpProfiler:
         common = Run(b"context", self._samples.context_tokens - 1)
         if task.warm_up:
             await self._answer([common, Run(b"more", 1)], 1)
-        steps = task.batch + WARM_STEPS + TIMED_STEPS
-        answers = await asyncio.gather(
-            *(self._answer([common, Run(self._key(), 1)], steps) for _ in range(task.batch))
+        for longer in LONGER:
+            steps = (task.batch + WARM_STEPS + TIMED_STEPS) * longer
+            answers = await asyncio.gather(
+                *(self._answer([common, Run(self._key(), 1)], steps) for _ in range(task.batch))
+            )
+            try:
+                step_s = step_together_s([one.moments_s for one in answers])
+            except EngineError:
+                continue  # the first had ended when the last began
+            self._samples.stepped(task, step_s)
+            return
+        raise InputError(
+            f"{task.batch} sequences never ran together",
+            where="--batches",
+            fix="leave that batch out: the server decodes faster than it takes requests in",
         )
-        self._samples.stepped(task, step_together_s([one.moments_s for one in answers]))
 
     async def _answer(self, runs: Sequence[Run], output_tokens: int) -> Answer:
         body = self._ask.body(self._prompts.text(runs), output_tokens)
