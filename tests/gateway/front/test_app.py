@@ -194,6 +194,25 @@ def test_an_engine_is_not_read_ahead_of_a_slow_client(monkeypatch: pytest.Monkey
     with_front(scenario, stall_s=0.5)
 
 
+def test_a_client_that_leaves_in_mid_stream_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(OneNode, "answer", answering(_Endless()))
+
+    async def scenario(front: Fronted) -> None:
+        reader, writer = await asyncio.open_connection(*front.address)
+        body = msgspec.json.encode({**GOOD, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await reader.readuntil(b"data:")
+        writer.transport.abort()
+        while 'outcome="cancelled"' not in (await front.get("/metrics"))[1].decode():
+            pass
+
+    with_front(scenario)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 class _Lost:
     async def events(self) -> AsyncIterator[list[bytes]]:
         yield [b'data: {"choices":[{"text":"a"}]}\n\n']

@@ -39,7 +39,7 @@ class _Used(msgspec.Struct, frozen=True):
 
 
 class CutShort(NamedTuple):
-    outcome: Literal["broken", "stalled"]
+    outcome: Literal["broken", "stalled", "cancelled"]
     reason: str
 
 
@@ -83,12 +83,13 @@ class Relay:
                 self.cut_short = CutShort("broken", str(error))
                 lost = Refusal(502, "engine_lost", f"the answer broke off: {error}")
                 await self._write(response, error_event(lost))
+            await response.write_eof()
         except _Stalled:
             self.cut_short = CutShort("stalled", "the client stopped reading")
             if self._request.transport is not None:
                 self._request.transport.abort()  # what it has not read will never be read
-            return response
-        await response.write_eof()
+        except ConnectionError:
+            self.cut_short = CutShort("cancelled", "the client went away")
         return response
 
     async def whole(self, upstream: Upstream) -> web.Response:
