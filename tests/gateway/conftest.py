@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ class Hosts:
     def all(self) -> list[Host]:
         return [*self.home, *self.far]
 
-    def deployment(self, **scheduler: object) -> Deployment:
+    def deployment(self, **scheduler: Any) -> Deployment:
         return deployment([node(h) for h in self.home], [node(h) for h in self.far], **scheduler)
 
     def named(self, name: str) -> Host:
