@@ -10,7 +10,7 @@ import pytest
 from prfaas.config.deployment import Deployment
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from tests.gateway.backs import deployment, node
-from tests.node.hosts import Host
+from tests.node.hosts import Host, call
 
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t", "--gpus", "8"),
@@ -33,6 +33,13 @@ class Hosts:
 
     def named(self, name: str) -> Host:
         return next(host for host in self.all if host.stats(check=False)["node"] == name)
+
+    def forget_roles(self) -> None:
+        """A gateway keeps the roles it finds, and these may be another deployment's."""
+        for host in self.all:
+            role = host.stats(check=False)["role"]
+            status, _ = call("POST", f"{host.kvd_url}/v1/role", {**role, "role": "both"})
+            assert status == 200
 
     def wait_until_idle(self) -> None:
         for host in self.all:
@@ -58,3 +65,11 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     finally:
         for host in hosts.all:
             host.close()
+
+
+@pytest.fixture
+def unassigned(emulated: Hosts) -> Iterator[Hosts]:
+    """The same, for deployments of another split."""
+    emulated.forget_roles()
+    yield emulated
+    emulated.forget_roles()

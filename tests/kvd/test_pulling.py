@@ -111,10 +111,10 @@ def test_what_does_not_come_in_time_is_given_up(pair: tuple[Host, Host], relay: 
         assert begun(target.pin(names(prompt))).tokens == 0, "nothing half made is used"
 
 
-@pytest.mark.parametrize("within_s", [0.0, -1.0, PULL_S + 1])
-def test_a_pull_has_an_end(pair: tuple[Host, Host], within_s: float) -> None:
-    status, _ = pair[1].post("/v1/pull", Pull("http://x", (b"x",), within_s=within_s))
-    assert status == 400
+def test_a_pull_has_an_end(pair: tuple[Host, Host]) -> None:
+    for within_s in (0.0, -1.0, PULL_S + 1):
+        status, _ = pair[1].post("/v1/pull", Pull("http://x", (b"x",), within_s=within_s))
+        assert status == 400
 
 
 def test_a_hand_off_that_comes_later_goes_first(
