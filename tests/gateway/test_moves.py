@@ -1,4 +1,4 @@
-"""Copies that routes ask for and that do not come: a request goes on without them."""
+"""Copies: shared by those who want the same, and never more than a miss when they fail."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from contextlib import closing
 
 import pytest
 
+from prfaas.gateway.calls import calling
+from prfaas.gateway.errands import Errands
+from prfaas.gateway.moves import REST_S, Move, Moves
+from prfaas.testing.clock import FakeClock
 from prfaas.transport.address import Address, parse_address
 from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
+from prfaas.types import BlockHash, NodeId
 from tests.gateway.backs import (
     FAR,
     HOME,
@@ -27,6 +32,7 @@ from tests.gateway.backs import (
     until_it_would_resume,
 )
 from tests.gateway.conftest import Hosts
+from tests.gateway.test_router import A, B, C, router
 
 BLOCK = 64
 
@@ -73,3 +79,35 @@ def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Relay) ->
 
     asyncio.run(main())
     emulated.wait_until_idle()
+
+
+def test_one_for_all_and_a_rest_after_a_failure() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    for member in subject.members:
+        member.kvd_url = "http://127.0.0.1:1"  # nobody is there
+    move = Move("route", B, A, (BlockHash(b"x"),), BLOCK)
+
+    async def main() -> None:
+        async with calling() as calls, asyncio.TaskGroup() as tasks:
+            moves = Moves(subject, calls, Errands(tasks), clock)
+            tally = moves.tallies["route"]
+
+            async def tried(which: Move) -> bool:
+                task = moves.start(which, 5.0)
+                if task is None:
+                    return False
+                assert moves.start(which, 5.0) is task and moves.under_way == [which]
+                await task
+                return True
+
+            assert await tried(move) and (tally.made, tally.failed) == (0, 1)
+            assert not await tried(move), "the two are left alone for a while"
+            assert await tried(move._replace(source=C)), "others are not"
+            assert not await tried(move._replace(source=NodeId("nobody")))
+            assert not await tried(move._replace(hashes=()))
+            clock.advance(REST_S)
+            assert await tried(move) and (tally.made, tally.failed) == (0, 3)
+            assert moves.under_way == []
+
+    asyncio.run(main())

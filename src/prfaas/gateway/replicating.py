@@ -46,9 +46,13 @@ class Replicating:
         """Until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._rules.every_s))
-            self._save()
-            if self._rules.replicate:
-                self._spread()
+            self.look()
+
+    def look(self) -> None:
+        """Begins what is worth it now."""
+        self._save()
+        if self._rules.replicate:
+            self._spread()
 
     def _spread(self) -> None:
         now, rules = self._clock.now(), self._rules
