@@ -135,7 +135,7 @@ def ask_for(cluster: Cluster, *all_letters: str) -> None:
 
 
 def spread(
-    cluster: Cluster, waits_s: dict[NodeId, float | None], now: float = 0.0, limit: int = 8
+    cluster: Cluster, waits_s: dict[NodeId, float | None], now: float = 0.0, limit: int = 16
 ) -> list[CopyProposal]:
     living = [P0, P1, F0]
     return cluster.manager.replications(now, living, waits_s, saturated_s=1.0, limit=limit)
@@ -167,7 +167,7 @@ def test_a_copy_is_taken_from_a_living_pool(cluster: Cluster) -> None:
     assert cluster.manager.replications(0.0, [], waits_s, saturated_s=1.0) == []
 
 
-def test_replications_are_limited(cluster: Cluster) -> None:
+def test_only_the_hottest_are_looked_at(cluster: Cluster) -> None:
     for letters in ("ab", "cd", "ef"):
         cluster.store(P0, letters)
         ask_for(cluster, letters, letters, letters)

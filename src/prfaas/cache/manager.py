@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
@@ -172,18 +173,20 @@ class GlobalKVManager:
         waits_s: Mapping[NodeId, float | None],
         *,
         saturated_s: float,
-        limit: int = 8,
+        limit: int = 16,
     ) -> list[CopyProposal]:
         """Hot prefixes all of whose holders in a cluster make a prefill wait longer than
         `saturated_s`: a copy onto that cluster's least busy other node, where it waits less than
         half as long. Keeps one prefix from pinning all its traffic to one node; crossing clusters
-        is the router's choice.
+        is the router's choice. Only the `limit` hottest are looked at, since matching takes time.
 
         `living`: pools that can be copied from; `waits_s`: nodes in use, and how long a prefill
         waits there; None for those that do not prefill."""
         prefilling = {node: wait for node, wait in waits_s.items() if wait is not None}
         proposals: list[CopyProposal] = []
-        for hot in self._hot.hottest(now):
+        if all(wait <= saturated_s for wait in prefilling.values()):
+            return proposals
+        for hot in islice(self._hot.hottest(now), limit):
             match = self.match(hot.prompt)
             for waits in self._by_cluster(prefilling, hot.block_tokens):
                 held = [w for node, w in waits.items() if match.node_tokens(node) >= hot.tokens]
@@ -196,8 +199,6 @@ class GlobalKVManager:
                 proposal = self.propose_copy(hot.prompt, match, target, living)
                 if proposal is not None:
                     proposals.append(proposal)
-                if len(proposals) == limit:
-                    return proposals
         return proposals
 
     def evacuations(
