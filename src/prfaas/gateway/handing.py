@@ -151,10 +151,11 @@ class HandOff:
 
     async def _copies(self, prompt: PromptHashes) -> None:
         """Prefixes that the prefill is to resume from. Without them it only takes longer."""
-        under_way = []
         compat = self._prefill.compat
-        assert compat is not None
-        bound_s = COPY_S + _PATIENT * max((copy.seconds for copy in self._route.copies), default=0)
+        if not self._route.copies or compat is None:
+            return
+        bound_s = COPY_S + _PATIENT * max(copy.seconds for copy in self._route.copies)
+        under_way = []
         for copy in self._route.copies:
             hashes = prompt.at(compat.block_tokens)[: copy.tokens // compat.block_tokens]
             move = Move("route", copy.source, copy.target, tuple(hashes), copy.tokens)
