@@ -6,7 +6,7 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
 from prfaas.cache.index import NodeInfo, NodeMatch
-from prfaas.cache.manager import ClusterMatch, GlobalKVManager
+from prfaas.cache.manager import ClusterMatch, CopyProposal, GlobalKVManager
 from prfaas.types import ClusterId, HashEvent, NodeId
 from tests.cache.builders import BLOCK, SPECS
 
@@ -128,33 +128,72 @@ def test_another_block_size_is_no_source(cluster: Cluster) -> None:
     assert cluster.manager.propose_copy(asked, match, P0) is None
 
 
-def test_hot_prefixes_are_spread_to_the_least_loaded_node(cluster: Cluster) -> None:
+def ask_for(cluster: Cluster, *all_letters: str) -> None:
+    for letters in all_letters:
+        asked = prompt(letters)
+        cluster.manager.observe(asked, cluster.manager.match(asked), 0.0)
+
+
+def spread(
+    cluster: Cluster, waits_s: dict[NodeId, float | None], now: float = 0.0, limit: int = 16
+) -> list[CopyProposal]:
+    living = [P0, P1, F0]
+    return cluster.manager.replications(now, living, waits_s, saturated_s=1.0, limit=limit)
+
+
+def test_hot_prefixes_leave_a_holder_that_is_too_busy(cluster: Cluster) -> None:
     cluster.store(P0, "ab")
-    load = {P0: 0.0, P1: 0.5, F0: 0.0}.__getitem__
-    for now in range(3):
-        asked = prompt("ab" + "xyz"[now])
-        cluster.manager.observe(asked, cluster.manager.match(asked), float(now))
-    (copy,) = cluster.manager.replications(3.0, load)
+    ask_for(cluster, "abx", "aby", "abz")
+    (copy,) = spread(cluster, {P0: 3.0, P1: 0.5, F0: 0.0})
     assert (copy.source, copy.target, copy.tokens) == (P0, P1, 8)
-    assert copy.hashes == tuple(prompt("ab").at(BLOCK))
-    assert cluster.manager.replications(60.0, load) == [], "no longer hot"
+    assert copy.hashes == tuple(prompt("ab").at(BLOCK)) and not copy.crosses_clusters
+    assert spread(cluster, {P0: 1.0, P1: 0.0, F0: 0.0}) == [], "it does not make anybody wait long"
+    assert spread(cluster, {P0: 3.0, P1: 1.5, F0: 0.0}) == [], "the other is as busy, nearly"
+    assert spread(cluster, {P0: 3.0, P1: None}) == [], "the other does not prefill"
+    assert spread(cluster, {P0: 3.0}) == [], "the other is not in use"
+    assert spread(cluster, {P0: None, P1: 0.0}) == [], "a holder that does not prefill is no limit"
+    assert spread(cluster, {P0: 3.0, P1: 0.0}, now=60.0) == [], "no longer hot"
     cluster.store(P1, "ab")
-    assert cluster.manager.replications(3.0, load) == [], "two holders are enough"
-    assert cluster.manager.replications(3.0, load, copies=3) == [], "nobody is left to copy to"
+    assert spread(cluster, {P0: 3.0, P1: 0.0}) == [], "one holder has time"
 
 
-def test_replications_are_limited(cluster: Cluster) -> None:
-    load = {P0: 0.0, P1: 0.5, F0: 0.0}.__getitem__
-    for letters in ("a", "b", "c"):
-        cluster.store(P0, letters)
-        for _ in range(3):
-            cluster.manager.observe(prompt(letters), cluster.manager.match(prompt(letters)), 0.0)
-    assert len(cluster.manager.replications(0.0, load)) == 3
-    assert len(cluster.manager.replications(0.0, load, limit=2)) == 2
-
-
-def test_misses_heat_nothing(cluster: Cluster) -> None:
-    for _ in range(9):
-        cluster.manager.observe(prompt("ab"), cluster.manager.match(prompt("ab")), 0.0)
+def test_a_copy_is_taken_from_a_living_pool(cluster: Cluster) -> None:
     cluster.store(P0, "ab")
-    assert cluster.manager.replications(0.0, lambda node: 0.0) == []
+    cluster.store(F0, "ab")
+    ask_for(cluster, "ab", "ab", "ab")
+    waits_s: dict[NodeId, float | None] = {P0: 3.0, P1: 0.0}
+    (copy,) = cluster.manager.replications(0.0, [F0], waits_s, saturated_s=1.0)
+    assert (copy.source, copy.target, copy.crosses_clusters) == (F0, P1, True)
+    assert cluster.manager.replications(0.0, [], waits_s, saturated_s=1.0) == []
+
+
+def test_only_the_hottest_are_looked_at(cluster: Cluster) -> None:
+    for letters in ("ab", "cd", "ef"):
+        cluster.store(P0, letters)
+        ask_for(cluster, letters, letters, letters)
+    waits_s: dict[NodeId, float | None] = {P0: 2.0, P1: 0.0}
+    assert len(spread(cluster, waits_s)) == 3
+    assert len(spread(cluster, waits_s, limit=2)) == 2
+
+
+def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
+    """Hottest first; to whoever prefills, else to whoever is there; not what is kept anyway."""
+    P2 = NodeId("p2")
+    cluster.manager.join(NodeInfo(P2, PD, BLOCK, rules_for(SPEC)))
+    for letters in ("ab", "cd", "ef"):
+        cluster.store(P0, letters)
+    ask_for(cluster, "ab", "ab", "cd", "cd", "cd", "ef")
+    everybody = [P0, P1, P2, F0]
+
+    def saved(waits_s: dict[NodeId, float | None]) -> list[tuple[NodeId, str]]:
+        found = cluster.manager.evacuations(P0, 0.0, everybody, waits_s)
+        names = {tuple(prompt(x).at(BLOCK)): x for x in ("ab", "cd", "ef")}
+        assert all(copy.source == P0 for copy in found)
+        return [(copy.target, names[copy.hashes]) for copy in found]
+
+    assert saved({P0: 0.0, P1: 2.0, P2: 1.0, F0: 0.0}) == [(P2, "cd"), (P2, "ab")]
+    assert saved({P0: None, P1: 2.0, P2: None}) == [(P1, "cd"), (P1, "ab")]
+    assert saved({P0: 0.0, P2: None}) == [(P2, "cd"), (P2, "ab")]
+    assert saved({P0: 0.0, F0: 0.0}) == [], "nobody is left in its cluster"
+    cluster.store(P1, "cd")
+    assert saved({P0: 0.0, P1: 2.0, P2: 1.0}) == [(P2, "ab")]

@@ -52,9 +52,9 @@ def test_a_tokenizer_that_is_none(prfaas: Run, tmp_path: Path) -> None:
     assert result.code == 2 and "not a tokenizer" in result.err
 
 
-def started(*kvd_options: str) -> tuple[Process, dict[str, Any]]:
+def started(*options: str) -> tuple[Process, dict[str, Any]]:
     """A node with a kvd of its own, and what it says of itself."""
-    node = Process("node", *EMULATED, "--byte-scale", "1e-4", "--", *kvd_options)
+    node = Process("node", *EMULATED, "--byte-scale", "1e-4", *options, "--", "--memory", "16MiB")
     url = node.find(r"serving \S+ at (http://\S+)")
     (card,) = call("GET", f"{url}/v1/models")[1]["data"]
     return node, card["prfaas"]
@@ -62,7 +62,7 @@ def started(*kvd_options: str) -> tuple[Process, dict[str, Any]]:
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
-    node, card = started("--memory", "16MiB")
+    node, card = started()
     assert call("GET", f"{card['kvd_url']}/v1/role")[0] == 200
     getattr(node, end)()
 
@@ -74,6 +74,19 @@ def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
         return False
 
     wait_until(gone)
+
+
+def test_a_node_that_leaves_lets_gateways_fetch_its_prefixes() -> None:
+    """It has nothing to do, and stays with its kvd all the same."""
+    node, card = started("--leave-s", "600")
+    url = node.find(r"serving \S+ at (http://\S+)")
+    node.popen.terminate()
+    body = {"prompt": [1], "max_tokens": 1}
+    wait_until(lambda: call("POST", f"{url}/v1/completions", body)[0] == 503)
+    status, answer = call("GET", f"{url}/health")
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    assert call("GET", f"{card['kvd_url']}/v1/role")[0] == 200
+    node.kill()
 
 
 def test_a_kvd_that_cannot_start_says_why() -> None:

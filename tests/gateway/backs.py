@@ -33,9 +33,10 @@ def deployment(
     far: Sequence[dict[str, str]],
     *,
     prefill: int = 1,
+    links: Sequence[dict[str, Any]] = (),
     **scheduler: Any,
 ) -> Deployment:
-    """`home`: nodes of the PD cluster, of which `prefill` prefill."""
+    """`home`: nodes of the PD cluster, of which `prefill` prefill. `links`: beside the one home."""
     raw: dict[str, Any] = {
         "model": {"name": MODEL},
         "workload": {
@@ -55,7 +56,7 @@ def deployment(
                 **{"gpus_per_instance": 8, "nodes": list(far)},
             },
         ],
-        "links": [{"from": FAR, "to": HOME, "gbps": 10, "rtt_ms": 1}],
+        "links": [{"from": FAR, "to": HOME, "gbps": 10, "rtt_ms": 1}, *links],
         "scheduler": {"threshold_tokens": THRESHOLD, **scheduler},
     }
     return parse_deployment(raw, "test.toml")
@@ -136,6 +137,17 @@ def tokens_of(event: bytes) -> list[int]:
     if data == b"[DONE]":
         return []
     return [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
+
+
+def moved(back: Back, why: str) -> tuple[int, int]:
+    """Copies of prefixes that were made, and that failed."""
+    found = back.state()["moves"][why]
+    return found["made"], found["failed"]
+
+
+async def until_it_would_resume(back: Back, asked: Ask, tokens: int) -> None:
+    """Cache events have come."""
+    await until(lambda: back.explain(asked)["chosen"].get("cached_tokens") == tokens)
 
 
 def is_clean(back: Back) -> bool:

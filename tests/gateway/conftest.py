@@ -3,13 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prfaas.config.deployment import Deployment
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from tests.gateway.backs import deployment, node
-from tests.node.hosts import Host
+from tests.node.hosts import Host, call
 
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t", "--gpus", "8"),
@@ -27,11 +28,18 @@ class Hosts:
     def all(self) -> list[Host]:
         return [*self.home, *self.far]
 
-    def deployment(self, **scheduler: object) -> Deployment:
+    def deployment(self, **scheduler: Any) -> Deployment:
         return deployment([node(h) for h in self.home], [node(h) for h in self.far], **scheduler)
 
     def named(self, name: str) -> Host:
         return next(host for host in self.all if host.stats(check=False)["node"] == name)
+
+    def forget_roles(self) -> None:
+        """A gateway keeps the roles it finds, and these may be another deployment's."""
+        for host in self.all:
+            role = host.stats(check=False)["role"]
+            status, _ = call("POST", f"{host.kvd_url}/v1/role", {**role, "role": "both"})
+            assert status == 200
 
     def wait_until_idle(self) -> None:
         for host in self.all:
@@ -57,3 +65,11 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     finally:
         for host in hosts.all:
             host.close()
+
+
+@pytest.fixture
+def unassigned(emulated: Hosts) -> Iterator[Hosts]:
+    """The same, for deployments of another split."""
+    emulated.forget_roles()
+    yield emulated
+    emulated.forget_roles()

@@ -29,7 +29,7 @@ from tests.gateway.backs import (
     with_role,
 )
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import Host, text_of
+from tests.node.hosts import Host
 
 LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
 
@@ -244,20 +244,12 @@ def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
 
             await until(lambda: bool(copies()))
             near = emulated.named(with_role(back, "prefill")[0])
-            before = hit_tokens(near)
+            before = near.hit_tokens()
             second = await answered(back, again)
             assert not second.story.offloaded and second.story.cached_tokens >= LONG
-            assert hit_tokens(near) - before == second.story.cached_tokens
+            assert near.hit_tokens() - before == second.story.cached_tokens
             assert second.story.attempts == 1
             await until(lambda: is_clean(back))
 
     asyncio.run(main())
     emulated.wait_until_idle()
-
-
-def hit_tokens(host: Host) -> float:
-    page = text_of(f"{host.url}/metrics")
-    (line,) = [
-        line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total")
-    ]
-    return float(line.split()[-1])

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.gateway.backend import Back
-from tests.gateway.backs import THRESHOLD, answered, ask, is_clean, prompt, serving, until
+from tests.gateway.backs import (
+    FAR,
+    HOME,
+    THRESHOLD,
+    answered,
+    ask,
+    is_clean,
+    moved,
+    prompt,
+    serving,
+    until,
+    until_it_would_resume,
+    with_role,
+)
 from tests.gateway.conftest import Hosts
 from tests.node.conftest import hf_options
 from tests.node.hosts import Host, cached_of, tokens_of
@@ -23,8 +35,11 @@ NEW_TOKENS = 4
 _SALTS = count()
 
 
-@pytest.fixture
-def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
+@pytest.fixture(scope="module")
+def hosts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hosts]:
+    tmp_path = tmp_path_factory.mktemp("hosts")
     make_checkpoint(tmp_path / "model", request.param)
     options = hf_options(tmp_path / "model")
     names = ("home0", "home1", "far0")
@@ -87,4 +102,53 @@ def test_mixed_requests_at_once_are_answered_as_by_one_process(
         host.wait_until_idle()
     assert {offloaded for *_, offloaded in turns} == {True, False}
     for ids, tokens, _ in turns:
+        assert tokens == alone(hosts.home[0], ids), f"{len(ids)} tokens"
+
+
+# Turns of one conversation: tokens that the user adds, the cluster that prefills the turn, and what
+# of it is cached then, at the ends of whole blocks of 64. A turn is long above 200 new tokens.
+TURNS = [(300, FAR, 0), (130, HOME, 256), (300, FAR, 384), (50, HOME, 704)]
+
+
+@pytest.mark.parametrize("hosts", ["kimi-linear"], indirect=True)
+def test_a_conversation_takes_its_cache_along(hosts: Hosts) -> None:
+    """Each turn resumes after the last one, wherever that was prefilled; only blocks that the
+    cluster lacks travel, with the states at their end; the tokens are those of one process."""
+    made = hosts.deployment(
+        threshold_tokens=THRESHOLD // 5,
+        links=[{"from": HOME, "to": FAR, "gbps": 1e5}],  # abundant
+    )
+    (far,) = hosts.far
+    spec = far.spec()
+
+    async def main() -> list[tuple[list[int], list[int]]]:
+        async with serving(made) as back:
+            (name,) = with_role(back, "prefill")
+            at = {HOME: hosts.named(name), FAR: far}
+            held = {HOME: 0, FAR: 0}  # by the node that prefills there
+            ids: list[int] = []
+            turns = []
+            for number, (more, cluster, cached) in enumerate(TURNS):
+                ids = [*ids, *prompt(more, number)]
+                asked = ask(ids, NEW_TOKENS, conversation=True)
+                await until_it_would_resume(back, asked, cached)
+                before = {c: (at[c].hit_tokens(), at[c].received_bytes()) for c in at}
+                found = await answered(back, asked)
+                await until(lambda n=number: moved(back, "route") == (n, 0))  # type: ignore[misc]
+                assert (found.story.cluster, found.story.attempts) == (cluster, 1)
+                hits, received = before[cluster]
+                assert at[cluster].hit_tokens() - hits == cached
+                copied = spec.kv_bytes(cached, held[cluster]) if cached else 0
+                assert at[cluster].received_bytes() - received == copied
+                await until(lambda s=found.story, c=cached: s.cached_tokens == c)  # type: ignore[misc]
+                held[cluster] = len(ids) // 64 * 64
+                turns.append((ids, found.tokens))
+                ids = [*ids, *found.tokens]
+            await until(lambda: is_clean(back))
+            return turns
+
+    turns = asyncio.run(main())
+    for host in hosts.all:
+        host.wait_until_idle()
+    for ids, tokens in turns:
         assert tokens == alone(hosts.home[0], ids), f"{len(ids)} tokens"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from prfaas.kvd.pulling import Pull
 from prfaas.kvd.server import TlsFiles
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.transport.certs import make_certificates
@@ -147,34 +145,6 @@ def test_opaque_blocks_travel_whole(pair: tuple[Host, Host]) -> None:
         with decode.attach(grant.transfer_id) as state:
             for segment, data in content.items():
                 assert b"".join(state.views(segment)) == data
-
-
-def test_a_prefix_is_pulled_from_another_pool(pair: tuple[Host, Host]) -> None:
-    here, there = pair
-    prompt = prompt_of(40)
-    with here.engine() as source, there.engine() as target:
-        kept = begun(source.begin(names(prompt), 40))
-        fill(kept, prompt)
-        kept.commit()
-        asked = Pull(here.url, tuple(names(prompt)))
-        status, body = there.post("/v1/pull", asked)
-        assert status == 200, body
-        assert json.loads(body)["tokens"] == 40
-        with begun(target.pin(names(prompt))) as state:
-            assert state.tokens == 40
-            assert_holds(state, prompt, 40)
-        again = json.loads(there.post("/v1/pull", asked)[1])
-        assert (again["tokens"], again["granted_bytes"]) == (40, 0)
-        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
-
-
-def test_a_pull_from_nobody_leaves_nothing_behind(pair: tuple[Host, Host]) -> None:
-    _, there = pair
-    with there.engine():
-        nobody = Pull("http://127.0.0.1:1", tuple(names(prompt_of(8))))
-        status, body = there.post("/v1/pull", nobody)
-        assert status == 502 and b"127.0.0.1:1" in body
-        assert there.in_use() == (0, 0)
 
 
 def test_under_tls(tmp_path: Path) -> None:

@@ -170,6 +170,14 @@ class Host:
         received: int = self.stats(check=False)["arrivals"]["received_bytes"]
         return received
 
+    def hit_tokens(self) -> int:
+        """That the engine has found in its pool instead of computing them, since it started."""
+        found = re.search(
+            r"^vllm:prefix_cache_hits_total\S* (\S+)$", text_of(f"{self.url}/metrics"), re.M
+        )
+        assert found is not None
+        return int(float(found[1]))
+
     def wait_until_idle(self, *, within_s: float = PATIENCE_S) -> None:
         """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
 

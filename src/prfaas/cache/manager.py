@@ -7,8 +7,9 @@ where and how many bytes, and the caller knows whether the link has room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
@@ -127,14 +128,20 @@ class GlobalKVManager:
     # What would be worth copying ------------------------------------------------------------------
 
     def propose_copy(
-        self, prompt: PromptHashes, match: PromptMatch, target: NodeId
+        self,
+        prompt: PromptHashes,
+        match: PromptMatch,
+        target: NodeId,
+        sources: Collection[NodeId] | None = None,
     ) -> CopyProposal | None:
-        """The longest prefix any other node has and `target` lacks. Nodes of another block size
-        name blocks differently and are no source."""
+        """The longest prefix any other node (of `sources`) has and `target` lacks. Nodes of another
+        block size name blocks differently and are no source."""
         here = self._index.info(target)
         source: NodeId | None = None
         tokens = match.node_tokens(target)
         for node, found in match.nodes.items():
+            if node == target or (sources is not None and node not in sources):
+                continue
             same_size = self._index.info(node).block_tokens == here.block_tokens
             # At equal length a source in the target's own cluster is the cheaper one.
             closer = (
@@ -143,7 +150,7 @@ class GlobalKVManager:
                 and self._index.info(source).cluster != here.cluster
                 and self._index.info(node).cluster == here.cluster
             )
-            if node != target and same_size and (found.tokens > tokens or closer):
+            if same_size and (found.tokens > tokens or closer):
                 source, tokens = node, found.tokens
         if source is None:
             return None
@@ -160,30 +167,85 @@ class GlobalKVManager:
         )
 
     def replications(
-        self, now: float, load: Callable[[NodeId], float], *, copies: int = 2, limit: int = 8
+        self,
+        now: float,
+        living: Collection[NodeId],
+        waits_s: Mapping[NodeId, float | None],
+        *,
+        saturated_s: float,
+        limit: int = 16,
     ) -> list[CopyProposal]:
-        """For the hottest prefixes with fewer than `copies` holders in a cluster that has one: a
-        copy onto that cluster's least loaded other node. Keeps one prefix from pinning all its
-        traffic to one node; crossing clusters is the router's choice, by `propose_copy`."""
+        """Hot prefixes all of whose holders in a cluster make a prefill wait longer than
+        `saturated_s`: a copy onto that cluster's least busy other node, where it waits less than
+        half as long. Keeps one prefix from pinning all its traffic to one node; crossing clusters
+        is the router's choice. Only the `limit` hottest are looked at, since matching takes time.
+
+        `living`: pools that can be copied from; `waits_s`: nodes in use, and how long a prefill
+        waits there; None for those that do not prefill."""
+        prefilling = {node: wait for node, wait in waits_s.items() if wait is not None}
+        proposals: list[CopyProposal] = []
+        if all(wait <= saturated_s for wait in prefilling.values()):
+            return proposals
+        for hot in islice(self._hot.hottest(now), limit):
+            match = self.match(hot.prompt)
+            for waits in self._by_cluster(prefilling, hot.block_tokens):
+                held = [w for node, w in waits.items() if match.node_tokens(node) >= hot.tokens]
+                others = [n for n in waits if match.node_tokens(n) < hot.tokens]
+                if not held or not others or min(held) <= saturated_s:
+                    continue
+                target = min(others, key=waits.__getitem__)
+                if 2 * waits[target] >= min(held):
+                    continue
+                proposal = self.propose_copy(hot.prompt, match, target, living)
+                if proposal is not None:
+                    proposals.append(proposal)
+        return proposals
+
+    def evacuations(
+        self,
+        node: NodeId,
+        now: float,
+        living: Collection[NodeId],
+        waits_s: Mapping[NodeId, float | None],
+    ) -> list[CopyProposal]:
+        """Before `node` leaves: its hot prefixes that no other of its cluster's nodes would keep,
+        hottest first, each with the least busy of them as its target. They are those that prefill,
+        or, where there is no other, those that decode. Arguments as of `replications`."""
+        others = {n: wait for n, wait in waits_s.items() if n != node}
+        prefilling = {n: wait for n, wait in others.items() if wait is not None}
         proposals: list[CopyProposal] = []
         for hot in self._hot.hottest(now):
             match = self.match(hot.prompt)
-            for cluster in match.clusters:
-                members = [i for i in self._index.nodes() if i.cluster == cluster]
-                holders = [i for i in members if match.node_tokens(i.node) >= hot.tokens]
-                others = [
-                    info.node
-                    for info in members
-                    if info not in holders and info.block_tokens == hot.block_tokens
-                ]
-                if not 0 < len(holders) < copies or not others:
-                    continue
-                proposal = self.propose_copy(hot.prompt, match, min(others, key=load))
-                if proposal is not None:
-                    proposals.append(proposal)
-                if len(proposals) == limit:
-                    return proposals
+            if match.node_tokens(node) < hot.tokens:
+                continue
+            cluster = self._index.info(node).cluster
+            size = hot.block_tokens
+            keepers = self._members(cluster, prefilling, size)
+            keepers = keepers or self._members(cluster, dict.fromkeys(others, 0.0), size)
+            if not keepers or any(match.node_tokens(n) >= hot.tokens for n in keepers):
+                continue
+            target = min(keepers, key=keepers.__getitem__)
+            proposal = self.propose_copy(hot.prompt, match, target, living)
+            if proposal is not None:
+                proposals.append(proposal)
         return proposals
+
+    def _by_cluster(
+        self, waits_s: Mapping[NodeId, float], block_tokens: int
+    ) -> list[dict[NodeId, float]]:
+        clusters = dict.fromkeys(info.cluster for info in self._index.nodes())
+        return [self._members(cluster, waits_s, block_tokens) for cluster in clusters]
+
+    def _members(
+        self, cluster: ClusterId, waits_s: Mapping[NodeId, float], block_tokens: int
+    ) -> dict[NodeId, float]:
+        return {
+            info.node: waits_s[info.node]
+            for info in self._index.nodes()
+            if info.cluster == cluster
+            and info.node in waits_s
+            and info.block_tokens == block_tokens
+        }
 
     def check(self) -> None:
         self._index.check()

@@ -56,6 +56,7 @@ _SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
 @click.option("--events", default=_SETTINGS.events, show_default=True, help="KV events (ZMQ).")
 @click.option("--replay", default=_SETTINGS.replay, show_default=True, help="Their replay.")
 @click.option("--drain-s", default=_SETTINGS.drain_s, show_default=True, help="After SIGTERM.")
+@click.option("--leave-s", default=_SETTINGS.leave_s, show_default=True, help="At least, then.")
 @log_level_option
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
 def node(
@@ -84,6 +85,7 @@ def node(
     events: str,
     replay: str,
     drain_s: float,
+    leave_s: float,
     log_level: str,
     kvd_options: tuple[str, ...],
 ) -> None:
@@ -115,6 +117,7 @@ def node(
         events=events,
         replay=replay,
         drain_s=drain_s,
+        leave_s=leave_s,
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
     words = load_words(words_in) if words_in is not None else None

@@ -152,12 +152,24 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     patience: AmountOrZero = 8.0  # times (prefill seconds)^2: how long others may overtake it
 
 
+class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Copies of hot prefixes, beside those that routes ask for. The gateway that plans makes
+    them."""
+
+    replicate: bool = True
+    saturated_s: Amount = 0.5  # where every holder makes a prefill wait longer, one more is made
+    every_s: Amount = 1.0  # at most one replication in so long, ...
+    at_once: Count = 2  # ... and so many copies of hot prefixes under way
+    evacuate_s: AmountOrZero = 5.0  # hot prefixes leave a node so long before it drains; 0: never
+
+
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
     replan: ReplanSection = ReplanSection()
     paper: PaperSection = PaperSection()
     adaptive: AdaptiveSection = AdaptiveSection()
+    moves: MovesSection = MovesSection()
 
 
 class CacheSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,10 +6,12 @@ what comes back is the decode engine's own answer, event by event, from its firs
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from prometheus_client.core import Metric
 
 from prfaas.gateway.token_ids import TokenIds
 from prfaas.kvd.heartbeat import Heartbeat
@@ -97,6 +99,9 @@ class Backend(Protocol):
         nothing."""
 
     def state(self) -> dict[str, Any]: ...
+
+    def metrics(self) -> Iterable[Metric]:
+        """What the back counts, for Prometheus."""
 
     def plan(self) -> dict[str, Any]: ...
 

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
@@ -20,9 +22,12 @@ from prfaas.gateway.ask import Ask, Refusal, Story, Upstream
 from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.calls import calling
 from prfaas.gateway.errands import Errands
+from prfaas.gateway.evacuating import Evacuations
 from prfaas.gateway.life import Lives, request_of
+from prfaas.gateway.moves import Moves
 from prfaas.gateway.planning import Planning
 from prfaas.gateway.record import Recorder
+from prfaas.gateway.replicating import Replicating
 from prfaas.gateway.router import Router
 from prfaas.gateway.showing import shown_explanation, shown_plan, shown_state
 from prfaas.gateway.watching import Watching
@@ -48,12 +53,14 @@ class Back:
         self,
         router: Router,
         lives: Lives,
+        moves: Moves,
         watching: Watching,
         budget: RetryBudget,
         clock: Clock,
     ) -> None:
         self.router = router
         self._lives = lives
+        self._moves = moves
         self._watching = watching
         self._budget = budget
         self._clock = clock
@@ -67,7 +74,11 @@ class Back:
         return shown_explanation(self.router.explain(request, prompt))
 
     def state(self) -> dict[str, Any]:
-        return shown_state(self.router, self._budget, self._lives.in_flight, self._clock.now())
+        in_flight, now = self._lives.in_flight, self._clock.now()
+        return shown_state(self.router, self._budget, self._moves, in_flight, now)
+
+    def metrics(self) -> Iterator[Metric]:
+        return self._moves.metrics()
 
     def plan(self) -> dict[str, Any]:
         return shown_plan(self.router.plan, self._clock.now())
@@ -111,13 +122,19 @@ async def running(
         router = Router(deployment, problem, clock, recorder)
         errands, budget = Errands(tasks), RetryBudget()
         watching = Watching(router, calls, clock, tasks)
-        planning = Planning(router, deployment, problem, calls, clock)
+        moves = Moves(router, calls, errands, clock)
+        rules = deployment.scheduler.moves
+        evacuations = Evacuations(router, moves, errands, clock, rules)
+        planning = Planning(router, evacuations, deployment, problem, calls, clock)
         for member in router.members:
             watching.watch(member)
         loops = [tasks.create_task(watching.tick()), tasks.create_task(planning.run())]
-        lives = Lives(router, calls, errands, budget, clock)
+        if deployment.gateway.plans:
+            replicating = Replicating(router, moves, evacuations, clock, rules)
+            loops.append(tasks.create_task(replicating.run()))
+        lives = Lives(router, calls, errands, moves, budget, clock)
         try:
-            yield Back(router, lives, watching, budget, clock)
+            yield Back(router, lives, moves, watching, budget, clock)
         finally:
             await errands.end(END_S)
             for loop in loops:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from prfaas.gateway.calls import Calls, Said
 from prfaas.gateway.errands import Errands
 from prfaas.gateway.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.membership import Member
+from prfaas.gateway.moves import Move, Moves
 from prfaas.gateway.node_client import PREFILL_S, NodeClient
 from prfaas.gateway.router import Router
-from prfaas.kvd.pulling import PULL_S
 from prfaas.scheduler.handoff import handoff
 from prfaas.scheduler.request import Route
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
@@ -67,6 +68,7 @@ class HandOff:
         router: Router,
         calls: Calls,
         errands: Errands,
+        moves: Moves,
         clock: Clock,
         booking: Booking,
         prefill: Member,
@@ -75,6 +77,7 @@ class HandOff:
         self._router = router
         self._calls = calls
         self._errands = errands
+        self._moves = moves
         self._clock = clock
         self._booking = booking
         self._route: Route = booking.route
@@ -82,7 +85,7 @@ class HandOff:
         self._decode = decode
         self._kvd = KvdClient(calls, decode.kvd_url)
         self._grant: Grant | None = None
-        self._prefilling: asyncio.Task[None | PeerError] | None = None
+        self._prefilling: asyncio.Task[int | None | PeerError] | None = None
         self._committed = False
         self.taken = False  # by the decode engine
 
@@ -127,7 +130,7 @@ class HandOff:
                 "handoff_tokens": length.handoff_tokens,
             },
         }
-        await self._carry_out(grant, body, {"X-Request-Id": ask.id})
+        await self._carry_out(grant, body, {"X-Request-Id": ask.id}, story)
         story.committed_s = self._clock.now()
         self._booking.landed(story.committed_s)
         return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
@@ -143,32 +146,27 @@ class HandOff:
         if isinstance(answer, NotNow):
             raise Later(self._route.decode, answer)
         self._grant = answer
-        if self._prefill.cluster == self._decode.cluster:
-            return answer
-        link_id = (self._prefill.cluster, self._decode.cluster)
-        via = self._decode.via or self._router.links.via(link_id)
+        via = self._router.way(self._prefill, self._decode)
         return answer if via is None else msgspec.structs.replace(answer, data_address=via)
 
     async def _copies(self, prompt: PromptHashes) -> None:
         """Prefixes that the prefill is to resume from. Without them it only takes longer."""
-        pulls = []
+        compat = self._prefill.compat
+        if not self._route.copies or compat is None:
+            return
+        bound_s = COPY_S + _PATIENT * max(copy.seconds for copy in self._route.copies)
+        under_way = []
         for copy in self._route.copies:
-            source, target = (
-                self._router.members.named(copy.source),
-                self._router.members.named(copy.target),
-            )
-            if source is None or target is None or target.compat is None:
-                continue
-            size = target.compat.block_tokens
-            hashes = prompt.at(size)[: copy.tokens // size]
-            pull = KvdClient(self._calls, target.kvd_url).pull(source.kvd_url, hashes)
-            pulls.append(self._errands.run(pull, PULL_S))
-        if pulls:
-            expected_s = max(copy.seconds for copy in self._route.copies)
-            await asyncio.wait(pulls, timeout=COPY_S + _PATIENT * expected_s)
+            hashes = prompt.at(compat.block_tokens)[: copy.tokens // compat.block_tokens]
+            move = Move("route", copy.source, copy.target, tuple(hashes), copy.tokens)
+            making = self._moves.start(move, bound_s)
+            if making is not None:
+                under_way.append(making)
+        if under_way:
+            await asyncio.wait(under_way, timeout=bound_s)
 
     async def _carry_out(
-        self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str]
+        self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str], story: Story
     ) -> None:
         url = self._prefill.engine_url
         assert url is not None
@@ -176,6 +174,7 @@ class HandOff:
         prefilling = self._prefilling = self._errands.run(
             node.prefill(msgspec.json.encode(body), headers), PREFILL_S
         )
+        prefilling.add_done_callback(partial(_resumed, story))
         committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
         waiting: set[asyncio.Task[Any]] = {prefilling, committing}
         try:
@@ -197,11 +196,11 @@ class HandOff:
             raise Failed(str(problem), self._route.prefill, prefill=True)
         self._committed = True
 
-    def _check_prefill(self, prefilling: asyncio.Task[None | PeerError]) -> None:
+    def _check_prefill(self, prefilling: asyncio.Task[int | None | PeerError]) -> None:
         if not prefilling.done():
             return
         problem = prefilling.result()
-        if problem is None:
+        if not isinstance(problem, PeerError):
             self._booking.prefilled(self._clock.now())
             return
         refused_by(problem)
@@ -213,3 +212,9 @@ class HandOff:
         link_id = (self._prefill.cluster, self._decode.cluster)
         if self._router.cut_for_s(link_id) > CUT_S:
             raise Failed(f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True)
+
+
+def _resumed(story: Story, prefilling: asyncio.Task[int | None | PeerError]) -> None:
+    """The node's word on what it had cached: a copy may have failed, or found more."""
+    if not prefilling.cancelled() and isinstance(found := prefilling.result(), int):
+        story.cached_tokens = found

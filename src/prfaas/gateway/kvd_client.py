@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 from urllib.parse import quote
 
@@ -13,10 +12,10 @@ from prfaas.gateway.calls import Calls, Said
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.http import LONGEST_WAIT_S, AbortReason
 from prfaas.kvd.incoming import TransferStatus
-from prfaas.kvd.pulling import PULL_S, Pull, Pulled
+from prfaas.kvd.pulling import Pull, Pulled
 from prfaas.kvd.report import Report
 from prfaas.kvd.role import Role
-from prfaas.types import BlockHash, Grant, NodeId, NotNow, OpenTransfer, TransferId
+from prfaas.types import Grant, NodeId, NotNow, OpenTransfer, TransferId
 
 ASK_S = 5.0  # a kvd answers from memory
 SNAPSHOT = -1  # `since` for everything that is held
@@ -61,13 +60,14 @@ class KvdClient:
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
         await self._calls.ask("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
 
-    async def pull(self, source: str, hashes: Sequence[BlockHash]) -> Pulled | NotNow:
-        body = msgspec.json.encode(Pull(source, tuple(hashes)))
+    async def pull(self, asked: Pull) -> Pulled | NotNow:
+        """Returns when the prefix is there."""
+        body = msgspec.json.encode(asked)
         return await self._calls.ask(
             "POST",
             f"{self.url}/v1/pull",
             _Pulling,  # type: ignore[arg-type]
-            timeout_s=PULL_S + _SLACK_S,
+            timeout_s=asked.within_s + _SLACK_S,
             body=body,
         )
 

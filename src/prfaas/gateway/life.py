@@ -24,6 +24,7 @@ from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.calls import Calls, Said
 from prfaas.gateway.errands import Errands
 from prfaas.gateway.handing import Failed, HandOff, Later, refused_by
+from prfaas.gateway.moves import Moves
 from prfaas.gateway.node_client import Answer, NodeClient
 from prfaas.gateway.router import Router, Seeker
 from prfaas.gateway.tries import Tries
@@ -35,11 +36,18 @@ _LONG_TOKENS = 8_192  # hashing more takes the event loop's time: a thread does 
 
 class Lives:
     def __init__(
-        self, router: Router, calls: Calls, errands: Errands, budget: RetryBudget, clock: Clock
+        self,
+        router: Router,
+        calls: Calls,
+        errands: Errands,
+        moves: Moves,
+        budget: RetryBudget,
+        clock: Clock,
     ) -> None:
         self._router = router
         self._calls = calls
         self._errands = errands
+        self._moves = moves
         self._budget = budget
         self._clock = clock
         self._ids = count()
@@ -68,7 +76,7 @@ class Lives:
                     else:
                         story.first_token_s = self._clock.now()
                         yield answer
-                        self._observe(answer, booking, prompt)
+                        self._observe(answer, story, prompt)
                         return
                 await tries.rest()
         finally:
@@ -114,6 +122,7 @@ class Lives:
                     self._router,
                     self._calls,
                     self._errands,
+                    self._moves,
                     self._clock,
                     booking,
                     prefill,
@@ -156,9 +165,9 @@ class Lives:
     def _close(self, booking: Booking) -> None:
         booking.close(self._clock.now())
 
-    def _observe(self, answer: Answer, booking: Booking, prompt: PromptHashes) -> None:
+    def _observe(self, answer: Answer, story: Story, prompt: PromptHashes) -> None:
         if answer.whole:
-            cached = min(booking.route.cached_tokens, prompt.tokens - 1)
+            cached = min(story.cached_tokens, prompt.tokens - 1)
             self._router.traffic.observe(
                 self._clock.now(), prompt.tokens - cached, cached, max(1, answer.output_tokens)
             )

@@ -37,6 +37,7 @@ class Member:
     engine_heard_s: float = -math.inf
     engine_failed_s: float = -math.inf  # a request found nobody there
     kvd_failed_s: float = -math.inf
+    leaving: bool = False  # its engine finishes what it has, and takes nothing new
     namesake: bool = False  # another one has its name: this one is not listened to
 
     @property
@@ -54,13 +55,16 @@ class Member:
         pool = None if self.report is None else self.report.pool
         return None if pool is None else pool.compat
 
+    def kvd_alive(self, now_s: float) -> bool:
+        return self.kvd_heard_s > max(now_s - DEAD_AFTER_S, self.kvd_failed_s)
+
     def alive(self, now_s: float) -> bool:
-        since_s = now_s - DEAD_AFTER_S
         return (
             self.compat is not None
             and self.card is not None
-            and self.kvd_heard_s > max(since_s, self.kvd_failed_s)
-            and self.engine_heard_s > max(since_s, self.engine_failed_s)
+            and not self.leaving
+            and self.kvd_alive(now_s)
+            and self.engine_heard_s > max(now_s - DEAD_AFTER_S, self.engine_failed_s)
         )
 
 

@@ -20,6 +20,7 @@ from prfaas.gateway.calls import CONNECT_S, Calls, Said, translated
 LOOK_S = 3.0  # for metrics and cards
 PREFILL_S = 600.0
 SILENCE_S = 300.0  # between two events of a stream, and until the first
+_DRAINING = "draining"  # a node's word for it, at /health
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
@@ -40,8 +41,13 @@ class Card(NamedTuple):
     ours: bool  # a `prfaas node`: can also hand off states at boundaries inside a step
 
 
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
+    prompt_tokens_details: CachedTokens | None = None
 
 
 class _Used(msgspec.Struct, frozen=True):
@@ -54,6 +60,7 @@ class _PrefillParams(msgspec.Struct, frozen=True):
 
 class _Prefilled(msgspec.Struct, frozen=True):
     kv_transfer_params: _PrefillParams | None = None
+    usage: Usage | None = None
 
 
 class NodeClient:
@@ -77,9 +84,17 @@ class NodeClient:
             found[name.decode()] += float(value)
         return Load(int(found["running"]), int(found["waiting"]))
 
-    async def prefill(self, body: bytes, headers: Mapping[str, str]) -> None:
+    async def leaving(self) -> bool:
+        """Whether it was told to stop: it finishes what it has."""
+        try:
+            await self._calls.read("GET", f"{self.url}/health", LOOK_S)
+        except Said as error:
+            return error.code == _DRAINING
+        return False
+
+    async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed and handed to its kvd what it was asked for; the
-        receiver's kvd says when it is there."""
+        receiver's kvd says when it is there. How many tokens it had cached, where it says so."""
         answer = await self._calls.ask(
             "POST",
             f"{self.url}/v1/completions",
@@ -93,6 +108,8 @@ class NodeClient:
             code = str(params.error.get("code", ""))
             status = 400 if code == "invalid_request" else 503
             raise Said(status, code, str(params.error.get("message") or code))
+        details = answer.usage and answer.usage.prompt_tokens_details
+        return details.cached_tokens if details else None
 
     @asynccontextmanager
     async def answer(

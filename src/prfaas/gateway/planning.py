@@ -1,8 +1,8 @@
 """The long-term loop, live: plans for the nodes that are there, and brings their roles about.
 
 A gateway that plans writes roles to the kvds, each change on the epoch it was decided on; others
-read them there. A node that is to change its role gets no new work until it has finished what it
-has. Paper: section 3.4.3.
+read them there. A node that is to change its role lets its hot prefixes go elsewhere first; then it
+gets no new work until it has finished what it has. Paper: section 3.4.3.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.errors import PeerError
 from prfaas.gateway.calls import Calls
+from prfaas.gateway.evacuating import Evacuations
 from prfaas.gateway.kvd_client import KvdClient
 from prfaas.gateway.membership import Member
 from prfaas.gateway.router import Router
@@ -33,9 +34,16 @@ START_S = 5.0  # a first plan waits so long for the nodes of the deployment file
 
 class Planning:
     def __init__(
-        self, router: Router, deployment: Deployment, problem: Problem, calls: Calls, clock: Clock
+        self,
+        router: Router,
+        evacuations: Evacuations,
+        deployment: Deployment,
+        problem: Problem,
+        calls: Calls,
+        clock: Clock,
     ) -> None:
         self._router = router
+        self._evacuations = evacuations
         self._problem = problem
         self._plans = deployment.gateway.plans
         self._rules = deployment.scheduler.replan
@@ -135,6 +143,8 @@ class Planning:
             router.roles[node] = wanted
             return
         if current is not None and current != wanted:
+            if node not in router.draining and not self._evacuations.over(node):
+                return  # in use until its hot prefixes are elsewhere
             router.draining.add(node)
             router.refresh()
             view = router.board.node(node)
@@ -149,6 +159,7 @@ class Planning:
             log.info("%s: %s from now on", node, wanted)
         router.roles[node] = wanted
         router.draining.discard(node)
+        self._evacuations.forget(node)
 
     async def _write(self, member: Member, role: Recorded) -> bool:
         """Whether it is this plan's role now; if not, the next look sees why."""

@@ -74,6 +74,7 @@ async def serving(
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = FrontMetrics()
+        metrics.include(backend.metrics)
         front = Front(
             deployment.model.name,
             max_tokens,

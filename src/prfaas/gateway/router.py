@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.index import NodeInfo, NodeMatch
-from prfaas.cache.manager import GlobalKVManager
+from prfaas.cache.manager import GlobalKVManager, PromptMatch
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.gateway.ask import Refusal
@@ -151,7 +151,8 @@ class Router:
             return _UNPLANNED._replace(precedence=seeker.request.arrived_s)
         now = self._clock.now()
         request = seeker.request
-        view = self._view(self._cached(seeker.prompt))
+        match = self.manager.match(seeker.prompt)
+        view = self._view(self._cached(match))
         seen = without(view, seeker.avoid)
         way = route(request, seen, self.plan, self.state)
         if isinstance(way, Hold) and way.cluster is None and seeker.avoid:
@@ -172,6 +173,7 @@ class Router:
                 nbytes=0,
                 copies=(),
             )
+        self.manager.observe(seeker.prompt, match, now)
         kv_bytes = float(self.costs.handoff_bytes(request.prompt_tokens, request.prompt_tokens))
         seeker.booking = Booking(
             self.board, self._work[way.prefill], way, kv_bytes, now, self._prefill_ended
@@ -181,7 +183,8 @@ class Router:
     def explain(self, request: Request, prompt: PromptHashes) -> Explanation | None:
         if self.plan is None:
             return None
-        return explain(request, self._view(self._cached(prompt)), self.plan, self.state)
+        view = self._view(self._cached(self.manager.match(prompt)))
+        return explain(request, view, self.plan, self.state)
 
     def _prefill_ended(self) -> None:
         if self.held:
@@ -190,10 +193,10 @@ class Router:
     def _view(self, cached: Mapping[NodeId, NodeMatch]) -> View:
         return self.board.view(self._clock.now(), cached, self.held.work)
 
-    def _cached(self, prompt: PromptHashes) -> Mapping[NodeId, NodeMatch]:
+    def _cached(self, match: PromptMatch) -> Mapping[NodeId, NodeMatch]:
         """What each node holds: its kvd's pool and, beside it, its engine's own cache, which saves
         compute, but no bytes of a hand-off."""
-        found = dict(self.manager.match(prompt).nodes)
+        found = dict(match.nodes)
         for engine, node in self._engines.items():
             own = found.pop(engine, None)
             if own is not None:
@@ -270,6 +273,34 @@ class Router:
     def fit(self, member: Member, now_s: float) -> bool:
         """Alive, and its state is of use to the others."""
         return member.alive(now_s) and not self.members.differences(member)
+
+    def pools(self) -> list[NodeId]:
+        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there."""
+        now = self._clock.now()
+        return [
+            m.node
+            for m in self.members
+            if m.node is not None
+            and m.node in self.board
+            and m.kvd_alive(now)
+            and not self.members.differences(m)
+        ]
+
+    def waits_s(self) -> dict[NodeId, float | None]:
+        """Nodes in use, and how long a prefill would wait there; None: it does none."""
+        view = self._view({})
+        return {
+            node.node: max(0.0, node.free_at_s - view.now_s) if node.role == "prefill" else None
+            for cluster in (view.local, *view.remotes)
+            for node in cluster.nodes
+            if node.usable
+        }
+
+    def way(self, source: Member, target: Member) -> str | None:
+        """Through which relay the one's kvd reaches the other's; None: there is none between."""
+        if source.cluster == target.cluster:
+            return None
+        return target.via or self.links.via((source.cluster, target.cluster))
 
     def live(self, cluster: ClusterId) -> list[NodeId]:
         now = self._clock.now()

@@ -7,6 +7,7 @@ from typing import Any
 
 from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.membership import Member
+from prfaas.gateway.moves import Moves
 from prfaas.gateway.router import Router
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
@@ -17,7 +18,7 @@ from prfaas.types import ClusterId
 
 
 def shown_state(
-    router: Router, budget: RetryBudget, in_flight: int, now_s: float
+    router: Router, budget: RetryBudget, moves: Moves, in_flight: int, now_s: float
 ) -> dict[str, Any]:
     view = router.board.view(now_s, {}, router.held.work)
     clusters = [router.local, *router.remotes]
@@ -37,7 +38,20 @@ def shown_state(
             "spent": budget.spent,
             "denied": budget.denied,
         },
+        "moves": _moves(moves),
     }
+
+
+def _moves(moves: Moves) -> dict[str, Any]:
+    under_way = [
+        {"why": m.why, "from": m.source, "to": m.target, "tokens": m.tokens}
+        for m in moves.under_way
+    ]
+    totals: dict[str, Any] = {
+        why: {"made": t.made, "failed": t.failed, "tokens": t.tokens, "bytes": t.nbytes}
+        for why, t in moves.tallies.items()
+    }
+    return {"under_way": under_way, **totals}
 
 
 def shown_plan(plan: Plan | None, now_s: float) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def _node(router: Router, member: Member, now_s: float) -> dict[str, Any]:
         shown |= {
             "role": seen.role,
             "in_use": seen.usable,
-            "draining": member.node in router.draining,
+            "draining": member.node in router.draining or member.leaving,
             "queued": seen.queued,
             "wait_s": round(max(0.0, wait_s), 3) if math.isfinite(wait_s) else 0.0,
             "active": seen.active,

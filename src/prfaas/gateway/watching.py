@@ -81,9 +81,13 @@ class Watching:
             asked_s = self._clock.now()
             own = self._router.own_prefills(member)
             load = await node.load()
+            leaving = await node.leaving()
         except PeerError:
             member.card = None  # whoever answers there next may serve something else
             raise
+        if leaving and not member.leaving:
+            log.info("the engine of %s is about to leave", member.kvd_url)
+        member.leaving = leaving
         self._router.loaded(member, load, asked_s, own)
 
     async def _again(

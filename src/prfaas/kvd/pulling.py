@@ -6,7 +6,7 @@ The same grant, landing and commit as a hand-off; the pages then stay as prefix.
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import aiohttp
 import msgspec
@@ -35,6 +35,8 @@ class Matched(msgspec.Struct, frozen=True):
 class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # the other kvd's HTTP address
     hashes: tuple[bytes, ...]
+    via: str | None = None  # of a relay in front of this kvd, where the source needs one
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # then it is given up
 
 
 class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
@@ -61,7 +63,17 @@ _PUSHING: msgspec.json.Decoder[Pushing | NotNow] = msgspec.json.Decoder(Pushing 
 async def pull(
     store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
 ) -> Pulled | NotNow:
-    """Waits for the commit. PeerError when the source cannot or does not send."""
+    """Waits for the commit. PeerError when the source cannot or does not send, or not in time."""
+    try:
+        async with asyncio.timeout(asked.within_s):
+            return await _pull(store, incoming, http, asked)
+    except TimeoutError:
+        raise TransferFailed(f"the prefix was not here within {asked.within_s:g} s") from None
+
+
+async def _pull(
+    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
+) -> Pulled | NotNow:
     shelf = store.shelf
     if shelf is None:
         return UNREGISTERED
@@ -75,7 +87,9 @@ async def pull(
         return grant
     try:
         if grant.max_bytes:
-            push = Push(hashes, shelf.compat, grant)
+            way = asked.via or grant.data_address
+            granted = msgspec.structs.replace(grant, data_address=way)
+            push = Push(hashes, shelf.compat, granted)
             answer = await _ask(http, f"{asked.source}/v1/push", push, _PUSHING)
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"the source says: {answer.reason}")

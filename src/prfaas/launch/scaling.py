@@ -50,6 +50,7 @@ def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
         rules,
         replan=_slower(rules.replan, scales.time),
         paper=_slower(rules.paper, scales.time),
+        moves=_slower(rules.moves, scales.time),
         # Seconds per second of prefill, squared.
         adaptive=msgspec.structs.replace(adaptive, patience=adaptive.patience / scales.time),
     )

@@ -48,6 +48,7 @@ class NodeSettings:
     events: str = "tcp://127.0.0.1:0"
     replay: str = "tcp://127.0.0.1:0"
     drain_s: float = 30.0  # how long requests under way may take after a SIGTERM
+    leave_s: float = 0.0  # at least so long gateways hear that it leaves: prefixes can be saved
 
 
 async def run_node(
@@ -97,7 +98,7 @@ async def run_node(
         report(url)
         await stop.wait()
         _LOG.info("draining")
-        await served.drain(settings.drain_s)
+        await asyncio.gather(served.drain(settings.drain_s), asyncio.sleep(settings.leave_s))
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
@@ -104,6 +105,9 @@ class OneNode:
 
     def state(self) -> dict[str, Any]:
         return {"nodes": 1}
+
+    def metrics(self) -> list[Metric]:
+        return [GaugeMetricFamily("prfaas_gateway_nodes", "Of the back.", 1)]
 
     def plan(self) -> dict[str, Any]:
         return {"threshold_tokens": 1}

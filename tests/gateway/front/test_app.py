@@ -38,6 +38,7 @@ def test_usage_is_shown_to_those_who_asked() -> None:
         assert 'prfaas_gateway_output_tokens_total{route="local"} 4.0' in page
         assert 'prfaas_gateway_prompt_tokens_total{route="local"} 6.0' in page
         assert "prfaas_gateway_in_flight 0.0" in page
+        assert "prfaas_gateway_nodes 1.0" in page, "what the back counts is shown, too"
 
     with_front(scenario)
 

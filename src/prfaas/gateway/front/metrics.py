@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from prfaas.gateway.ask import Story
 from prfaas.gateway.front.relaying import CutShort, Usage
@@ -68,6 +71,10 @@ class FrontMetrics:
         if usage is not None:
             self._output_tokens.labels(route).inc(usage.completion_tokens)
 
+    def include(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """What somebody else counts, beside it."""
+        self.registry.register(_Others(collect))
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
@@ -78,6 +85,17 @@ class FrontMetrics:
         return Histogram(
             f"prfaas_gateway_{name}", says, labels, buckets=_SECONDS, registry=self.registry
         )
+
+
+class _Others(Collector):
+    def __init__(self, counted: Callable[[], Iterable[Metric]]) -> None:
+        self._counted = counted
+
+    def describe(self) -> list[Metric]:
+        return []  # names that are taken already would show when they are collected
+
+    def collect(self) -> Iterable[Metric]:
+        return self._counted()
 
 
 def route_of(story: Story) -> str:
