@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ from prfaas.gateway.process import GatewayOptions, run_gateway
 from prfaas.text import load_words
 
 _OPTIONS = GatewayOptions()  # for its defaults
+SWITCH_S = 0.0005
 _POLICIES = ("paper", "adaptive", "local", "remote")
 
 
@@ -63,6 +65,9 @@ def gateway(
         drain_s=drain_s,
     )
     problem = Study(file, "exact").problem(deployment)
+    # Long prompts are parsed and hashed in threads; the event loop gives its turn away with every
+    # system call, and by default would get it back after 5 ms only.
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(
             run_gateway(

@@ -139,7 +139,7 @@ class Front:
         self, request: web.Request, read: Callable[[bytes], Reading], account: Account
     ) -> web.StreamResponse:
         async with self._bodies.read(request) as body:
-            reading = read(body)
+            reading = await self._prompts.read(read, body)
             ask = await self._ask(request, reading, len(body))
             del body
             account.prompt_tokens = len(ask.token_ids)
@@ -207,7 +207,7 @@ class Front:
 
     async def _explain(self, request: web.Request) -> web.Response:
         async with self._bodies.read(request) as body:
-            ask = await self._ask(request, read_either(body), len(body))
+            ask = await self._ask(request, await self._prompts.read(read_either, body), len(body))
             return _json(self._backend.explain(ask))
 
     async def _register(self, request: web.Request) -> web.Response:

@@ -1,8 +1,9 @@
-"""From a request to its token ids: once, and off the event loop where it takes long."""
+"""From a request's body to its token ids: once, and off the event loop where it takes long."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -14,6 +15,9 @@ from prfaas.text import Chat, Words
 
 # Rendering and tokenising so little takes well under a millisecond: less than a thread's turn.
 INLINE_BYTES = 1024
+# A body of so much (some ten thousand token ids) is parsed in about a millisecond. Longer ones
+# would stop every stream for as long; in a thread the interpreter takes turns.
+INLINE_BODY_BYTES = 1 << 16
 THREADS = 2  # the tokenizer lets others run meanwhile
 
 
@@ -22,6 +26,11 @@ class Prompts:
         self._words = words
         self._max_tokens = max_tokens
         self._threads = threads
+
+    async def read(self, how: Callable[[bytes], Reading], body: bytes) -> Reading:
+        if len(body) <= INLINE_BODY_BYTES:
+            return how(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, how, body)
 
     async def ids(self, reading: Reading, nbytes: int) -> TokenIds:
         """`nbytes`: of the body. Raises `Refusal` when it does not fit into the model."""
