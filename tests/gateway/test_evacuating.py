@@ -20,6 +20,13 @@ def other(back: Back, name: str) -> str:
     return found
 
 
+def running(back: Back, name: str) -> int:
+    """Requests at that engine, as it last said."""
+    (found,) = [node for node in in_use(back) if node["node"] == name]
+    requests: int = found["running"]
+    return requests
+
+
 def test_before_a_node_changes_its_role(
     unassigned: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,7 +75,7 @@ def test_when_it_is_told_to_stop(unassigned: Hosts) -> None:
                 asyncio.to_thread(holder.ask, prompt(70), max_tokens=100_000, ignore_eos=True)
             )
             try:
-                await until(lambda: holder.stats()["held_leases"] > 0)
+                await until(lambda: running(back, name) > 0)
                 holder.node.popen.send_signal(signal.SIGTERM)
                 await until(lambda: moved(back, "evacuate") == (1, 0))
                 assert holder.node.popen.poll() is None, "it is still there"

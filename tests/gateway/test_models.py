@@ -36,21 +36,32 @@ _SALTS = count()
 
 
 @pytest.fixture(scope="module")
-def hosts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Hosts]:
-    tmp_path = tmp_path_factory.mktemp("hosts")
-    make_checkpoint(tmp_path / "model", request.param)
-    options = hf_options(tmp_path / "model")
-    names = ("home0", "home1", "far0")
-    started = [Host(tmp_path / name, options, ("--node", name)) for name in names]
-    try:
-        for host in started:
-            host.wait_until_ready()
-        yield Hosts(tmp_path / "model", started[:2], started[2:])
-    finally:
-        for host in started:
+def started() -> Iterator[dict[str, Hosts]]:
+    """By the model they serve; tests leave them healthy."""
+    found: dict[str, Hosts] = {}
+    yield found
+    for hosts in found.values():
+        for host in hosts.all:
             host.close()
+
+
+@pytest.fixture
+def hosts(
+    request: pytest.FixtureRequest,
+    started: dict[str, Hosts],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Hosts:
+    if request.param not in started:
+        folder = tmp_path_factory.mktemp(request.param)
+        make_checkpoint(folder / "model", request.param)
+        options = hf_options(folder / "model")
+        names = ("home0", "home1", "far0")
+        made = [Host(folder / name, options, ("--node", name)) for name in names]
+        started[request.param] = Hosts(folder / "model", made[:2], made[2:])
+    found = started[request.param]
+    for host in found.all:
+        host.wait_until_ready()
+    return found
 
 
 def alone(host: Host, ids: list[int]) -> list[int]:

@@ -102,10 +102,11 @@ class HandOff:
     async def make(self, ask: Ask, prompt: PromptHashes, story: Story) -> dict[str, Any]:
         """Returns when the state is at the decode node: what its engine has to be told. Nothing,
         when there is nothing to hand off."""
-        compat = self._decode.compat
-        assert compat is not None and self._prefill.card is not None
+        compat, card = self._decode.compat, self._prefill.card
+        if compat is None or card is None:
+            raise Failed("a node has just left", self._route.prefill, self._route.decode)
         # vLLM has states at the ends of its steps only, wherever those are.
-        resumable = self._prefill.card.ours and (ask.conversation or self._route.cached_tokens > 0)
+        resumable = card.ours and (ask.conversation or self._route.cached_tokens > 0)
         length = handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
         hashes = prompt.prefix(length.handoff_tokens).at(compat.block_tokens)
         grant = await self._open(
@@ -119,7 +120,7 @@ class HandOff:
         story.granted_s = self._clock.now()
         await self._copies(prompt)
         body = {
-            "model": self._prefill.card.model,
+            "model": card.model,
             "prompt": ask.token_ids.json(length.handoff_tokens),
             "max_tokens": 1,
             "temperature": 0.0,
@@ -169,7 +170,8 @@ class HandOff:
         self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str], story: Story
     ) -> None:
         url = self._prefill.engine_url
-        assert url is not None
+        if url is None:
+            raise Failed("its engine has just left", self._route.prefill, prefill=True)
         node = NodeClient(self._calls, url)
         prefilling = self._prefilling = self._errands.run(
             node.prefill(msgspec.json.encode(body), headers), PREFILL_S

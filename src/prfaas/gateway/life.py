@@ -114,6 +114,7 @@ class Lives:
         decode = self._router.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
             raise Failed("a node has just left", route.prefill, route.decode)
+        model = decode.card.model  # an engine that dies meanwhile takes its card along
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
@@ -133,13 +134,14 @@ class Lives:
             transfer = {"kv_transfer_params": params}
         body = {
             **ask.fields,
-            "model": decode.card.model,
+            "model": model,
             **({"prompt": ask.token_ids.json()} if ask.path == "/v1/completions" else {}),
             **({"cache_salt": ask.salt} if ask.salt else {}),
             **transfer,
         }
         url = decode.engine_url
-        assert url is not None
+        if url is None:
+            raise Failed("its engine has just left", route.decode)
         try:
             answer = await stack.enter_async_context(
                 NodeClient(self._calls, url).answer(
