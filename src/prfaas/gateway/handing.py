@@ -186,6 +186,7 @@ class HandOff:
                 if committing not in done:
                     self._check_prefill(prefilling)
                     self._check_link()
+                    self._check_nodes()
                     waiting -= done
         finally:
             committing.cancel()
@@ -208,6 +209,12 @@ class HandOff:
         if isinstance(problem, ConnectionLost):
             self._router.engine_failed(self._route.prefill)
         raise Failed(str(problem), self._route.prefill, prefill=True)
+
+    def _check_nodes(self) -> None:
+        """Their connections stand, but a process that is stopped says nothing more."""
+        for node, prefill in ((self._route.prefill, True), (self._route.decode, False)):
+            if self._router.hung(node):
+                raise Failed(f"{node} has fallen silent", node, prefill=prefill)
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

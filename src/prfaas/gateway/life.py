@@ -106,6 +106,8 @@ class Lives:
         decode = self._router.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
             raise Failed("a node has just left", route.prefill, route.decode)
+        # Its card is taken away while it does not answer, which may be any time from here on.
+        model = decode.card.model
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
@@ -124,7 +126,7 @@ class Lives:
             transfer = {"kv_transfer_params": params}
         body = {
             **ask.fields,
-            "model": decode.card.model,
+            "model": model,
             **({"prompt": ask.token_ids.json()} if ask.path == "/v1/completions" else {}),
             **({"cache_salt": ask.salt} if ask.salt else {}),
             **transfer,
@@ -138,6 +140,7 @@ class Lives:
                     msgspec.json.encode(body),
                     {"X-Request-Id": ask.id},
                     stream=ask.stream,
+                    unless=lambda give_up: self._router.unless_silent(route.decode, give_up),
                 )
             )
         except PeerError as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prfaas.cache.groups import rules_for
@@ -20,7 +21,7 @@ from prfaas.config import Deployment
 from prfaas.gateway.ask import Refusal
 from prfaas.gateway.booking import Booking
 from prfaas.gateway.linking import LinkReports
-from prfaas.gateway.membership import Member, Membership
+from prfaas.gateway.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.node_client import Load
 from prfaas.gateway.record import Recorder
 from prfaas.gateway.work import PrefillWork
@@ -82,6 +83,7 @@ class Router:
         self._work: dict[NodeId, PrefillWork] = {}
         self._engines: dict[NodeId, NodeId] = {}  # whose events have a name of their own -> node
         self._cut_s: dict[LinkId, float] = {}  # links that are down, since when
+        self._waiting_for: dict[NodeId, set[Callable[[], None]]] = {}  # how they give up
         paths = {
             (ClusterId(link.source), ClusterId(link.target)): LinkView(
                 True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0
@@ -303,6 +305,19 @@ class Router:
             member.kvd_failed_s = self._clock.now()
             self.refresh()
 
+    def hung(self, node: NodeId) -> bool:
+        member = self.members.named(node)
+        return member is None or member.hung(self._clock.now())
+
+    @contextmanager
+    def unless_silent(self, node: NodeId, give_up: Callable[[], None]) -> Iterator[None]:
+        """`give_up` is called once, when the node has hung."""
+        self._waiting_for.setdefault(node, set()).add(give_up)
+        try:
+            yield
+        finally:
+            self._waiting_for.get(node, set()).discard(give_up)
+
     def forget(self, member: Member) -> None:
         """It is not expected back."""
         self.members.drop(member)
@@ -329,6 +344,12 @@ class Router:
         """Once a second: what reports have brought, and who has fallen silent."""
         now = self._clock.now()
         self.refresh()
+        for node in [node for node, waiting in self._waiting_for.items() if waiting]:
+            if self.hung(node):
+                waiting = self._waiting_for.pop(node)
+                log.warning("%s: silent for %g s, given up by %d", node, HUNG_AFTER_S, len(waiting))
+                for give_up in waiting:
+                    give_up()
         members = list(self.members)
         for link_id, stats in self.links.new(members, now).items():
             self.board.link_reported(link_id, stats)

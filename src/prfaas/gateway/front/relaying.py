@@ -6,6 +6,7 @@ Only the usage is looked into: it is always asked for, and shown to clients that
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -86,7 +87,8 @@ class Relay:
             if self._request.transport is not None:
                 self._request.transport.abort()  # what it has not read will never be read
             return response
-        await response.write_eof()
+        with suppress(ConnectionError):
+            await response.write_eof()  # many clients leave at [DONE]: they have it all
         return response
 
     async def whole(self, upstream: Upstream) -> web.Response:
