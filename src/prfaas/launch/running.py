@@ -80,9 +80,7 @@ async def launched_hosts(
     everybody = commands.hosts(deployment)
     async with Children(folder, tether) as children:
         say(f"{len(everybody)} kvds")
-        said = await children.started(
-            [commands.kvd(host, folder, engines.memory) for host in everybody]
-        )
+        said = await children.started([commands.kvd(host, folder, engines) for host in everybody])
         kvds = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
         say(f"{len(everybody)} engines")
         ports = {host.name: _free_port() if engines.kind == "vllm" else 0 for host in everybody}
@@ -110,7 +108,7 @@ async def serving_alone(
 ) -> AsyncIterator[str]:
     """One engine with its kvd; where it is."""
     async with Children(folder, tether) as children:
-        said = await children.started([commands.kvd(host, folder, engines.memory)])
+        said = await children.started([commands.kvd(host, folder, engines)])
         kvd = commands.parse_kvd(said[f"kvd-{host.name}"])
         port = _free_port() if engines.kind == "vllm" else 0
         urls = await children.started([commands.engine(host, folder, kvd, engines, port)])
