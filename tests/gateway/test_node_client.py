@@ -80,13 +80,13 @@ def test_events_are_whole_however_they_arrive(size: int) -> None:
 def test_a_silent_node_is_given_up(begun: bool) -> None:
     """Before its first token and behind it; its connection stands all the while."""
     silent = asyncio.Event()
-    ways: list[Callable[[], None]] = []
+    ways: dict[bool, Callable[[], None]] = {}
 
     @contextmanager
-    def unless(give_up: Callable[[], None]) -> Iterator[None]:
-        ways.append(give_up)
+    def unless(give_up: Callable[[], None], *, begun: bool) -> Iterator[None]:
+        ways[begun] = give_up
         yield
-        ways.remove(give_up)
+        del ways[begun]
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -107,9 +107,8 @@ def test_a_silent_node_is_given_up(begun: bool) -> None:
         async with serving(answer) as client:
             reading = asyncio.create_task(read(client))
             await silent.wait()
-            if begun:  # the first token is there when the way to give up is another
-                await until(lambda: bool(ways) and ways[0].__name__ == "close")
-            ways[0]()
+            await until(lambda: begun in ways)
+            ways[begun]()
             with pytest.raises(Broken if begun else ConnectionLost):
                 await reading
 

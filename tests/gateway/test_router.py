@@ -62,20 +62,27 @@ def test_whoever_waits_for_a_node_that_has_hung_gives_up_once() -> None:
     subject = router(clock)
     gave_up: list[str] = []
     with (
-        subject.unless_silent(B, lambda: gave_up.append("b")),
-        subject.unless_silent(C, lambda: gave_up.append("c")),
+        subject.unless_silent(B, lambda: gave_up.append("b"), begun=False),
+        subject.unless_silent(B, lambda: gave_up.append("b streams"), begun=True),
+        subject.unless_silent(C, lambda: gave_up.append("c"), begun=False),
     ):
-        with subject.unless_silent(B, lambda: gave_up.append("has its answer")):
+        with subject.unless_silent(B, lambda: gave_up.append("has its answer"), begun=False):
             pass
         clock.advance(HUNG_AFTER_S)
         subject.tick()
         assert gave_up == [] and not subject.hung(B)
         clock.advance(1.0)
-        (member,) = (m for m in subject.members if m.node == C)
-        appear(subject, member, "c", clock.now())
+        b, c = (subject.members.named(node) for node in (B, C))
+        assert b is not None and c is not None
+        appear(subject, c, "c", clock.now())
+        b.engine_heard_s = clock.now()  # its kvd is silent: an answer does not need that any more
         subject.tick()
         subject.tick()
         assert gave_up == ["b"] and subject.hung(B) and not subject.hung(C)
+        clock.advance(HUNG_AFTER_S + 1.0)
+        appear(subject, c, "c", clock.now())
+        subject.tick()
+        assert gave_up == ["b", "b streams"]
 
 
 def test_one_token_is_nothing_to_hand_off() -> None:

@@ -72,6 +72,6 @@ def judged(question: Question, answer: Answer, *, left: bool, gateway_died: bool
     if answer.error.startswith(REFUSALS):
         return Verdict.REFUSED
     if answer.error.startswith("stream failed"):
-        return Verdict.BROKEN
+        return Verdict.BROKEN if tokens else Verdict.WRONG
     ended = answer.error.startswith(("connection lost", "cannot connect", "stream cut short"))
     return Verdict.LOST if ended and gateway_died else Verdict.WRONG

@@ -6,26 +6,30 @@ campaign goes through all of them, the soak draws from them.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
 from prfaas.faults.asking import Verdict
-from prfaas.faults.stage import GATEWAYS, Stage
+from prfaas.faults.stage import GATEWAYS, LOOK_S, Stage
 
 Mend: TypeAlias = Callable[[], Awaitable[None]]
 Victim: TypeAlias = Callable[[Stage], Awaitable[str | None]]
+Part: TypeAlias = Literal["far", "decode", "gateway", "wan", "store", "clock"]
 Strike: TypeAlias = Callable[[Stage, str], Awaitable[Mend]]
 
 SLOW = 0.01  # of the WAN's rate
 CRAWL = 0.005  # so that a transfer lasts until somebody is killed in its middle
 DAMAGED_CHUNKS = 20
+JUMP_S = 3600.0
 TOKENS = 8
+_BREAK = frozenset({Verdict.BROKEN})
 STREAMED_TOKENS = 60  # so many take seconds
 FILLER_TOKENS = 65_536  # of one grant that fills an arena
 _RUNNING = re.compile(r"^vllm:num_requests_running{[^}]*} (\S+)$", re.MULTILINE)
@@ -35,6 +39,7 @@ _RUNNING = re.compile(r"^vllm:num_requests_running{[^}]*} (\S+)$", re.MULTILINE)
 class Fault:
     name: str
     what: str  # for people
+    part: Part  # of the deployment: a soak spares one that is being mended
     victim: Victim  # None: not now
     strike: Strike
     lasts_s: float = 0.0  # before it is mended; a service manager starts the dead again at once
@@ -183,49 +188,103 @@ async def disks_full(stage: Stage, name: str) -> Mend:
     return free
 
 
+async def clocks_jump(stage: Stage, name: str) -> Mend:
+    """Everybody's wall clock; the way back is a jump, too."""
+    stage.wall_clock.set_off(JUMP_S)
+
+    async def back() -> None:
+        stage.wall_clock.set_off(0.0)
+
+    return back
+
+
+async def struck(stage: Stage, fault: Fault, within_s: float) -> Mend:
+    """Strikes in the right moment. Raises `TimeoutError` when none comes."""
+    if fault.crawls:
+        stage.wan(f"gbps {stage.gbps * CRAWL:g}")
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                try:
+                    name = await fault.victim(stage)
+                    if name is not None:
+                        return await fault.strike(stage, name)
+                except PeerError:
+                    pass  # whoever was asked is not there: not now
+                await asyncio.sleep(LOOK_S)
+    finally:
+        if fault.crawls:
+            stage.wan(f"gbps {stage.gbps:g}")
+
+
 FAULTS = (
-    Fault("prefill-killed-computing", "PrfaaS node killed in mid-prefill", prefilling, killed),
+    Fault(
+        "prefill-killed-computing", "PrfaaS node killed in mid-prefill", "far", prefilling, killed
+    ),
     Fault(
         "prefill-killed-sending",
         "PrfaaS node killed in mid-transfer",
+        "far",
         sending,
         killed,
         crawls=True,
     ),
-    Fault("prefill-kvd-killed", "kvd of the PrfaaS node killed", prefilling, kvd_killed),
-    Fault("decode-killed-waiting", "decode node killed before the first token", awaiting, killed),
+    Fault("prefill-kvd-killed", "kvd of the PrfaaS node killed", "far", prefilling, kvd_killed),
+    Fault("prefill-hangs", "PrfaaS node hangs", "far", prefilling, frozen, lasts_s=15.0),
+    Fault(
+        "decode-killed-waiting",
+        "decode node killed before the first token",
+        "decode",
+        awaiting,
+        killed,
+        may=_BREAK,  # others may stream there
+    ),
     Fault(
         "decode-killed-streaming",
         "decode node killed behind the first token",
+        "decode",
         decoding,
         killed,
-        may=frozenset({Verdict.BROKEN}),
+        may=_BREAK,
         tokens=STREAMED_TOKENS,
     ),
-    Fault("decode-kvd-killed", "kvd of a decode node killed", awaiting, kvd_killed),
+    Fault("decode-kvd-killed", "kvd of a decode node killed", "decode", awaiting, kvd_killed),
+    Fault(
+        "decode-hangs",
+        "decode node hangs",
+        "decode",
+        decoding,
+        frozen,
+        lasts_s=15.0,
+        may=_BREAK,
+        tokens=STREAMED_TOKENS,
+    ),
+    Fault(
+        "decode-kvd-hangs",
+        "kvd of a decode node hangs",
+        "decode",
+        awaiting,
+        kvd_frozen,
+        lasts_s=15.0,
+    ),
     Fault(
         "gateway-killed",
         "one of two gateways killed",
+        "gateway",
         a_gateway,
         killed,
         may=frozenset({Verdict.LOST}),
     ),
-    Fault("wan-cut", "WAN cut for 8 s", prefilling, wan_out, lasts_s=8.0),
-    Fault("wan-slow", "WAN slowed to 1% for 8 s", prefilling, wan_slow, lasts_s=8.0),
-    Fault("wan-damage", "KV bytes damaged on the WAN", prefilling, wan_damages, lasts_s=3.0),
-    Fault("prefill-hangs", "PrfaaS node hangs for 15 s", prefilling, frozen, lasts_s=15.0),
+    Fault("wan-cut", "WAN cut", "wan", prefilling, wan_out, lasts_s=8.0),
+    Fault("wan-slow", "WAN slowed to 1%", "wan", prefilling, wan_slow, lasts_s=8.0),
+    Fault("wan-damage", "KV bytes damaged on the WAN", "wan", prefilling, wan_damages, lasts_s=3.0),
     Fault(
-        "decode-hangs",
-        "decode node hangs for 15 s",
-        decoding,
-        frozen,
-        lasts_s=15.0,
-        may=frozenset({Verdict.BROKEN}),
-        tokens=STREAMED_TOKENS,
+        "arena-full", "arenas of all decode nodes full", "store", anytime, arenas_full, lasts_s=4.0
     ),
-    Fault("decode-kvd-hangs", "kvd of a decode node hangs for 15 s", awaiting, kvd_frozen, 15.0),
-    Fault("arena-full", "arenas of all decode nodes full for 4 s", anytime, arenas_full, 4.0),
-    Fault("disk-full", "disks of all kvds full for 4 s", anytime, disks_full, lasts_s=4.0),
+    Fault("disk-full", "disks of all kvds full", "store", anytime, disks_full, lasts_s=4.0),
+    Fault(
+        "clock-jump", "wall clocks jump by an hour", "clock", prefilling, clocks_jump, lasts_s=2.0
+    ),
 )
 
 

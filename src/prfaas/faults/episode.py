@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from prfaas.errors import PeerError
 from prfaas.faults.asking import Question, Verdict, learnt, prompt
-from prfaas.faults.catalogue import CRAWL, TOKENS, Fault, Mend
+from prfaas.faults.catalogue import TOKENS, Fault, struck
 from prfaas.faults.clients import Asked, Clients
 from prfaas.faults.stage import GATEWAYS, LOOK_S, PATIENCE_S, Stage
 from prfaas.faults.traces import settled
@@ -89,8 +88,6 @@ class Campaign:
         questions = await self.questions(fault.tokens)
         await self._earn()
         clients = Clients(stage, f"{fault.name}-{next(self._numbers)}")
-        if fault.crawls:
-            stage.wan(f"gbps {stage.gbps * CRAWL:g}")
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(
@@ -103,10 +100,8 @@ class Campaign:
                 )
                 for number, question in enumerate(questions)
             ]
-            mend = await self._strike(fault)
+            mend = await struck(stage, fault, MOMENT_S)
             struck_s = stage.clock.now()
-            if fault.crawls:
-                stage.wan(f"gbps {stage.gbps:g}")
             await asyncio.sleep(fault.lasts_s)
             mending_s = stage.clock.now()
             await mend()
@@ -123,17 +118,6 @@ class Campaign:
             round(mending_s - struck_s, 2),
             round(recovered_s - mending_s, 2),
         )
-
-    async def _strike(self, fault: Fault) -> Mend:
-        async with asyncio.timeout(MOMENT_S):
-            while True:
-                try:
-                    name = await fault.victim(self._stage)
-                    if name is not None:
-                        return await fault.strike(self._stage, name)
-                except PeerError:
-                    pass
-                await asyncio.sleep(LOOK_S)
 
     async def _recovered(self, fault: Fault) -> None:
         """Until every gateway offloads."""

@@ -22,6 +22,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
 from prfaas.errors import PeerError
+from prfaas.faults.wall_clock import WallClock
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
 from prfaas.launch.commands import Engines, Host
@@ -44,7 +45,9 @@ class Stage:
         urls: Sequence[str],
         http: aiohttp.ClientSession,
         stories: Stories,
+        wall_clock: WallClock,
     ) -> None:
+        self.wall_clock = wall_clock
         self.deployment = hosts.deployment
         self.stories = stories
         self.http = http
@@ -171,9 +174,12 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     """Everything started and in use. Raises `ChildDied`."""
     stories = Stories()
+    wall_clock = WallClock(folder / "wall")
     timeout = aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S)
     async with (
-        launched_hosts(deployment, engines, folder, tether, say=say) as hosts,
+        launched_hosts(
+            deployment, engines, folder, tether, say=say, environment=wall_clock.environment
+        ) as hosts,
         aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
         ) as http,
@@ -195,7 +201,7 @@ async def staged(
         urls = await hosts.children.started([gateway(name, 0) for name in GATEWAYS])
         for name, url in urls.items():
             again[name] = gateway(name, urlsplit(url).port or 0)
-        stage = Stage(hosts, again, list(urls.values()), http, stories)
+        stage = Stage(hosts, again, list(urls.values()), http, stories, wall_clock)
         await stage.until(stage.all_in_use)
         yield stage
 

@@ -15,7 +15,7 @@ class Held(NamedTuple):
 
     pid: int
     sockets: int
-    rss_bytes: int
+    own_bytes: int  # resident memory that is not shared: without the arena, which has its size
 
 
 def held_by(pid: int) -> Held:
@@ -28,12 +28,19 @@ def held_by(pid: int) -> Held:
         except FileNotFoundError:
             continue  # closed while we looked
     status = (folder / "status").read_text().splitlines()
-    rss_kb = next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
-    return Held(pid, sockets, rss_kb * 1024)
+    own_kb = next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+    return Held(pid, sockets, own_kb * 1024)
 
 
 def held(processes: Mapping[str, int]) -> dict[str, Held]:
-    return {name: held_by(pid) for name, pid in processes.items()}
+    """Of those that are still there."""
+    found = {}
+    for name, pid in processes.items():
+        try:
+            found[name] = held_by(pid)
+        except (OSError, StopIteration):  # it has ended, or is just ending and has no memory left
+            continue
+    return found
 
 
 def idle(report: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -140,7 +141,7 @@ class Lives:
                     msgspec.json.encode(body),
                     {"X-Request-Id": ask.id},
                     stream=ask.stream,
-                    unless=lambda give_up: self._router.unless_silent(route.decode, give_up),
+                    unless=partial(self._router.unless_silent, route.decode),
                 )
             )
         except PeerError as error:

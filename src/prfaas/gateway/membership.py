@@ -67,9 +67,12 @@ class Member:
             and self.engine_heard_s > max(since_s, self.engine_failed_s)
         )
 
-    def hung(self, now_s: float) -> bool:
-        """Connections stand, yet nobody is behind them; not of one that was never heard."""
-        heard_s = min(self.kvd_heard_s, self.engine_heard_s)
+    def hung(self, now_s: float, *, engine_alone: bool = False) -> bool:
+        """Connections stand, yet nobody is behind them; not of one that was never heard. An answer
+        that streams needs the `engine_alone`."""
+        heard_s = self.engine_heard_s
+        if not engine_alone:
+            heard_s = min(heard_s, self.kvd_heard_s)
         return math.isfinite(heard_s) and heard_s < now_s - HUNG_AFTER_S
 
 

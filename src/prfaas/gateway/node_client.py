@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
@@ -26,11 +26,12 @@ _ERROR = b'data: {"error"'
 _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
-# Given a way to give up, a context in which somebody may take it.
-Unless: TypeAlias = Callable[[Callable[[], None]], AbstractContextManager[None]]
+class Unless(Protocol):
+    def __call__(self, give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
+        """A context in which `give_up` may be called; `begun`: the first token is there."""
 
 
-def _nothing(give_up: Callable[[], None]) -> AbstractContextManager[None]:
+def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -111,7 +112,7 @@ class NodeClient:
         headers: Mapping[str, str],
         *,
         stream: bool,
-        unless: Unless = _nothing,
+        unless: Unless = _never,
     ) -> AsyncIterator[Answer]:
         """Entered when the first event is there, or the whole body of what is no stream. `unless`
         is given what ends the waiting, for as long as there is something to wait for."""
@@ -120,7 +121,7 @@ class NodeClient:
         async with AsyncExitStack() as stack:
             with translated(url):
                 async with asyncio.timeout(None) as patience:
-                    with unless(lambda: patience.reschedule(0.0)):
+                    with unless(lambda: patience.reschedule(0.0), begun=False):
                         answering = self._calls.answer("POST", url, limits, body, headers)
                         response = await stack.enter_async_context(answering)
                         rest = _events(response.content) if stream else None
@@ -129,7 +130,7 @@ class NodeClient:
                 raise ConnectionLost(f"{url}: ended before the first token")
             if first.startswith(_ERROR):
                 raise _error_of(first)
-            with unless(response.close):
+            with unless(response.close, begun=True):
                 yield Answer(rest, first, url)
 
 

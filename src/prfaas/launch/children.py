@@ -120,10 +120,14 @@ class Child:
 class Children:
     """Use as a context manager: leaving ends whoever still runs, latest first."""
 
-    def __init__(self, folder: Path, tether: Sequence[str]) -> None:
-        """`tether` goes in front of every command: it lets a child die with us."""
+    def __init__(
+        self, folder: Path, tether: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`tether` goes in front of every command: it lets a child die with us. `environment` is
+        added to everybody's."""
         self.folder = folder
         self._tether = tether
+        self._environment = {**os.environ, **(environment or {})}
         self._all: list[Child] = []
 
     async def __aenter__(self) -> Children:
@@ -140,7 +144,7 @@ class Children:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env={**self._environment, **command.environment},
             start_new_session=True,
         )
         child = Child(command, process, self.folder / f"{command.name}.log")

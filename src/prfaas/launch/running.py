@@ -74,11 +74,12 @@ async def launched_hosts(
     *,
     say: Callable[[str], None] = _nothing,
     heard: Callable[[str], None] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Hosts]:
-    """`say` is told what is being waited for, `heard` every line of the relays. Raises
-    `ChildDied`."""
+    """`say` is told what is being waited for, `heard` every line of the relays. `environment` is
+    added to that of every process, gateways included. Raises `ChildDied`."""
     everybody = commands.hosts(deployment)
-    async with Children(folder, tether) as children:
+    async with Children(folder, tether, environment) as children:
         say(f"{len(everybody)} kvds")
         said = await children.started([commands.kvd(host, folder, engines) for host in everybody])
         kvds = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
