@@ -74,7 +74,7 @@ class SoakReport:
     def ok(self) -> bool:
         accounted = sum(self.verdicts.values()) == self.requests
         flat = all(one.flat for one in self.growth.values())
-        return accounted and flat and not self.wrong and not self.untold and bool(self.checked)
+        return accounted and flat and bool(self.faults) and not self.wrong and not self.untold
 
 
 class Soak:
