@@ -15,7 +15,7 @@ from prfaas.faults.traces import Held
 
 WARM = 0.3  # share of a life that does not count
 SETTLED_S = 60.0  # what counts of a life is worth comparing when it is at least this long
-OWN_SHARE, OWN_BYTES = 0.1, 16 << 20  # growth beyond both is growth
+OWN_SHARE, OWN_BYTES = 0.1, 32 << 20  # growth beyond both is growth; bounded stores are smaller
 SOCKETS = 24  # pooled connections and requests under way come and go
 
 
