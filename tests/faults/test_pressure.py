@@ -10,6 +10,7 @@ from prfaas.faults.asking import Verdict, learnt, prompt
 from prfaas.faults.clients import Clients
 from prfaas.faults.traces import settled
 from prfaas.gateway.budget import RetryBudget
+from prfaas.kvd.incoming import TransferOptions
 from tests.faults.conftest import Fire
 from tests.faults.test_campaign import check_sockets
 
@@ -32,7 +33,9 @@ def test_clients_that_hang_up_leave_nothing_behind(emulated_fire: Fire, after_s:
         verdicts = [one.verdict for one in asked]
         half = len(questions)
         assert verdicts == [Verdict.LEFT] * half + [Verdict.RIGHT] * half
-        await settled(stage)
+        # Given back, and not only lapsed.
+        async with asyncio.timeout(TransferOptions().grant_s / 2):
+            await settled(stage)
 
     emulated_fire.run(main())
     check_sockets(emulated_fire)

@@ -133,13 +133,18 @@ class HandOff:
         return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
 
     async def _open(self, asked: OpenTransfer) -> Grant:
+        # A task of its own: whoever is cancelled here would never learn what was reserved for it.
+        opening = self._errands.run(self._kvd.open(asked), 2 * ASK_S)
         try:
-            answer = await self._kvd.open(asked)
-        except ConnectionLost as error:
+            answer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._give_back)
+            raise
+        if isinstance(answer, ConnectionLost):
             self._router.kvd_failed(self._route.decode)
-            raise Failed(str(error), self._route.decode) from None
-        except PeerError as error:
-            raise Failed(str(error), self._route.prefill) from None
+            raise Failed(str(answer), self._route.decode)
+        if isinstance(answer, PeerError):
+            raise Failed(str(answer), self._route.prefill)
         if isinstance(answer, NotNow):
             raise Later(self._route.decode, answer)
         self._grant = answer
@@ -148,6 +153,10 @@ class HandOff:
         link_id = (self._prefill.cluster, self._decode.cluster)
         via = self._decode.via or self._router.links.via(link_id)
         return answer if via is None else msgspec.structs.replace(answer, data_address=via)
+
+    def _give_back(self, opening: asyncio.Task[Grant | NotNow | PeerError]) -> None:
+        if not opening.cancelled() and isinstance(grant := opening.result(), Grant):
+            self._errands.run(self._kvd.abort(grant.transfer_id, "nobody waits for it"), ASK_S)
 
     async def _copies(self, prompt: PromptHashes) -> None:
         """Prefixes that the prefill is to resume from. Without them it only takes longer."""
