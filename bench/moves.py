@@ -140,7 +140,7 @@ async def measure(
     runs = []
     with fabric(everybody, link.gbps * 1e9) as options:
         async with Children(folder, tether()) as children:
-            kvds = [commands.kvd(host, folder, made.engines.memory) for host in everybody]
+            kvds = [commands.kvd(host, folder, made.engines) for host in everybody]
             said = await children.started(
                 [
                     replace(kvd, arguments=[*kvd.arguments, *options[host.name]])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
@@ -11,3 +13,9 @@ collect_ignore = [] if find_spec("vllm") else ["vllm"]
 # broken by `make fuzz` and by changing code, not by chance in somebody else's run.
 settings.register_profile("prfaas", derandomize=True, deadline=None)
 settings.load_profile("prfaas")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--report", type=Path, help="Put what tests/faults has seen into this file's table."
+    )

@@ -17,6 +17,7 @@ ROWS = [
     {"planner", "scheduler", "cache"},
     {"transport", "engine"},
     {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure", "launch"},
+    {"faults"},
     {"cli"},
     {"__main__"},
 ]

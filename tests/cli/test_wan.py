@@ -121,7 +121,7 @@ def test_obeys_lines_on_standard_input(start: Callable[..., Process]) -> None:
     assert err.splitlines() == [
         "error: the rate is -1e+09 bit/s; give more than 0",
         "error: unknown order 'faster'; there are: gbps X, rtt-ms X, jitter-ms X, stall, outage, "
-        "restore, cut, stats",
+        "restore, cut, damage N, stats",
     ]
 
 

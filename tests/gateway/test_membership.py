@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from prfaas.gateway.membership import DEAD_AFTER_S, FORGOTTEN_AFTER_S, Member, Membership
+from prfaas.gateway.membership import (
+    DEAD_AFTER_S,
+    FORGOTTEN_AFTER_S,
+    HUNG_AFTER_S,
+    Member,
+    Membership,
+)
 from prfaas.gateway.node_client import Card
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backs import FAR, HOME, deployment
@@ -32,6 +38,15 @@ def test_who_answers_is_alive_until_silent_for_too_long() -> None:
     assert home.alive(10.0) and home.alive(10.0 + 0.99 * DEAD_AFTER_S)
     assert not home.alive(10.0 + DEAD_AFTER_S)
     assert subject.named(NodeId("a")) is home and not far.alive(10.0)
+
+
+def test_who_is_silent_for_longer_still_has_hung() -> None:
+    subject, home, far = members()
+    assert not home.hung(1000.0), "it was never heard: it may be on its way"
+    answer(subject, home, "a", 10.0)
+    assert not home.hung(10.0 + HUNG_AFTER_S) and home.hung(10.1 + HUNG_AFTER_S)
+    home.kvd_heard_s = 11.0 + HUNG_AFTER_S
+    assert home.hung(10.1 + HUNG_AFTER_S), "half of it is of no use"
 
 
 def test_half_a_node_is_none() -> None:

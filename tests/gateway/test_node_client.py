@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from aiohttp import web
@@ -14,6 +14,7 @@ from prfaas.errors import ConnectionLost
 from prfaas.gateway.ask import Broken
 from prfaas.gateway.calls import Said, calling
 from prfaas.gateway.node_client import Card, Load, NodeClient
+from tests.gateway.backs import until
 
 DONE = b"data: [DONE]\n\n"
 TOKENS = [b'data: {"choices":[{"token_ids":[%d]}]}\n\n' % i for i in range(4)]
@@ -36,6 +37,14 @@ async def node(
             request.transport.close()
         return response
 
+    async with serving(answer, path) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], path: str = "/v1/completions"
+) -> AsyncIterator[NodeClient]:
     app = web.Application()
     app.router.add_route("*", path, answer)
     runner = web.AppRunner(app, shutdown_timeout=1.0)
@@ -63,6 +72,45 @@ def test_events_are_whole_however_they_arrive(size: int) -> None:
     async def main() -> None:
         async with node(*pieces) as client:
             assert await streamed(client) == ([*TOKENS, USAGE, DONE], 9)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_silent_node_is_given_up(begun: bool) -> None:
+    """Before its first token and behind it; its connection stands all the while."""
+    silent = asyncio.Event()
+    ways: dict[bool, Callable[[], None]] = {}
+
+    @contextmanager
+    def unless(give_up: Callable[[], None], *, begun: bool) -> Iterator[None]:
+        ways[begun] = give_up
+        yield
+        del ways[begun]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if begun:
+            await response.prepare(request)
+            await response.write(TOKENS[0])
+        silent.set()
+        await asyncio.Event().wait()
+        return response
+
+    async def read(client: NodeClient) -> None:
+        ask = client.answer("/v1/completions", b"{}", {}, stream=True, unless=unless)
+        async with ask as found:
+            async for _ in found.events():
+                pass
+
+    async def main() -> None:
+        async with serving(answer) as client:
+            reading = asyncio.create_task(read(client))
+            await silent.wait()
+            await until(lambda: begun in ways)
+            ways[begun]()
+            with pytest.raises(Broken if begun else ConnectionLost):
+                await reading
 
     asyncio.run(main())
 

@@ -6,6 +6,7 @@ import pytest
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.gateway.ask import Refusal
+from prfaas.gateway.membership import HUNG_AFTER_S
 from prfaas.gateway.node_client import Load
 from prfaas.gateway.router import Router, Seeker
 from prfaas.scheduler.plan import staffed, with_instances
@@ -54,6 +55,34 @@ def test_routes_as_the_scheduler_says() -> None:
     subject = router(clock)
     assert placed(subject, seeker(LONG, clock)) == (F, B)
     assert placed(subject, seeker(SHORT, clock)) == (A, C), "b has one already"
+
+
+def test_whoever_waits_for_a_node_that_has_hung_gives_up_once() -> None:
+    clock = FakeClock()
+    subject = router(clock)
+    gave_up: list[str] = []
+    with (
+        subject.unless_silent(B, lambda: gave_up.append("b"), begun=False),
+        subject.unless_silent(B, lambda: gave_up.append("b streams"), begun=True),
+        subject.unless_silent(C, lambda: gave_up.append("c"), begun=False),
+    ):
+        with subject.unless_silent(B, lambda: gave_up.append("has its answer"), begun=False):
+            pass
+        clock.advance(HUNG_AFTER_S)
+        subject.tick()
+        assert gave_up == [] and not subject.hung(B)
+        clock.advance(1.0)
+        b, c = (subject.members.named(node) for node in (B, C))
+        assert b is not None and c is not None
+        appear(subject, c, "c", clock.now())
+        b.engine_heard_s = clock.now()  # its kvd is silent: an answer does not need that any more
+        subject.tick()
+        subject.tick()
+        assert gave_up == ["b"] and subject.hung(B) and not subject.hung(C)
+        clock.advance(HUNG_AFTER_S + 1.0)
+        appear(subject, c, "c", clock.now())
+        subject.tick()
+        assert gave_up == ["b", "b streams"]
 
 
 def test_one_token_is_nothing_to_hand_off() -> None:

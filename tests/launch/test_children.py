@@ -97,3 +97,38 @@ def test_lines_longer_than_the_buffer(tmp_path: Path) -> None:
 
     assert asyncio.run(run()) == {"one": "x"}
     assert (tmp_path / "one.log").stat().st_size > 200_000
+
+
+def test_one_that_is_killed_is_no_news_and_starts_again_under_its_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Children(tmp_path, ["/bin/sh"], {"PLACE": "there"}) as started:
+            command = shell("echo at $PLACE; exec sleep 1000")
+            assert await started.started([command]) == {"one": "there"}
+            other = await started.start(shell("exec sleep 1000", "other"))
+            first = started.named("one")
+            dying = asyncio.create_task(started.until_one_dies())
+            await first.kill()
+            assert gone(first.process.pid) and list(started) == [other]
+            await started.started([command])
+            second = started.named("one")
+            assert second is not first and list(started) == [other, second]
+            assert not dying.done()
+            dying.cancel()
+
+    asyncio.run(run())
+
+
+def test_one_that_is_frozen_says_nothing_until_it_is_thawed(tmp_path: Path) -> None:
+    def state(pid: int) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+    async def run() -> None:
+        async with children(tmp_path) as started:
+            await started.started([shell("echo at here; exec sleep 1000")])
+            child = started.named("one")
+            child.freeze()
+            wait_until(lambda: state(child.process.pid) == "T")
+            child.thaw()
+            wait_until(lambda: state(child.process.pid) != "T")
+
+    asyncio.run(run())

@@ -38,9 +38,13 @@ def test_a_host_for_every_instance() -> None:
 
 def test_a_kvd_is_asked_where_it_is() -> None:
     host = commands.hosts(deployment())[0]
-    command = commands.kvd(host, FOLDER, "1GiB")
+    engines = Engines("hf", "/m", "m", "1GiB", ssd_size="2GiB")
+    command = commands.kvd(host, FOLDER, engines)
     assert command.name == "kvd-prfaas-0"
     assert flag(list(command.arguments), "--cluster") == "prfaas"
+    assert flag(list(command.arguments), "--ssd-size") == "2GiB"
+    again = list(commands.kvd(host, FOLDER, engines, KVDS["pd-0"]).arguments)
+    assert (flag(again, "--listen"), flag(again, "--http")) == ("127.0.0.1:2", "k:2")
     assert commands.parse_kvd("127.0.0.1:7, http http://127.0.0.1:8") == KvdAt(
         "127.0.0.1:7", "http://127.0.0.1:8"
     )

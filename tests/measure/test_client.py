@@ -104,3 +104,18 @@ def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
 
     with pytest.raises(InputError, match="no answer.*is it running"):
         asyncio.run(nowhere())
+
+
+def test_an_answer_that_is_no_stream_and_a_name_of_ones_own() -> None:
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        whole = {"choices": [{"text": "ab", "token_ids": [7, 8]}], "usage": {"prompt_tokens": 5}}
+        named = {"X-Request-Id": request.headers["X-Request-Id"]}
+        return web.json_response(whole, headers=named)
+
+    async def run() -> Answer:
+        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+            return await target.complete(b"{}", request_id="mine")
+
+    answer = asyncio.run(run())
+    assert answer.error is None and answer.token_ids == [7, 8] and len(answer.moments_s) == 1
+    assert answer.request_id == "mine" and answer.prompt_tokens == 5

@@ -101,7 +101,7 @@ def test_any_order_of_blocks_is_cut_into_runs(order: list[int]) -> None:
 
 
 def test_names_are_kept_for_the_latest_prompts_only() -> None:
-    announcer = Announcer(SPEC, BLOCK, kept_names=5)
+    announcer = Announcer(SPEC, BLOCK, kept_tokens=5 * BLOCK)
     old, new = names(), names(list(range(20)))
     announcer.learn(TOKENS, old, "")
     announcer.learn(list(range(20)), new, "")

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from prfaas.errors import InputError
-from prfaas.node.publisher import EventPublisher, publishing
+from prfaas.node.publisher import KEPT_BYTES, EventPublisher, publishing
 
 ANY = "tcp://127.0.0.1:0"
 EVENT = {"type": "AllBlocksCleared"}
@@ -66,3 +66,15 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
 
     with pytest.raises(InputError, match="tcp://nowhere"):
         asyncio.run(scenario())
+
+
+def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
+    async def scenario() -> None:
+        long = {"type": "BlockStored", "token_ids": [2**31] * 100_000}  # five bytes each
+        async with publishing(ANY, ANY) as publisher, asyncio.timeout(30):
+            for _ in range(50):
+                publisher.publish([long])
+            kept = await replayed(publisher, 0)
+            assert kept[-1] == 49 and len(kept) == KEPT_BYTES // 500_000
+
+    asyncio.run(scenario())

@@ -44,6 +44,21 @@ def test_bytes_arrive_whole_in_both_directions() -> None:
         assert net.relay.stats.to_target_bytes == net.relay.stats.to_client_bytes == len(data)
 
 
+def test_damage_is_one_bit_of_as_many_large_chunks_as_were_ordered() -> None:
+    data = os.urandom(MIB)
+    with wan(Conditions()) as net:
+        client, target = net.connect()
+        with client, target:
+            net.relay.damage(3)
+            send_in_background(client, data)
+            arrived = receive(target, len(data))
+            assert net.relay.stats.damaged == 3
+            differing = [a ^ b for a, b in zip(arrived, data, strict=True) if a != b]
+            assert differing == [0x10] * 3
+            send_in_background(client, data)
+            assert receive(target, len(data)) == data
+
+
 def test_no_byte_is_early() -> None:
     with wan(Conditions(rtt_s=0.1)) as net:
         client, target = net.connect()

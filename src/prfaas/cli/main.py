@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Measure a model here: prefill, KV size, decode steps.",
     "simulate": "What would a policy have done with this traffic on this deployment?",
     "up": "Start a whole deployment on this machine, with a WAN made of software.",
+    "soak": "Serve while a fault strikes every few seconds; account for every request.",
     "gateway": "One OpenAI endpoint over the clusters of a deployment.",
     "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
     "handoff": "Hand one request from a prefill to a decode node, step by step.",

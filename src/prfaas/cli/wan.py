@@ -59,6 +59,7 @@ def wan(
       gbps 0.5 | rtt-ms 120 | jitter-ms 3   change one value ("gbps none": no limit)
       stall | outage | restore              until told otherwise
       cut                                   reset all connections now
+      damage 5                              flip a bit in each of the next 5 large chunks
       stats                                 print counters
     """
     conditions = Conditions(
@@ -151,8 +152,10 @@ def obey(relay: Relay, line: str) -> None:
             relay.change(replace(relay.conditions, rtt_s=_number(value) / 1e3))
         case ["jitter-ms", value]:
             relay.change(replace(relay.conditions, jitter_s=_number(value) / 1e3))
+        case ["damage", value]:
+            relay.damage(int(_number(value)))
         case _:
-            known = "gbps X, rtt-ms X, jitter-ms X, stall, outage, restore, cut, stats"
+            known = "gbps X, rtt-ms X, jitter-ms X, stall, outage, restore, cut, damage N, stats"
             raise InputError(f"unknown order {line.strip()!r}", fix=f"there are: {known}")
 
 
@@ -168,5 +171,6 @@ def _counters(relay: Relay) -> str:
     return (
         f"{stats.connections} connections ({stats.accepted} accepted, {stats.refused} refused), "
         f"{stats.to_target_bytes:,} bytes to the target, {stats.to_client_bytes:,} back, "
-        f"{stats.held_bytes:,} on the way (at most {stats.held_peak_bytes:,})"
+        f"{stats.held_bytes:,} on the way (at most {stats.held_peak_bytes:,}), "
+        f"{stats.damaged} chunks damaged"
     )

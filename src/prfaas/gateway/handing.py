@@ -137,18 +137,27 @@ class HandOff:
         return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
 
     async def _open(self, asked: OpenTransfer) -> Grant:
+        # A task of its own: whoever is cancelled here would never learn what was reserved for it.
+        opening = self._errands.run(self._kvd.open(asked), 2 * ASK_S)
         try:
-            answer = await self._kvd.open(asked)
-        except ConnectionLost as error:
+            answer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._give_back)
+            raise
+        if isinstance(answer, ConnectionLost):
             self._router.kvd_failed(self._route.decode)
-            raise Failed(str(error), self._route.decode) from None
-        except PeerError as error:
-            raise Failed(str(error), self._route.prefill) from None
+            raise Failed(str(answer), self._route.decode)
+        if isinstance(answer, PeerError):
+            raise Failed(str(answer), self._route.prefill)
         if isinstance(answer, NotNow):
             raise Later(self._route.decode, answer)
         self._grant = answer
         via = self._router.way(self._prefill, self._decode)
         return answer if via is None else msgspec.structs.replace(answer, data_address=via)
+
+    def _give_back(self, opening: asyncio.Task[Grant | NotNow | PeerError]) -> None:
+        if not opening.cancelled() and isinstance(grant := opening.result(), Grant):
+            self._errands.run(self._kvd.abort(grant.transfer_id, "nobody waits for it"), ASK_S)
 
     async def _copies(self, prompt: PromptHashes) -> None:
         """Prefixes that the prefill is to resume from. Without them it only takes longer."""
@@ -187,6 +196,7 @@ class HandOff:
                 if committing not in done:
                     self._check_prefill(prefilling)
                     self._check_link()
+                    self._check_nodes()
                     waiting -= done
         finally:
             committing.cancel()
@@ -209,6 +219,12 @@ class HandOff:
         if isinstance(problem, ConnectionLost):
             self._router.engine_failed(self._route.prefill)
         raise Failed(str(problem), self._route.prefill, prefill=True)
+
+    def _check_nodes(self) -> None:
+        """Their connections stand, but a process that is stopped says nothing more."""
+        for node, prefill in ((self._route.prefill, True), (self._route.decode, False)):
+            if self._router.hung(node):
+                raise Failed(f"{node} has fallen silent", node, prefill=prefill)
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

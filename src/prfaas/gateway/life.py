@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -114,7 +115,8 @@ class Lives:
         decode = self._router.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
             raise Failed("a node has just left", route.prefill, route.decode)
-        model = decode.card.model  # an engine that dies meanwhile takes its card along
+        # Its card is taken away while it does not answer, which may be any time from here on.
+        model = decode.card.model
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
@@ -149,6 +151,7 @@ class Lives:
                     msgspec.json.encode(body),
                     {"X-Request-Id": ask.id},
                     stream=ask.stream,
+                    unless=partial(self._router.unless_silent, route.decode),
                 )
             )
         except PeerError as error:

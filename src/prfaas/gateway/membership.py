@@ -2,7 +2,8 @@
 
 Bookkeeping only; `watching` feeds it, the router asks it. A member comes from the deployment file
 or registers itself by heartbeat. It counts as alive while kvd and engine answer: one that has been
-silent for `DEAD_AFTER_S`, or has just failed a request, is routed to again when it answers.
+silent for `DEAD_AFTER_S`, or has just failed a request, is routed to again when it answers; one
+that has been silent for `HUNG_AFTER_S` is not waited for, either.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from prfaas.types import ClusterId, Compat, NodeId
 log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 4.0
+# It is not only passed over: whoever waits for it gives up. Later than the above, for a busy node
+# costs others its speed, and a request that is given up costs its work.
+HUNG_AFTER_S = 10.0
 FORGOTTEN_AFTER_S = 60.0  # silent ones that had registered themselves
 
 
@@ -66,6 +70,14 @@ class Member:
             and self.kvd_alive(now_s)
             and self.engine_heard_s > max(now_s - DEAD_AFTER_S, self.engine_failed_s)
         )
+
+    def hung(self, now_s: float, *, engine_alone: bool = False) -> bool:
+        """Connections stand, yet nobody is behind them; not of one that was never heard. An answer
+        that streams needs the `engine_alone`."""
+        heard_s = self.engine_heard_s
+        if not engine_alone:
+            heard_s = min(heard_s, self.kvd_heard_s)
+        return math.isfinite(heard_s) and heard_s < now_s - HUNG_AFTER_S
 
 
 class Membership:

@@ -5,10 +5,11 @@ Where they differ: vLLM refuses a prefill with HTTP 200 and an error within `kv_
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
@@ -19,11 +20,20 @@ from prfaas.gateway.calls import CONNECT_S, Calls, Said, translated
 
 LOOK_S = 3.0  # for metrics and cards
 PREFILL_S = 600.0
-SILENCE_S = 300.0  # between two events of a stream, and until the first
+SILENCE_S = 300.0  # between two events of a stream, and until the first, of a node that lives
 _DRAINING = "draining"  # a node's word for it, at /health
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
+
+
+class Unless(Protocol):
+    def __call__(self, give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
+        """A context in which `give_up` may be called; `begun`: the first token is there."""
+
+
+def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Load(NamedTuple):
@@ -113,20 +123,32 @@ class NodeClient:
 
     @asynccontextmanager
     async def answer(
-        self, path: str, body: bytes, headers: Mapping[str, str], *, stream: bool
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        stream: bool,
+        unless: Unless = _never,
     ) -> AsyncIterator[Answer]:
-        """Entered when the first event is there, or the whole body of what is no stream."""
+        """Entered when the first event is there, or the whole body of what is no stream. `unless`
+        is given what ends the waiting, for as long as there is something to wait for."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         url = f"{self.url}{path}"
-        async with self._calls.answer("POST", url, limits, body, headers) as response:
-            rest = _events(response.content) if stream else None
+        async with AsyncExitStack() as stack:
             with translated(url):
-                first = [await response.read()] if rest is None else await anext(rest, None)
+                async with asyncio.timeout(None) as patience:
+                    with unless(lambda: patience.reschedule(0.0), begun=False):
+                        answering = self._calls.answer("POST", url, limits, body, headers)
+                        response = await stack.enter_async_context(answering)
+                        rest = _events(response.content) if stream else None
+                        first = [await response.read()] if rest is None else await anext(rest, None)
             if not first:
                 raise ConnectionLost(f"{url}: ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
-            yield Answer(rest, first, url)
+            with unless(response.close, begun=True):
+                yield Answer(rest, first, url)
 
 
 class Answer:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prfaas.cache.groups import rules_for
@@ -20,7 +21,7 @@ from prfaas.config import Deployment
 from prfaas.gateway.ask import Refusal
 from prfaas.gateway.booking import Booking
 from prfaas.gateway.linking import LinkReports
-from prfaas.gateway.membership import Member, Membership
+from prfaas.gateway.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.node_client import Load
 from prfaas.gateway.record import Recorder
 from prfaas.gateway.work import PrefillWork
@@ -82,6 +83,8 @@ class Router:
         self._work: dict[NodeId, PrefillWork] = {}
         self._engines: dict[NodeId, NodeId] = {}  # whose events have a name of their own -> node
         self._cut_s: dict[LinkId, float] = {}  # links that are down, since when
+        # By node, and by whether the answer streams: how whoever waits for it gives up.
+        self._waiting_for: dict[tuple[NodeId, bool], set[Callable[[], None]]] = {}
         paths = {
             (ClusterId(link.source), ClusterId(link.target)): LinkView(
                 True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0
@@ -334,6 +337,23 @@ class Router:
             member.kvd_failed_s = self._clock.now()
             self.refresh()
 
+    def hung(self, node: NodeId, *, engine_alone: bool = False) -> bool:
+        member = self.members.named(node)
+        return member is None or member.hung(self._clock.now(), engine_alone=engine_alone)
+
+    @contextmanager
+    def unless_silent(
+        self, node: NodeId, give_up: Callable[[], None], *, begun: bool
+    ) -> Iterator[None]:
+        """`give_up` is called once, when the node has hung; of an answer that has `begun`, when its
+        engine has."""
+        key = (node, begun)
+        self._waiting_for.setdefault(key, set()).add(give_up)
+        try:
+            yield
+        finally:
+            self._waiting_for.get(key, set()).discard(give_up)
+
     def forget(self, member: Member) -> None:
         """It is not expected back."""
         self.members.drop(member)
@@ -360,6 +380,13 @@ class Router:
         """Once a second: what reports have brought, and who has fallen silent."""
         now = self._clock.now()
         self.refresh()
+        for key in [key for key, waiting in self._waiting_for.items() if waiting]:
+            node, begun = key
+            if self.hung(node, engine_alone=begun):
+                waiting = self._waiting_for.pop(key)
+                log.warning("%s: silent for %g s, given up by %d", node, HUNG_AFTER_S, len(waiting))
+                for give_up in waiting:
+                    give_up()
         members = list(self.members)
         for link_id, stats in self.links.new(members, now).items():
             self.board.link_reported(link_id, stats)

@@ -243,6 +243,8 @@ class IncomingTransfers:
     def _free(self, arrival: _Arrival) -> None:
         now = self._clock.now()
         arrival.ended_s = now
+        # It is remembered for minutes, for its state: not with every page and name it had.
+        arrival.landing, arrival.hashes = None, ()
         arrival.shelf.pool.release(arrival.lease.id, now)
         self._store.changed()
 

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,20 @@ class Child:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
 
+    def freeze(self) -> None:
+        """It stays, and does nothing until `thaw`."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    async def kill(self) -> None:
+        """As a crash does: it has no time for anything."""
+        self.ending = True
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.reader
+
     async def end(self) -> None:
         """Asks it to end; after `END_S` it is ended, with whatever it has started."""
         self.ending = True
@@ -106,10 +120,14 @@ class Child:
 class Children:
     """Use as a context manager: leaving ends whoever still runs, latest first."""
 
-    def __init__(self, folder: Path, tether: Sequence[str]) -> None:
-        """`tether` goes in front of every command: it lets a child die with us."""
+    def __init__(
+        self, folder: Path, tether: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`tether` goes in front of every command: it lets a child die with us. `environment` is
+        added to everybody's."""
         self.folder = folder
         self._tether = tether
+        self._environment = {**os.environ, **(environment or {})}
         self._all: list[Child] = []
 
     async def __aenter__(self) -> Children:
@@ -126,7 +144,7 @@ class Children:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
+            env={**self._environment, **command.environment},
             start_new_session=True,
         )
         child = Child(command, process, self.folder / f"{command.name}.log")
@@ -140,7 +158,12 @@ class Children:
         return {child.name: where for child, where in zip(children, found, strict=True)}
 
     def named(self, name: str) -> Child:
-        return next(child for child in self._all if child.name == name)
+        """The latest of that name: one that was killed may have been started again."""
+        return next(child for child in reversed(self._all) if child.name == name)
+
+    def __iter__(self) -> Iterator[Child]:
+        """Those that run."""
+        return (child for child in self._all if child.process.returncode is None)
 
     async def until_one_dies(self) -> ChildDied:
         """Returns only when a child has ended unasked."""

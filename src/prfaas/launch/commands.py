@@ -56,6 +56,7 @@ class Engines:
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
     cores: Sequence[int] = (0,)  # vllm: of this machine; each engine has one of them
+    ssd_size: str | None = None  # of each kvd's second tier, in the deployment's folder; None: none
 
 
 def hosts(deployment: Deployment) -> list[Host]:
@@ -66,15 +67,15 @@ def hosts(deployment: Deployment) -> list[Host]:
     ]
 
 
-def kvd(host: Host, folder: Path, memory: str) -> Command:
-    return Command(
-        f"kvd-{host.name}",
-        [
-            *("kvd", "--socket", str(socket_of(host, folder)), "--node", host.name),
-            *("--cluster", host.cluster, "--memory", memory),
-        ],
-        ready=r"data (\S+, http \S+)$",
-    )
+def kvd(host: Host, folder: Path, engines: Engines, at: KvdAt | None = None) -> Command:
+    """`at`: where it has been before, and is to be again."""
+    arguments = ["kvd", "--socket", str(socket_of(host, folder)), "--node", host.name]
+    arguments += ["--cluster", host.cluster, "--memory", engines.memory]
+    if engines.ssd_size is not None:
+        arguments += ["--ssd", str(folder / f"{host.name}.ssd"), "--ssd-size", engines.ssd_size]
+    if at is not None:
+        arguments += ["--listen", at.data, "--http", at.url.removeprefix("http://")]
+    return Command(f"kvd-{host.name}", arguments, ready=r"data (\S+, http \S+)$")
 
 
 def parse_kvd(said: str) -> KvdAt:
@@ -91,7 +92,7 @@ def engine(host: Host, folder: Path, kvd: KvdAt, engines: Engines, port: int = 0
         return _vllm(host, folder, engines, port)
     arguments = ["node", "--engine", engines.kind, "--model", engines.model]
     arguments += ["--name", engines.name, "--kvd", str(socket_of(host, folder))]
-    arguments += ["--kvd-url", kvd.url, "--drain-s", f"{DRAIN_S:g}"]
+    arguments += ["--kvd-url", kvd.url, "--drain-s", f"{DRAIN_S:g}", "--port", str(port)]
     arguments += ["--block-tokens", str(engines.block_tokens)]
     if engines.kind == "emulated":
         arguments += ["--accelerator", host.accelerator, "--gpus", str(host.gpus)]
@@ -180,10 +181,14 @@ def parse_relay(said: str, way: Way) -> dict[str, str]:
 
 
 def gateway(
-    file: Path, options: Sequence[str] = (), heard: Callable[[str], None] | None = None
+    file: Path,
+    options: Sequence[str] = (),
+    heard: Callable[[str], None] | None = None,
+    *,
+    name: str = "gateway",
 ) -> Command:
     arguments = ["gateway", str(file), "--drain-s", f"{DRAIN_S:g}", *options]
-    return Command("gateway", arguments, ready=r"^serving \S+ at (\S+)", heard=heard)
+    return Command(name, arguments, ready=r"^serving \S+ at (\S+)", heard=heard)
 
 
 def with_nodes(

@@ -74,15 +74,14 @@ async def launched_hosts(
     *,
     say: Callable[[str], None] = _nothing,
     heard: Callable[[str], None] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Hosts]:
-    """`say` is told what is being waited for, `heard` every line of the relays. Raises
-    `ChildDied`."""
+    """`say` is told what is being waited for, `heard` every line of the relays. `environment` is
+    added to that of every process, gateways included. Raises `ChildDied`."""
     everybody = commands.hosts(deployment)
-    async with Children(folder, tether) as children:
+    async with Children(folder, tether, environment) as children:
         say(f"{len(everybody)} kvds")
-        said = await children.started(
-            [commands.kvd(host, folder, engines.memory) for host in everybody]
-        )
+        said = await children.started([commands.kvd(host, folder, engines) for host in everybody])
         kvds = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
         say(f"{len(everybody)} engines")
         ports = {host.name: _free_port() if engines.kind == "vllm" else 0 for host in everybody}
@@ -110,7 +109,7 @@ async def serving_alone(
 ) -> AsyncIterator[str]:
     """One engine with its kvd; where it is."""
     async with Children(folder, tether) as children:
-        said = await children.started([commands.kvd(host, folder, engines.memory)])
+        said = await children.started([commands.kvd(host, folder, engines)])
         kvd = commands.parse_kvd(said[f"kvd-{host.name}"])
         port = _free_port() if engines.kind == "vllm" else 0
         urls = await children.started([commands.engine(host, folder, kvd, engines, port)])

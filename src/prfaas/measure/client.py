@@ -1,4 +1,4 @@
-"""One streamed completion of an OpenAI server, with the moment of every token.
+"""One completion of an OpenAI server, with the moment of every token.
 
 Knows nothing of load or of what is served: a body goes out, an `Answer` comes back. Never raises
 for what a server or the network does; the answer then says what went wrong, in few words, so that
@@ -77,23 +77,29 @@ class Target:
         self._clock = clock
         self._decoder = msgspec.json.Decoder(_Event)
 
-    async def complete(self, body: bytes, within_s: float | None = None) -> Answer:
-        """`body` is a whole JSON body that asks for a stream. After `within_s` it is given up; the
-        answer has what came until then."""
+    async def complete(
+        self, body: bytes, within_s: float | None = None, request_id: str | None = None
+    ) -> Answer:
+        """`body` is a whole JSON body; an answer that is no stream comes in one moment. After
+        `within_s` it is given up; the answer has what came until then."""
         answer = Answer(self._clock.now())
+        named = {} if request_id is None else {"X-Request-Id": request_id}
         try:
             async with (
                 asyncio.timeout(within_s),
                 self._http.post(
                     f"{self.url}/v1/completions",
                     data=body,
-                    headers={"Content-Type": "application/json"},
+                    headers={"Content-Type": "application/json", **named},
                 ) as response,
             ):
                 answer.request_id = response.headers.get("X-Request-Id", "")
                 if response.status != 200:
                     code = _code(await response.read())
                     answer.error = f"HTTP {response.status} {code}".strip()
+                elif response.content_type == "application/json":
+                    payload = await response.read()
+                    answer.error = self._event(payload, answer, self._clock.now())
                 else:
                     answer.error = await self._read(response, answer)
         except TimeoutError:

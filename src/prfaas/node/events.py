@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from prfaas.kvspec import FullAttention, KVSpec, SlidingWindow
 from prfaas.types import BlockHash, HashEvent
 
-# Names are needed from a prompt's arrival until its blocks are stored, which is soon.
-KEPT_NAMES = 65_536
+# Names are needed from a prompt's arrival until its blocks are stored, which is soon. Each has its
+# tokens, four bytes apiece.
+KEPT_TOKENS = 2 << 20
 _MEDIUM = "GPU"  # what vLLM says of the only tier its readers count on
 
 
@@ -27,10 +28,10 @@ class _Named(NamedTuple):
 
 
 class Announcer:
-    def __init__(self, spec: KVSpec, block_tokens: int, kept_names: int = KEPT_NAMES) -> None:
+    def __init__(self, spec: KVSpec, block_tokens: int, kept_tokens: int = KEPT_TOKENS) -> None:
         self._spec = spec
         self.block_tokens = block_tokens
-        self._kept_names = kept_names
+        self._kept_names = kept_tokens // block_tokens
         self._groups = {group.name: index for index, group in enumerate(spec.groups)}
         self._named: OrderedDict[BlockHash, _Named] = OrderedDict()  # last used last
         self._unnamed: OrderedDict[tuple[BlockHash, str], None] = OrderedDict()  # stored, no tokens

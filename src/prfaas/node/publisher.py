@@ -23,6 +23,7 @@ from prfaas.errors import InputError
 
 TOPIC = b"kv"
 KEPT_BATCHES = 10_000  # vLLM's default
+KEPT_BYTES = 16 << 20  # a batch has the tokens of its blocks: half a megabyte of a long prompt
 _END = (-1).to_bytes(8, "big", signed=True)
 _RANK = 0
 _LOG = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class EventPublisher:
     def __init__(self, pub: zmq.Socket[bytes], replay: zmq.asyncio.Socket) -> None:
         self._pub = pub
         self._replay = replay
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
         self._next = 0
 
     @property
@@ -50,6 +52,9 @@ class EventPublisher:
             return
         batch = msgspec.msgpack.encode([time.time(), events, _RANK])
         self._kept.append((self._next, batch))
+        self._kept_bytes += len(batch)
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         # A PUB socket never waits: a reader that is too slow loses batches, sees the gap and asks.
         self._pub.send_multipart((TOPIC, self._next.to_bytes(8, "big"), batch))
         self._next += 1

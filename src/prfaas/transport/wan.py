@@ -1,5 +1,5 @@
 """A user-space relay that imposes a WAN on TCP connections: rate, delay, jitter, stalls, outages,
-cut connections. No root needed.
+cut connections, damaged bytes. No root needed.
 
     client ── kernel ──► Lane 0 ──► delay ──► kernel ── target
            ◄── kernel ── delay ◄── Lane 1 ◄── kernel ──
@@ -37,6 +37,8 @@ _CONTROL_TIMEOUT_S = 10.0
 # A path has one bottleneck queue, the lane's. The kernel's buffers before and after it are kept
 # small, or each connection would hide megabytes more there.
 _KERNEL_BUFFER_BYTES = 512 * 1024
+# Damage is for what checksums guard: chunks of at least this size are payload in their middle.
+_DAMAGED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class RelayStats:
     to_client_bytes: int
     held_bytes: int
     held_peak_bytes: int
+    damaged: int  # chunks
 
 
 class _Door:
@@ -77,9 +80,9 @@ class _Door:
 
 class Relay:
     """Listens as soon as it is built; moves bytes while `run` runs, or between `start` and
-    `close`. `change`, `stall`, `outage`, `restore` and `cut` may be called from any thread and
-    return once they are in force. Pairs of addresses beyond the first (`also`) share its rate: one
-    path, several hosts."""
+    `close`. `change`, `stall`, `outage`, `restore`, `cut` and `damage` may be called from any
+    thread and return once they are in force. Pairs of addresses beyond the first (`also`) share its
+    rate: one path, several hosts."""
 
     def __init__(
         self,
@@ -108,6 +111,8 @@ class Relay:
         self._moved_bytes = [0, 0]
         self._held_bytes = 0
         self._held_peak_bytes = 0
+        self._to_damage = 0
+        self._damaged = 0
         self._order = itertools.count(1)
 
         self._selector = selectors.DefaultSelector()
@@ -147,6 +152,14 @@ class Relay:
         """Resets every connection on both sides. What was on its way is lost."""
         self._order_and_wait(self._cut)
 
+    def damage(self, chunks: int) -> None:
+        """One bit of each of the next so many large chunks for the target is flipped."""
+
+        def apply() -> None:
+            self._to_damage = chunks
+
+        self._order_and_wait(apply)
+
     @property
     def addresses(self) -> list[Address]:
         return [door.address for door in self._doors]
@@ -165,6 +178,7 @@ class Relay:
             to_client_bytes=self._moved_bytes[1],
             held_bytes=self._held_bytes,
             held_peak_bytes=self._held_peak_bytes,
+            damaged=self._damaged,
         )
 
     def start(self) -> Relay:
@@ -291,6 +305,8 @@ class Relay:
             return
         leaves_at_s = self._lanes[flow.direction].admit(len(data), path_s)
         if data:
+            if self._to_damage and flow.direction == 0 and len(data) >= _DAMAGED_BYTES:
+                data = self._flipped(data)
             flow.put(memoryview(data), leaves_at_s)
             self._held_bytes += len(data)
             self._held_peak_bytes = max(self._held_peak_bytes, self._held_bytes)
@@ -298,6 +314,13 @@ class Relay:
             flow.put(End.CLOSED, leaves_at_s)
         self._read_or_not(flow)
         self._queue(flow)
+
+    def _flipped(self, data: bytes) -> bytes:
+        self._to_damage -= 1
+        self._damaged += 1
+        changed = bytearray(data)
+        changed[len(data) // 2] ^= 0x10
+        return bytes(changed)
 
     def _let_out(self, direction: int, path_s: float) -> None:
         due = self._due[direction]

@@ -106,7 +106,7 @@ class Front:
         except web.HTTPException as error:
             return error_response(of_http(error))
         except ConnectionError:
-            raise  # the client's: nobody is there to be told
+            return web.Response()  # the client's: nobody is there to be told, nor is it an error
         except Exception:
             _LOG.exception("request %s", request[_ID])
             if _BEGUN in request:

@@ -6,6 +6,7 @@ Only the usage is looked into: it is always asked for, and shown to clients that
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -83,13 +84,16 @@ class Relay:
                 self.cut_short = CutShort("broken", str(error))
                 lost = Refusal(502, "engine_lost", f"the answer broke off: {error}")
                 await self._write(response, error_event(lost))
-            await response.write_eof()
         except _Stalled:
             self.cut_short = CutShort("stalled", "the client stopped reading")
             if self._request.transport is not None:
                 self._request.transport.abort()  # what it has not read will never be read
+            return response
         except ConnectionError:
             self.cut_short = CutShort("cancelled", "the client went away")
+            return response
+        with suppress(ConnectionError):
+            await response.write_eof()  # many clients leave at [DONE]: they have it all
         return response
 
     async def whole(self, upstream: Upstream) -> web.Response:

@@ -1,0 +1,1 @@
+"""Not imported: `sitecustomize.py` is copied from here to where processes find it."""

@@ -1,0 +1,72 @@
+"""One deployment for all faults of a kind of engine: starting it takes longer than most of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import uvloop
+
+from prfaas.cli.child import tether
+from prfaas.cli.fire import FireEngine, fire
+from prfaas.faults.episode import Campaign, Seen
+from prfaas.faults.stage import Stage, staged
+from prfaas.faults.traces import Held, held, settled
+from tests.faults.report import written
+
+T = TypeVar("T")
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+EACH = 3  # long requests under way when a fault strikes, and as many short ones
+
+
+@dataclass(frozen=True, slots=True)
+class Fire:
+    """A deployment, and the loop that its processes are watched on; it stands still between
+    tests."""
+
+    runner: asyncio.Runner
+    stage: Stage
+    campaign: Campaign
+    folder: Path
+    at_first: dict[str, Held]  # when everything had been used once
+
+    def run(self, test: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(test)
+
+
+@pytest.fixture(scope="session")
+def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Seen]]]:
+    """By engine; `--report FILE` puts it into the file's table."""
+    found: dict[str, list[Seen]] = {}
+    yield found
+    file: Path | None = request.config.getoption("--report")
+    if file is not None:
+        file.write_text(written(file.read_text(), found))
+
+
+def burning(engine: FireEngine, folder: Path) -> Iterator[Fire]:
+    ready, lengths = fire(engine, CASE_STUDY, folder, folder / "cache", print)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        started = staged(ready.deployment, ready.engines, folder, tether(), print)
+        stage = runner.run(started.__aenter__())
+        try:
+            campaign = Campaign(stage, lengths, EACH)
+            runner.run(campaign.warm_up())
+            runner.run(settled(stage))
+            yield Fire(runner, stage, campaign, folder, held(stage.processes))
+        finally:
+            runner.run(started.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="session")
+def emulated_fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fire]:
+    yield from burning("emulated", tmp_path_factory.mktemp("emulated-fire"))
+
+
+@pytest.fixture(scope="session")
+def hf_fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fire]:
+    yield from burning("hf", tmp_path_factory.mktemp("hf-fire"))

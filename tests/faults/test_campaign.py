@@ -1,0 +1,67 @@
+"""Every fault strikes a deployment of real processes with requests under way. Requests whose answer
+has not begun end with the tokens of one process; answers that have begun end with an error event;
+nothing is left behind; long prompts are prefilled far away again without anybody's help."""
+
+from __future__ import annotations
+
+import pytest
+
+from prfaas.faults.catalogue import FAULTS, fault
+from prfaas.faults.episode import Seen
+from prfaas.faults.traces import held
+from tests.faults.conftest import EACH, Fire
+
+# One of each kind goes with every change: a dead sender, a dead receiver, a bad link.
+EVERY_TIME = ("prefill-killed-sending", "decode-killed-waiting", "wan-damage")
+# With a real model's tokens, and its imports at each start, those that lose or damage state.
+WITH_TORCH = ("prefill-killed-sending", "decode-killed-waiting", "decode-kvd-killed", "wan-damage")
+# Connections that are pooled, and those of requests that others make meanwhile.
+SLACK_SOCKETS = 24
+
+
+def names(often: tuple[str, ...]) -> list[object]:
+    return [
+        pytest.param(one.name, marks=() if one.name in often else pytest.mark.slow)
+        for one in FAULTS
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", names(EVERY_TIME))
+def test_emulated(emulated_fire: Fire, seen: dict[str, list[Seen]], name: str) -> None:
+    found = struck(emulated_fire, name)
+    seen.setdefault("emulated", []).append(found)
+    if name == "disk-full":
+        assert "SSD tier: write failed" in logs(emulated_fire, "kvd-*")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_with_a_real_model(hf_fire: Fire, seen: dict[str, list[Seen]], name: str) -> None:
+    seen.setdefault("Kimi-Linear", []).append(struck(hf_fire, name))
+
+
+def struck(fire: Fire, name: str) -> Seen:
+    found = fire.run(fire.campaign.run(fault(name)))
+    assert sum(found.verdicts.values()) == 2 * EACH
+    check_sockets(fire)
+    told = logs(fire, "*")
+    assert "Traceback" not in told and "internal_error" not in told
+    return found
+
+
+def check_sockets(fire: Fire) -> None:
+    """Of all faults so far together: whoever leaks a little at each will be found."""
+    now = held(fire.stage.processes)
+    assert now.keys() == fire.at_first.keys(), "as many processes as there were"
+    grown = {
+        name: now[name].sockets - fire.at_first[name].sockets
+        for name in now
+        if now[name].sockets > fire.at_first[name].sockets + SLACK_SOCKETS
+    }
+    assert not grown
+
+
+def logs(fire: Fire, pattern: str) -> str:
+    return "\n".join(path.read_text() for path in fire.folder.glob(f"{pattern}.log"))

@@ -1,0 +1,71 @@
+"""The system lives by monotonic clocks: who sets a wall clock disturbs timestamps, nothing else."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas.faults.wall_clock import WallClock
+from tests.test_architecture import FILES, SOURCE
+
+PRINTS = "import time; print(time.time(), time.time_ns() / 1e9, time.monotonic())"
+# What shows a date to people or to other programs, or is about dates.
+SHOWN = {
+    "cli/certs.py",  # validity
+    "cli/profile.py",  # when a profile was measured
+    "faults/wall/sitecustomize.py",  # sets it
+    "gateway/front/app.py",  # `created` of a model
+    "node/publisher.py",  # the timestamp of vLLM's events
+    "node/server.py",  # `created` of an answer
+    "text/template.py",  # strftime_now of chat templates
+    "transport/certs.py",
+}
+WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
+
+
+def reads_wall_clock(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    passed = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return any(
+        name == wall or name.endswith(f".{wall}")
+        for name in called | passed | named
+        for wall in WALL
+    )
+
+
+def test_only_what_shows_a_date_reads_the_wall_clock() -> None:
+    found = {str(path.relative_to(SOURCE)) for path in FILES if reads_wall_clock(path)}
+    assert found <= SHOWN
+
+
+@pytest.mark.parametrize("shift_s", [0.0, 3600.0, -7200.0])
+def test_processes_see_the_wall_clock_that_is_set(tmp_path: Path, shift_s: float) -> None:
+    clock = WallClock(tmp_path / "wall")
+    clock.set_off(shift_s)
+
+    def read(environment: dict[str, str]) -> list[float]:
+        printed = subprocess.run(
+            [sys.executable, "-c", PRINTS],
+            env={**os.environ, **environment},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        return [float(word) for word in printed.split()]
+
+    true_s, true_ns_s, monotonic_s = read({})
+    off_s, off_ns_s, other_s = read(clock.environment)
+    assert abs(off_s - true_s - shift_s) < 300 and abs(off_ns_s - true_ns_s - shift_s) < 300
+    assert 0 < other_s - monotonic_s < 300
