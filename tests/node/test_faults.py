@@ -336,7 +336,7 @@ def test_an_answer_under_way_holds_no_pages(pair: Gateway) -> None:
 def test_a_term_signal_drains(pair: Gateway) -> None:
     host = pair.decode_host
     with ThreadPoolExecutor() as threads:
-        asking = threads.submit(host.ask, fresh(200), max_tokens=40)
+        asking = threads.submit(host.ask, fresh(200), max_tokens=40, ignore_eos=True)
         wait_until(lambda: "running 1" in running(host))
         host.node.popen.terminate()
         status, answer = asking.result()
