@@ -40,7 +40,7 @@ class _Used(msgspec.Struct, frozen=True):
 
 
 class CutShort(NamedTuple):
-    outcome: Literal["broken", "stalled", "cancelled"]
+    outcome: Literal["broken", "stalled"]
     reason: str
 
 
@@ -88,9 +88,6 @@ class Relay:
             self.cut_short = CutShort("stalled", "the client stopped reading")
             if self._request.transport is not None:
                 self._request.transport.abort()  # what it has not read will never be read
-            return response
-        except ConnectionError:
-            self.cut_short = CutShort("cancelled", "the client went away")
             return response
         with suppress(ConnectionError):
             await response.write_eof()  # many clients leave at [DONE]: they have it all
