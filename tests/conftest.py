@@ -9,8 +9,8 @@ from hypothesis import settings
 # They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
-# The same examples for everybody, and no verdict on how fast a busy machine is. New ground is
-# broken by `make fuzz` and by changing code, not by chance in somebody else's run.
+# Nearly the same examples for everybody (Hypothesis also tries constants of the modules that happen
+# to be loaded), and no verdict on how fast a busy machine is.
 settings.register_profile("prfaas", derandomize=True, deadline=None)
 settings.load_profile("prfaas")
 
