@@ -1,25 +1,27 @@
-"""HTTP calls to nodes and kvds: one pool of long-lived connections, a named timeout for each call.
+"""HTTP calls to nodes and kvds over long-lived connections, each with its bounds in time.
 
-Library errors become ours here, once: `ConnectionLost` when nobody answers, `Said` for an answer
-that is an error. Knows nothing of what is asked.
+They fail with `ConnectionLost` when nobody answers, with `Said` when the answer is an error. Knows
+nothing of what is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from prfaas.errors import ConnectionLost, PeerError
+from prfaas.gateway.connection import Connection
+from prfaas.gateway.origin import Origin, header
 
-CONNECT_S = 3.0
 # Below what common servers keep an idle connection for (uvicorn: 5 s): a request on a connection
 # that the server is just closing fails, and nobody can tell whether it was acted on.
 IDLE_S = 4.0
 _SHOWN_CHARS = 500  # of an answer that makes no sense
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
 
 
@@ -42,9 +44,42 @@ class Said(PeerError):
         self.retry_after_s = retry_after_s
 
 
+class Exchange:
+    """A request that was sent. Used as a context: leaving it gives the connection back, or ends it
+    when the answer was not read to its end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def __aenter__(self) -> Exchange:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._connection.done(IDLE_S)
+
+    async def accepted(self) -> None:
+        """Returns when an answer begins that is no error."""
+        await self._connection.answered()
+        if self._connection.status >= 400:
+            raise _said(self._connection, await self._connection.rest())
+
+    async def more(self) -> bytes | None:
+        """What has come since the last time; None behind the end."""
+        return await self._connection.more()
+
+    async def rest(self) -> bytes:
+        return await self._connection.rest()
+
+    def give_up(self) -> None:
+        """Whoever waits for more fails with `ConnectionLost`."""
+        self._connection.close("given up")
+
+
 class Calls:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, key: str | None = None) -> None:
+        """`key` is sent to every peer as a bearer token."""
+        self._key = key
+        self._origins: dict[str, Origin] = {}
 
     async def ask(
         self,
@@ -53,8 +88,8 @@ class Calls:
         kind: type[T],
         *,
         timeout_s: float,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> T:
         """The answer's JSON as `kind`."""
         return _decoded(await self.read(method, url, timeout_s, body, headers), kind, url)
@@ -64,60 +99,58 @@ class Calls:
         method: str,
         url: str,
         timeout_s: float,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> bytes:
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
-        async with self.answer(method, url, limits, body, headers) as response:
-            with translated(url):
-                return await response.read()
+        asked = await self.send(method, url, body, headers, total_s=timeout_s)
+        async with asked:
+            await asked.accepted()
+            return await asked.rest()
 
-    @asynccontextmanager
-    async def answer(
+    async def send(
         self,
         method: str,
         url: str,
-        limits: aiohttp.ClientTimeout,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is no error. Whoever reads it does so `translated`."""
-        sent = {**(headers or {}), **({"Content-Type": "application/json"} if body else {})}
-        with translated(url):
-            response = await self._session.request(
-                method, url, data=body, headers=sent, timeout=limits
-            )
-        async with response:
-            if response.status >= 400:
-                with translated(url):
-                    raise _said(response, await response.read())
-            yield response
+        body: bytes = b"",
+        headers: Mapping[str, str] = _NO_HEADERS,
+        *,
+        total_s: float | None = None,
+        silence_s: float | None = None,
+    ) -> Exchange:
+        """Returns when the request is on its way."""
+        root, target = _split(url)
+        origin = self._origins.get(root)
+        if origin is None:
+            origin = self._origins[root] = Origin(root, self._key)
+        head = f"{method} {target} HTTP/1.1\r\n{origin.headers}"
+        for name, value in headers.items():
+            head += header(name, value)
+        if method != "GET":
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        connection = await origin.connection()
+        connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
+        return Exchange(connection)
 
-
-@contextmanager
-def translated(url: str) -> Iterator[None]:
-    """Library errors within become `ConnectionLost`."""
-    try:
-        yield
-    except TimeoutError:
-        raise ConnectionLost(f"{url}: no answer in time") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise ConnectionLost(f"{url}: {error or type(error).__name__}") from None
+    def close(self) -> None:
+        for origin in self._origins.values():
+            origin.close()
 
 
 @asynccontextmanager
 async def calling(key: str | None = None) -> AsyncIterator[Calls]:
-    """`key` is sent to every peer as a bearer token."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    session = aiohttp.ClientSession(
-        connector=connector,
-        headers=headers,
-        cookie_jar=aiohttp.DummyCookieJar(),  # peers set none, and looking takes its time
-        skip_auto_headers=("Accept-Encoding", "User-Agent"),
-    )
-    async with session:
-        yield Calls(session)
+    calls = Calls(key)
+    try:
+        yield calls
+    finally:
+        calls.close()
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Scheme and host; what a request asks for there."""
+    if " " in url or not url.isprintable():
+        raise ConnectionLost(f"{url!r} is no URL")
+    slash = url.find("/", len("https://"))
+    return (url, "/") if slash < 0 else (url[:slash], url[slash:])
 
 
 def _decoded(data: bytes, kind: type[T], url: str) -> T:
@@ -128,7 +161,7 @@ def _decoded(data: bytes, kind: type[T], url: str) -> T:
         raise Said(502, "", f"{url} does not answer as expected ({error}): {shown}") from None
 
 
-def _said(response: aiohttp.ClientResponse, data: bytes) -> Said:
+def _said(connection: Connection, data: bytes) -> Said:
     """Nodes answer in OpenAI's shape, {"error": {...}}; kvds with a `Problem`."""
     try:
         body: Any = msgspec.json.decode(data)
@@ -137,11 +170,11 @@ def _said(response: aiohttp.ClientResponse, data: bytes) -> Said:
     error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict):
         error = {"message": data[:_SHOWN_CHARS].decode(errors="replace")}
-    retry_after = response.headers.get("Retry-After", "")
+    retry_after = connection.headers.get(b"retry-after", b"")
     return Said(
-        response.status,
+        connection.status,
         str(error.get("code") or ""),
-        str(error.get("message") or f"HTTP {response.status}"),
+        str(error.get("message") or f"HTTP {connection.status}"),
         param=error.get("param"),
         retry_after_s=float(retry_after) if retry_after.isdigit() else None,
     )

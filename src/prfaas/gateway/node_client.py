@@ -5,18 +5,16 @@ Where they differ: vLLM refuses a prefill with HTTP 200 and an error within `kv_
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-import aiohttp
 import msgspec
 
 from prfaas.errors import ConnectionLost
 from prfaas.gateway.ask import Broken
-from prfaas.gateway.calls import CONNECT_S, Calls, Said, translated
+from prfaas.gateway.calls import Calls, Exchange, Said
 
 LOOK_S = 3.0  # for metrics and cards
 PREFILL_S = 600.0
@@ -133,21 +131,18 @@ class NodeClient:
     ) -> AsyncIterator[Answer]:
         """Entered when the first event is there, or the whole body of what is no stream. `unless`
         is given what ends the waiting, for as long as there is something to wait for."""
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         url = f"{self.url}{path}"
-        async with AsyncExitStack() as stack:
-            with translated(url):
-                async with asyncio.timeout(None) as patience:
-                    with unless(lambda: patience.reschedule(0.0), begun=False):
-                        answering = self._calls.answer("POST", url, limits, body, headers)
-                        response = await stack.enter_async_context(answering)
-                        rest = _events(response.content) if stream else None
-                        first = [await response.read()] if rest is None else await anext(rest, None)
+        exchange = await self._calls.send("POST", url, body, headers, silence_s=SILENCE_S)
+        async with exchange:
+            with unless(exchange.give_up, begun=False):
+                await exchange.accepted()
+                rest = _events(exchange) if stream else None
+                first = [await exchange.rest()] if rest is None else await anext(rest, None)
             if not first:
                 raise ConnectionLost(f"{url}: ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
-            with unless(response.close, begun=True):
+            with unless(exchange.give_up, begun=True):
                 yield Answer(rest, first, url)
 
 
@@ -181,8 +176,7 @@ class Answer:
             self.whole = True
             return None
         try:
-            with translated(self._url):
-                return await anext(self._rest, None)
+            return await anext(self._rest, None)
         except ConnectionLost as error:
             raise Broken(str(error)) from None
 
@@ -209,10 +203,10 @@ class Answer:
         return together, None
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
+async def _events(exchange: Exchange) -> AsyncIterator[list[bytes]]:
     """Whole events, each with the empty line behind it; those together that came together."""
     held = b""
-    async for data in content.iter_any():
+    while (data := await exchange.more()) is not None:
         *whole, held = (held + data).split(b"\n\n")
         if whole:
             yield [event + b"\n\n" for event in whole]

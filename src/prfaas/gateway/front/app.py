@@ -26,6 +26,7 @@ from prfaas.gateway.front.prompting import Prompts
 from prfaas.gateway.front.reading import Reading, read_chat, read_completion, read_either
 from prfaas.gateway.front.refusing import bad_input, error_response, of_http
 from prfaas.gateway.front.relaying import Relay
+from prfaas.gateway.front.turns import Turns
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat, is_multimodal
 
@@ -67,6 +68,7 @@ class Front:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
+        self._turns = Turns()
         self._in_flight = 0
         self._started_s = int(time.time())
 
@@ -139,6 +141,7 @@ class Front:
         self, request: web.Request, read: Callable[[bytes], Reading], account: Account
     ) -> web.StreamResponse:
         async with self._bodies.read(request) as body:
+            await self._turns.mine()
             reading = await self._prompts.read(read, body)
             ask = await self._ask(request, reading, len(body))
             del body

@@ -6,8 +6,9 @@ Only the usage is looked into: it is always asked for, and shown to clients that
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -15,6 +16,7 @@ from aiohttp import web
 from prfaas.gateway.ask import Broken, Refusal, Upstream
 from prfaas.gateway.front.refusing import error_event
 
+_DONE = b"data: [DONE]"
 # How JSON writers put it. Within a string its quotes would be escaped, so text is never mistaken.
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
 
@@ -47,6 +49,10 @@ class CutShort(NamedTuple):
 _USED = msgspec.json.Decoder(_Used)
 
 
+class _Stream(web.StreamResponse):
+    _send_headers_immediately = False  # they go with the first event, which is there already
+
+
 class _Stalled(Exception):
     """The client stopped reading."""
 
@@ -70,20 +76,22 @@ class Relay:
 
     async def stream(self, upstream: Upstream) -> web.StreamResponse:
         """A stream that has begun ends here, whatever happens to it: `cut_short` says so."""
-        response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+        response = _Stream(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         await response.prepare(self._request)
         try:
             try:
                 async for together in upstream.events():
                     # One write for what has come together: writes are what a relay costs.
-                    shown = [event for event in together if not self._is_hidden(event)]
-                    if shown:
-                        await self._write(response, b"".join(shown))
+                    shown = b"".join([e for e in together if not self._is_hidden(e)])
+                    if together[-1].startswith(_DONE):
+                        await self._write(response.write_eof(shown))
+                    elif shown:
+                        await self._write(response.write(shown))
             except Broken as error:
                 self.cut_short = CutShort("broken", str(error))
                 lost = Refusal(502, "engine_lost", f"the answer broke off: {error}")
-                await self._write(response, error_event(lost))
+                await self._write(response.write(error_event(lost)))
         except _Stalled:
             self.cut_short = CutShort("stalled", "the client stopped reading")
             if self._request.transport is not None:
@@ -107,10 +115,10 @@ class Relay:
         self.usage = usage
         return not self._shows_usage
 
-    async def _write(self, response: web.StreamResponse, events: bytes) -> None:
+    async def _write(self, writing: Coroutine[Any, Any, None]) -> None:
         """Returns when the client's socket has room again; nothing more is read upstream before."""
         try:
             async with asyncio.timeout(self._stall_s):
-                await response.write(events)
+                await writing
         except TimeoutError:
             raise _Stalled from None
