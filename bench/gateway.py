@@ -1,16 +1,18 @@
 """What the gateway adds to a request, beside vLLM's own router in front of the same nodes.
 
 \b
-    prfaas bench gateway [--router ~/router/bin/vllm-router] [--seconds 3] [--rounds 3]
+    prfaas bench gateway [--router ~/router/bin/vllm-router] [--gateways 2] [--rounds 3]
 
 Nodes answer at once (`bench/_null_node.py`), so what is measured is the way: reading the prompt,
-hashing, routing, grant, prefill, commit, decode, relaying 8 tokens. One gateway process; streams of
-token-id prompts, each sent when the last is answered; medians of the rounds. Prints JSON:
+hashing, routing, grant, prefill, commit, decode, relaying 8 tokens. Streams of token-id prompts,
+each sent when the last is answered; medians of the rounds. Prints JSON:
 
 \b
   cases          per prompt length and number of streams, for `direct` (the node, no gateway),
-                 `gateway` and `router`: requests/s, TTFT p50 and p99, errors; `added_ttft_ms` is
-                 TTFT less `direct`'s; `rate_of_router` is requests/s over the router's
+                 `gateway` (one process), `gateways` (several) and `router`: requests/s, TTFT p50
+                 and p99, CPU time per request, errors; `added_ttft_ms` is TTFT less `direct`'s;
+                 `rate_of_router`: one gateway's requests/s over the router's; `rate_of_one`: those
+                 of several over those of one
   loop_stall_ms  how late the gateway's event loop was at most, for 99% of its looks
   tokenising_ms  apart, since token ids need none: text of so many tokens, byte-level
 """
@@ -29,7 +31,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -89,6 +91,7 @@ gbps = 100
 rtt_ms = 0
 [gateway]
 port = {port}
+plans = {plans}
 max_bodies_mb = 4096
 """
 
@@ -153,8 +156,9 @@ class Stream(asyncio.Protocol):
 
 
 async def load(
-    port: int, requests: Sequence[bytes], streams: int, seconds: float
+    ports: Sequence[int], requests: Sequence[bytes], streams: int, seconds: float
 ) -> dict[str, Any]:
+    """Streams in turn to each of `ports`."""
     loop = asyncio.get_running_loop()
     seen = Seen()
     begun_s = time.perf_counter()
@@ -165,6 +169,7 @@ async def load(
         def stream(turned: Sequence[bytes] = turned) -> Stream:
             return Stream(turned, begun_s + seconds, seen)
 
+        port = ports[number % len(ports)]
         running.append((await loop.create_connection(stream, "127.0.0.1", port))[1])
     async with asyncio.timeout(seconds + START_S):
         await asyncio.gather(*(stream.ended for stream in running))
@@ -173,6 +178,7 @@ async def load(
         click.echo(f"{seen.errors} errors, the first: {seen.problem}", err=True)
     times = np.array(seen.ttft_s or [float("nan")]) * 1e3
     return {
+        "answered": seen.answered,
         "requests_per_s": seen.answered / wall_s,
         "ttft_p50_ms": float(np.quantile(times, 0.5)),
         "ttft_p99_ms": float(np.quantile(times, 0.99)),
@@ -268,14 +274,29 @@ def tokenising_ms(folder: Path) -> dict[str, float]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    ports: Sequence[int]
+    pids: Sequence[int] = ()
+
+    def cpu_s(self) -> float:
+        """So far, of all its processes."""
+        stats = [
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids
+        ]
+        return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
 @click.command(help=__doc__)
 @click.option("--router", help="vLLM's router; left out: not compared.")
+@click.option("--gateways", default=2, show_default=True, help="Side by side, beside one alone.")
 @click.option("--seconds", default=3.0, show_default=True, help="Of each measurement.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--length", "lengths", multiple=True, type=int, default=LENGTHS, show_default=True)
 @click.option("--streams", multiple=True, type=int, default=STREAMS, show_default=True)
 def main(
     router: str | None,
+    gateways: int,
     seconds: float,
     rounds: int,
     lengths: tuple[int, ...],
@@ -283,50 +304,62 @@ def main(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        results = measured(folder, router, seconds, rounds, lengths, streams)
-        results["tokenising_ms"] = tokenising_ms(folder)
+        with started(folder, router, gateways) as targets:
+            found = _cases(targets, seconds, rounds, lengths, streams)
+        results = {
+            "rounds": rounds,
+            "seconds": seconds,
+            "cores": os.cpu_count(),
+            "cases": found,
+            "tokenising_ms": tokenising_ms(folder),
+        }
     print(json.dumps(results, indent=2))
 
 
-def measured(
-    folder: Path,
-    router: str | None,
-    seconds: float,
-    rounds: int,
-    lengths: Sequence[int],
-    streams: Sequence[int],
-) -> dict[str, Any]:
-    *nodes, port, router_port = free_ports(len(NODES) + 2)
+@contextmanager
+def started(folder: Path, router: str | None, gateways: int) -> Iterator[dict[str, Target]]:
+    """Null nodes, gateways and the router, ready."""
+    nodes = free_ports(len(NODES))
     urls = {name: f"http://127.0.0.1:{at}" for name, at in zip(NODES, nodes, strict=True)}
-    file = folder / "deployment.toml"
-    file.write_text(DEPLOYMENT.format(model=MODEL, port=port, **urls))
     pairs = [word for name, at in zip(NODES, nodes, strict=True) for word in (str(at), name)]
-    null = [sys.executable, str(HERE / "_null_node.py"), *pairs]
-    gateway = [sys.executable, "-m", "prfaas", "gateway", str(file), "--log-level", "error"]
-    targets = {"direct": nodes[-1], "gateway": port}
     small = requests_of(100)[0]
-    with process(null, folder / "null") as hosts:
-        ready(nodes[-1], hosts, folder / "null", None)
-        with process(gateway, folder / "gateway") as ours:
-            ready(port, ours, folder / "gateway", small)
-            if router is None:
-                found = _cases(targets, seconds, rounds, lengths, streams)
-            else:
-                targets["router"] = router_port
-                command = [
-                    *(os.path.expanduser(router), "--host", "127.0.0.1"),
-                    *("--port", str(router_port), "--vllm-pd-disaggregation"),
-                    *("--prefill", urls["prefill"], "--decode", urls["decode"]),
-                    *("--log-level", "error", "--prometheus-port", str(free_ports(1)[0])),
-                ]
-                with process(command, folder / "router") as peer:
-                    ready(router_port, peer, folder / "router", small)
-                    found = _cases(targets, seconds, rounds, lengths, streams)
-    return {"rounds": rounds, "seconds": seconds, "cores": os.cpu_count(), "cases": found}
+
+    with ExitStack() as stack:
+
+        def start(name: str, command: Sequence[str], port: int, request: bytes | None) -> int:
+            log = folder / name
+            child = stack.enter_context(process(command, log))
+            ready(port, child, log, request)
+            return child.pid
+
+        null = [sys.executable, str(HERE / "_null_node.py"), *pairs]
+        start("null", null, nodes[-1], None)
+        targets = {"direct": Target([nodes[-1]])}
+        ports = free_ports(gateways)
+        pids = []
+        for number, port in enumerate(ports):
+            file = folder / f"deployment-{number}.toml"
+            plans = "true" if number == 0 else "false"
+            file.write_text(DEPLOYMENT.format(model=MODEL, port=port, plans=plans, **urls))
+            gateway = [sys.executable, "-m", "prfaas", "gateway", str(file), "--log-level", "error"]
+            pids.append(start(f"gateway-{number}", gateway, port, small))
+        targets["gateway"] = Target(ports[:1], pids[:1])
+        if gateways > 1:
+            targets["gateways"] = Target(ports, pids)
+        if router is not None:
+            port, metrics_port = free_ports(2)
+            command = [
+                *(os.path.expanduser(router), "--host", "127.0.0.1"),
+                *("--port", str(port), "--vllm-pd-disaggregation"),
+                *("--prefill", urls["prefill"], "--decode", urls["decode"]),
+                *("--log-level", "error", "--prometheus-port", str(metrics_port)),
+            ]
+            targets["router"] = Target([port], [start("router", command, port, small)])
+        yield targets
 
 
 def _cases(
-    targets: dict[str, int],
+    targets: dict[str, Target],
     seconds: float,
     rounds: int,
     lengths: Sequence[int],
@@ -337,14 +370,18 @@ def _cases(
         requests = requests_of(length)
         for count in streams:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in targets}
-            before = stalls(targets["gateway"])
+            before = stalls(targets["gateway"].ports[0])
             for number in range(rounds):
                 names = list(targets) if number % 2 else list(reversed(targets))
                 for name in names:
+                    target = targets[name]
+                    cpu_s = target.cpu_s()
                     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                        run = runner.run(load(targets[name], requests, count, seconds))
+                        run = runner.run(load(target.ports, requests, count, seconds))
+                    cpu_ms = (target.cpu_s() - cpu_s) * 1e3
+                    run["cpu_ms_per_request"] = cpu_ms / max(1, run["answered"])
                     runs[name].append(run)
-            after = stalls(targets["gateway"])
+            after = stalls(targets["gateway"].ports[0])
             case = {"prompt_tokens": length, "streams": count, **_summary(runs)}
             case["loop_stall_ms"] = stall_p99_ms(before, after)
             click.echo(json.dumps(case), err=True)
@@ -364,9 +401,14 @@ def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             for key in ("p50", "p99")
         }
     if "router" in found:
-        ratio = found["gateway"]["requests_per_s"] / found["router"]["requests_per_s"]
-        found["rate_of_router"] = round(ratio, 3)
+        found["rate_of_router"] = _rate_of(found["gateway"], found["router"])
+    if "gateways" in found:
+        found["rate_of_one"] = _rate_of(found["gateways"], found["gateway"])
     return found
+
+
+def _rate_of(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return round(float(one["requests_per_s"] / other["requests_per_s"]), 3)
 
 
 if __name__ == "__main__":
