@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from prfaas.gateway.record import replay
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route
+from prfaas.text import Chat, load_words
 from prfaas.types import NodeId
 from tests.gateway.backs import (
     THRESHOLD,
@@ -252,4 +255,30 @@ def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
             await until(lambda: is_clean(back))
 
     asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
+    emulated: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway's tokenizer is not the engines' own: that costs time, and no answer."""
+    messages = [{"role": "user", "content": "why? " * LONG}]
+    rendered = load_words(emulated.tokenizer).encode_chat(Chat(messages))
+    asked = ask(prompt(LONG), stream=False, conversation=True)
+    fields = {**asked.fields, "messages": messages}
+    asked = replace(asked, path="/v1/chat/completions", fields=fields)
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            story = Story(0.0)
+            async with back.answer(asked, story) as upstream:
+                body = b"".join([e async for events in upstream.events() for e in events])
+            usage = json.loads(body)["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
+            assert (story.attempts, story.prefill) == (2, story.decode)
+            assert "other tokens" in story.reason
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    assert "Is [gateway] tokenizer the engines' own?" in caplog.text
     emulated.wait_until_idle()

@@ -39,10 +39,13 @@ _THE_CLIENTS = (400, 404, 413, 422)  # statuses that another node would answer a
 class Failed(Exception):
     """An attempt failed before the first token. `avoid`: who had better not get it again."""
 
-    def __init__(self, reason: str, *avoid: NodeId, prefill: bool = False) -> None:
+    def __init__(
+        self, reason: str, *avoid: NodeId, prefill: bool = False, unhandable: bool = False
+    ) -> None:
         super().__init__(reason)
         self.avoid = avoid
         self.prefill = prefill  # it was the prefill or its hand-off that failed
+        self.unhandable = unhandable  # the decode engine had better do all of it
 
 
 class Later(Exception):

@@ -8,6 +8,7 @@ retry budget. Leaving the context ends everything that is still under way.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from prfaas.gateway.router import Router, Seeker
 from prfaas.gateway.tries import Tries
 from prfaas.scheduler.request import Request
 
+_LOG = logging.getLogger(__name__)
 _LOST = 424  # of a decode node: the state is not there any more; the node is well
 _LONG_TOKENS = 8_192  # hashing more takes the event loop's time: a thread does it
 
@@ -72,6 +74,7 @@ class Lives:
                         answer = await self._attempt(stack, ask, prompt, booking, story)
                     except Failed as failure:
                         tries.failed(failure, booking)
+                        request = request._replace(unhandable=failure.unhandable)
                     except Later as later:
                         tries.put_off(later)
                     else:
@@ -155,6 +158,14 @@ class Lives:
                 )
             )
         except PeerError as error:
+            if hand_off is not None and _renders_otherwise(ask, error):
+                _LOG.warning(
+                    "%s refused a chat that was handed to it (%s); it gets it again, to compute "
+                    "alone. Is [gateway] tokenizer the engines' own?",
+                    route.decode,
+                    error,
+                )
+                raise Failed(str(error), unhandable=True) from None
             refused_by(error)
             if isinstance(error, ConnectionLost):
                 self._router.engine_failed(route.decode)
@@ -176,6 +187,14 @@ class Lives:
             self._router.traffic.observe(
                 self._clock.now(), prompt.tokens - cached, cached, max(1, answer.output_tokens)
             )
+
+
+def _renders_otherwise(ask: Ask, error: PeerError) -> bool:
+    """Whether the engine may have made another prompt of the messages than the one that was
+    prefilled. vLLM does not say why it failed; ours names a field that chats do not have."""
+    if ask.path != "/v1/chat/completions" or not isinstance(error, Said):
+        return False
+    return error.status == 500 or (error.status == 400 and error.param == "prompt")
 
 
 def request_of(ask: Ask, number: int, arrived_s: float) -> Request:

@@ -58,8 +58,8 @@ async def run_gateway(
     with _listen(deployment.gateway.host, deployment.gateway.port) as listening:
         async with running(deployment, problem, options.back, clock) as back:
             async with serving(deployment, back, options, clock, listening) as url:
-                # What lives as long as the process is not looked through again: that takes 50 ms, for
-                # which every stream would wait.
+                # What lives as long as the process is not looked through for garbage again: every
+                # stream would wait for the 50 ms that takes.
                 gc.collect()
                 gc.freeze()
                 report(url)

@@ -166,9 +166,11 @@ class Router:
             self._recorder.write(request, seen, self.plan, self.state, way)
         if isinstance(way, Hold):
             return way
-        if request.prompt_tokens == 1 or stays_because(request):
+        stays = stays_because(request)
+        if request.prompt_tokens == 1 or stays:
             # Nothing to hand off, or nothing that may be: the decode node does it all.
             way = way._replace(
+                reason=stays or way.reason,
                 cluster=self.local,
                 prefill=way.decode,
                 offloaded=False,

@@ -17,6 +17,7 @@ class Request(NamedTuple):
     prompt_logprobs: bool = False
     adapter: str = ""  # a LoRA; empty: the base model
     multimodal: bool = False
+    unhandable: bool = False  # a hand-off of it was refused by the engine that was to go on
 
 
 class CacheCopy(NamedTuple):
@@ -57,4 +58,6 @@ def stays_because(request: Request) -> str | None:
         return "remote clusters serve the base model"
     if request.multimodal:
         return "image embeddings do not travel"
+    if request.unhandable:
+        return "its decode engine makes other tokens of it than the gateway"
     return None
