@@ -51,7 +51,7 @@ class Loop:
             which = self.rng.choice(len(workload.new), count, p=workload.weight)
             for at, k in zip(self._times(until, count), which, strict=True):
                 new, cached = int(workload.new[k]), int(workload.cached[k])
-                self.traffic.observe(at, new, cached, round(workload.output_tokens))
+                self.traffic.observe(at, new, cached, round(workload.output_tokens), 0.0)
             self.now_s = until
             window = self.traffic.window(until, live_remotes, live_local or set(self.nodes))
             new_plan = replan(window, self.plan)

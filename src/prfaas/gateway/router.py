@@ -31,8 +31,9 @@ from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.pace import Paces
 from prfaas.scheduler.plan import Plan, Role
-from prfaas.scheduler.request import Request, stays_because
+from prfaas.scheduler.request import Request, Route, stays_because
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import LinkId, LinkView, View, without
@@ -76,6 +77,7 @@ class Router:
         self.draining: set[NodeId] = set()
         self.manager = GlobalKVManager(problem.spec)
         self.traffic = Traffic(clock.now(), deployment.scheduler.replan.window_s)
+        self.paces = Paces(deployment.scheduler.correction)
         self.held: WaitingRoom[Seeker] = WaitingRoom()
         self.changed = asyncio.Event()  # somebody came or went
         self._clock = clock
@@ -189,6 +191,20 @@ class Router:
         view = self._view(self._cached(self.manager.match(prompt)))
         return explain(request, view, self.plan, self.state)
 
+    def prefill_answered(self, route: Route, tokens: int, cached: int, sent_s: float) -> float:
+        """The node has computed what it was sent, `tokens` of which `cached` were there already.
+        When it began with it."""
+        now = self._clock.now()
+        before = self.paces.factors
+        stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
+        took_s = self.paces.answered(route.cluster, route.prefill, stated_s, sent_s, now)
+        if self.paces.factors is not before:
+            self.costs = self.costs.paced(self.paces.factors)
+            self.board.reprice(self.costs)
+            factor = self.paces.factors[route.cluster]
+            log.info("%s: prefills take %.2f times what its profile says", route.cluster, factor)
+        return now - took_s
+
     def _prefill_ended(self) -> None:
         if self.held:
             self.ask_again()
@@ -213,6 +229,7 @@ class Router:
         """A kvd's report."""
         if self.members.heard(member, report, self._clock.now()):
             log.info("%s of %s at %s is here", report.node, member.cluster, member.kvd_url)
+            self.paces.started(report.node)
             if report.node in self.board:
                 self.board.emptied(report.node)
         if member.report is not report:
@@ -233,6 +250,11 @@ class Router:
             report = work.report(load, view.role, max(own, len(work)), own_decodes, asked_s)
             self.board.reported(node, report)
         self.refresh()
+
+    def engine_came(self, member: Member) -> None:
+        """One that has not answered before, or not for a while."""
+        if member.node is not None:
+            self.paces.started(member.node)
 
     def own_prefills(self, member: Member) -> int:
         node = member.node
@@ -367,6 +389,7 @@ class Router:
         if not self.board.leave(node):
             return
         del self._work[node]
+        self.paces.started(node)
         self.roles.pop(node, None)
         self.draining.discard(node)
         self.manager.leave(node)
