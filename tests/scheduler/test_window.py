@@ -29,3 +29,16 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     traffic.observe(60.0, 1, 0, 1, 0.0)
     assert traffic.window(60.0, (), LIVE).at_s.tolist() == [60.0]
     assert len(before.at_s) == 10
+
+
+def test_what_a_window_was_like() -> None:
+    traffic = Traffic(started_s=0.0, window_s=10.0)
+    assert traffic.seen(1.0) is None
+    for second in range(30):
+        traffic.observe(float(second), 100, 10 * (second % 2), 7, second % 2)
+    seen = traffic.seen(30.0)
+    assert seen == (10, 1.0, 100.0, 5.0, 7.0, 0.5, 1.0)
+    young = Traffic(started_s=50.0, window_s=100.0)
+    young.observe(51.0, 1, 0, 1, 0.0)
+    found = young.seen(52.0)
+    assert found is not None and found.rps == 0.5, "it has not been there for a whole window"
