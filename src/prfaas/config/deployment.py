@@ -139,7 +139,7 @@ class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     warmup_prefills: CountOrZero = 3  # of a node that has just started: caches, compilers, links
     window_prefills: Count = 64  # of a cluster, the newest: their median is what counts
     least_prefills: Count = 8  # with fewer the profile is believed
-    least_s: AmountOrZero = 0.02  # of shorter prefills calls and threads are too large a part
+    least_s: AmountOrZero = 0.1  # of shorter prefills calls and threads are too large a part
     step: Share = 0.05  # a smaller difference is chance
 
 

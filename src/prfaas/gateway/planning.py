@@ -54,7 +54,7 @@ class Planning:
         self._calls = calls
         self._clock = clock
         self._started_s = clock.now()
-        self._looked_s = clock.now()  # at the traffic
+        self._looked_s = self._started_s  # at the traffic
         self._seen: object = None  # who lived at the last plan
 
     async def run(self) -> None:
@@ -109,7 +109,8 @@ class Planning:
             return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)
         if not self._plans or not (changed or now >= self._looked_s + self._rules.every_s):
             return None
-        self._looked_s = now
+        # In step with the start, however late a look comes, or early because of who came or went.
+        self._looked_s = now - (now - self._started_s) % self._rules.every_s
         assert plan is not None
         paces = self._router.paces.factors
         window = self._router.traffic.window(now, remotes, set(local), paces)

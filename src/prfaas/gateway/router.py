@@ -65,6 +65,7 @@ class Router:
     def __init__(
         self, deployment: Deployment, problem: Problem, clock: Clock, recorder: Recorder | None
     ) -> None:
+        self.started_s = clock.now()
         self.members = Membership(deployment)
         self.local = ClusterId(problem.local.pool.cluster)
         self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
@@ -76,7 +77,7 @@ class Router:
         self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
         self.draining: set[NodeId] = set()
         self.manager = GlobalKVManager(problem.spec)
-        self.traffic = Traffic(clock.now(), deployment.scheduler.replan.window_s)
+        self.traffic = Traffic(self.started_s, deployment.scheduler.replan.window_s)
         self.paces = Paces(deployment.scheduler.correction)
         self.held: WaitingRoom[Seeker] = WaitingRoom()
         self.changed = asyncio.Event()  # somebody came or went

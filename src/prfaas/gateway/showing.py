@@ -32,6 +32,7 @@ def shown_state(
     clusters = [router.local, *router.remotes]
     return {
         "policy": router.state.rules.policy,
+        "up_s": round(now_s - router.started_s, 3),
         "clusters": [_cluster(router, cluster, now_s) for cluster in clusters],
         "links": [_link(way, link, router.state.links) for way, link in view.links.items()],
         "plan": shown_plan(router.plan, now_s),
