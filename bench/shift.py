@@ -60,6 +60,7 @@ from prfaas.sim.run import simulate
 MODEL = "case-study-1t"
 MEDIANS_LOG = (8.0, 10.0)  # of the prompts' lengths, phase by phase
 ROUND = 50  # requests whose lengths are the quantiles of their distribution
+CORRECTION = 0.1  # of a threshold: more requests of the same traffic have been seen
 LOAD = 0.6  # of what the optimum for a phase can take
 BYTE_SCALE, OUTPUT_SCALE = 2e-3, 0.03
 
@@ -158,13 +159,17 @@ class Planned(NamedTuple):
 
 def moves(plans: Sequence[Planned]) -> list[tuple[str, tuple[str, ...]]]:
     """Which way each plan moved the threshold, and who prefills from then on; what only goes
-    further the same way is one move."""
+    further the same way is one move, and less than `CORRECTION` none."""
     found: list[tuple[str, tuple[str, ...]]] = []
-    for before, after in zip(plans, plans[1:], strict=False):
-        way = "up" if after.threshold_tokens > before.threshold_tokens else "down"
-        move = (way, after.prefill)
+    before = plans[0]
+    for after in plans[1:]:
+        ratio = after.threshold_tokens / before.threshold_tokens
+        if abs(ratio - 1) < CORRECTION and after.prefill == before.prefill:
+            continue
+        move = ("up" if ratio > 1 else "down", after.prefill)
         if not found or found[-1] != move:
             found.append(move)
+        before = after
     return found
 
 

@@ -30,7 +30,7 @@ def samples(book: PlanBook, followed: Plan | None) -> dict[tuple[str, str], floa
 
 def test_plans_and_conversions_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    book = PlanBook()
+    book = PlanBook(advises=False)
     book.followed(plan())
     book.converted(B, "prefill", 3.0)
     assert caplog.messages == [
@@ -48,7 +48,7 @@ def test_plans_and_conversions_are_counted_and_said_once(caplog: pytest.LogCaptu
 
 def test_advice_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    book = PlanBook()
+    book = PlanBook(advises=True)
     book.advised(None)
     for threshold in (200, 200, 300):
         book.advised(replace(plan(threshold), made_s=float(len(caplog.messages))))

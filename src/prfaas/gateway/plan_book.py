@@ -27,7 +27,8 @@ class Conversion(NamedTuple):
 
 
 class PlanBook:
-    def __init__(self) -> None:
+    def __init__(self, *, advises: bool) -> None:
+        self.advises = advises  # plans behind the first are said, not followed
         self.plans: deque[Plan] = deque(maxlen=KEPT)
         self.conversions: deque[Conversion] = deque(maxlen=KEPT)
         self.advice: Plan | None = None  # what would be done

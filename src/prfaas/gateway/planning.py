@@ -48,8 +48,7 @@ class Planning:
         self._evacuations = evacuations
         self._problem = problem
         self._plans = deployment.gateway.plans
-        self._advises = deployment.gateway.advise
-        self.book = PlanBook()
+        self.book = PlanBook(advises=deployment.gateway.advise)
         self._rules = deployment.scheduler.replan
         self._calls = calls
         self._clock = clock
@@ -115,7 +114,7 @@ class Planning:
         paces = self._router.paces.factors
         window = self._router.traffic.window(now, remotes, set(local), paces)
         better = await asyncio.to_thread(replan, window, plan)
-        if not self._advises:
+        if not self.book.advises:
             return better
         self.book.advised(better)
         return None

@@ -56,6 +56,7 @@ def _long_term(router: Router, book: PlanBook, now_s: float) -> dict[str, Any]:
     """What the loop has seen, and what it did."""
     seen = router.traffic.seen(now_s)
     return {
+        "advises": book.advises,
         "advice": None if book.advice is None else shown_plan(book.advice, now_s),
         "plans": [shown_plan(plan, now_s) for plan in book.plans],
         "conversions": [
