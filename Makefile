@@ -92,6 +92,7 @@ bench: setup
 	$(BIN)/prfaas bench engine
 	$(BIN)/prfaas bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
 	$(BIN)/prfaas bench moves --rounds 1
+	$(BIN)/prfaas bench shift
 	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 

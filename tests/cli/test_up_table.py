@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from prfaas.cli.up_table import links_line, live_view, node_row
+from prfaas.cli.up_table import links_line, live_view, node_row, plan_lines
 from prfaas.launch.stories import Stories
 from tests.launch.test_stories import line
 
@@ -15,7 +15,11 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 STATE: dict[str, Any] = {
     "policy": "paper",
-    "plan": {"made": True, "threshold_tokens": 19412},
+    "plan": {
+        "made": True, "threshold_tokens": 19412, "roles": {"pd-0": "decode", "pd-1": "prefill"},
+        "age_s": 7.2, "reason": "threshold follows the traffic",
+    },
+    "advice": None,
     "clusters": [{"cluster": "pd", "nodes": [NODE]}],
     "links": [
         {"from": "far", "to": "pd", "up": True, "verdict": 2, "goodput_bps": 5e6,
@@ -29,6 +33,20 @@ def test_a_node_in_use_and_others() -> None:
     assert node_row("pd", NODE) == ["pd-0", "pd decode", "3", "1", "0.2", "3.0 MiB"]
     assert node_row("pd", {**NODE, "alive": False})[1] == "not alive"
     assert node_row("pd", {**NODE, "incompatible": ["model"]})[1] == "incompatible: model"
+
+
+def test_a_node_that_changes_its_role() -> None:
+    going = {**NODE, "becomes": "prefill", "draining": False}
+    assert node_row("pd", going)[1] == "pd decode, copies to prefill"
+    assert node_row("pd", {**going, "draining": True})[1] == "pd decode, drains to prefill"
+
+
+def test_plan_and_advice() -> None:
+    said = "threshold 19,412 tokens, 1 prefill + 1 decode, 7 s ago: threshold follows the traffic"
+    assert plan_lines(STATE) == [f"plan: {said}"]
+    advised = {**STATE, "advice": {**STATE["plan"], "threshold_tokens": 7, "reason": "why"}}
+    assert plan_lines(advised)[1].startswith("advice: threshold 7 tokens")
+    assert plan_lines({**STATE, "plan": {"made": False}}) == []
 
 
 def test_links_in_words() -> None:

@@ -14,8 +14,9 @@ from tests.node.hosts import Host, call
 
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t", "--gpus", "8"),
-    *("--byte-scale", "1e-4", "--time-scale", "0.02"),
+    *("--byte-scale", "1e-4"),
 )
+QUICK = (*EMULATED, "--time-scale", "0.02")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts at home, one far away. Tests leave them healthy."""
     folder = tmp_path_factory.mktemp("hosts")
     save_tokenizer(folder, max_tokens=131072)  # for chats, which decode nodes read themselves
-    options = (*EMULATED, "--tokenizer", str(folder))
+    options = (*QUICK, "--tokenizer", str(folder))
     home = [
         Host(folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}"))
         for i in range(3)

@@ -47,7 +47,7 @@ def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     }
     path = folder / "deployment.toml"
     path.write_text("".join(f"{name} = {toml(value)}\n" for name, value in raw.items()))
-    process = Process("gateway", str(path))
+    process = Process("gateway", str(path), "--advise")
     yield process
     assert process.stop() == 0
 
@@ -153,7 +153,14 @@ def cached_tokens(url: str, key: str, ids: list[int]) -> int:
 def test_operators_need_no_key_for_health_metrics_and_the_document(url: str) -> None:
     assert call("GET", f"{url}/health") == (200, {"status": "ok"})
     assert call("GET", f"{url}/openapi.json")[1]["openapi"].startswith("3.1")
-    assert "prfaas_gateway_requests_total" in text_of(f"{url}/metrics")
+    page = text_of(f"{url}/metrics")
+    for name in ("requests_total", "plan_threshold_tokens 1000", 'prefill_pace{cluster="pd"}'):
+        assert f"prfaas_gateway_{name}" in page, name
+
+
+def test_a_gateway_that_advises_says_so(url: str) -> None:
+    found = state(url)
+    assert found["advises"] and found["advice"] is None and found["plan"]["made"]
 
 
 @pytest.mark.parametrize(

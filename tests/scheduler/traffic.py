@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from prfaas.planner.workload import Workload
 from prfaas.scheduler.long_term import replan
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.scheduler.window import Traffic
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Loop:
     rules: ReplanSection = field(default_factory=ReplanSection)
     seed: int = 0
     now_s: float = 0.0
+    paces: Mapping[ClusterId, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = self.problem.local.pool.instances
@@ -51,9 +52,10 @@ class Loop:
             which = self.rng.choice(len(workload.new), count, p=workload.weight)
             for at, k in zip(self._times(until, count), which, strict=True):
                 new, cached = int(workload.new[k]), int(workload.cached[k])
-                self.traffic.observe(at, new, cached, round(workload.output_tokens))
+                self.traffic.observe(at, new, cached, round(workload.output_tokens), 0.0)
             self.now_s = until
-            window = self.traffic.window(until, live_remotes, live_local or set(self.nodes))
+            alive = live_local or set(self.nodes)
+            window = self.traffic.window(until, live_remotes, alive, self.paces)
             new_plan = replan(window, self.plan)
             if new_plan is not None:
                 before = self.plan.roles

@@ -30,6 +30,7 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 @click.option("--host", help="Instead of the file's.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Likewise; 0: any free one.")
 @click.option("--policy", type=click.Choice(_POLICIES), help="Likewise.")
+@click.option("--advise", is_flag=True, help="Say what would be planned; do not act on it.")
 @click.option("--node-key", type=click.Path(path_type=Path), help="File: the key nodes ask for.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write routing decisions here.")
 @click.option("--drain-s", default=_OPTIONS.drain_s, show_default=True, help="After SIGTERM.")
@@ -39,6 +40,7 @@ def gateway(
     host: str | None,
     port: int | None,
     policy: str | None,
+    advise: bool,
     node_key: Path | None,
     record: Path | None,
     drain_s: float,
@@ -56,7 +58,7 @@ def gateway(
       curl localhost:8080/prfaas/v1/state
     """
     log_at(log_level)
-    deployment = _with_flags(load_deployment(file), host, port, policy)
+    deployment = _with_flags(load_deployment(file), host, port, policy, advise)
     section = deployment.gateway
     options = GatewayOptions(
         words=load_words(file.parent / section.tokenizer) if section.tokenizer else None,
@@ -80,7 +82,7 @@ def gateway(
 
 
 def _with_flags(
-    deployment: Deployment, host: str | None, port: int | None, policy: str | None
+    deployment: Deployment, host: str | None, port: int | None, policy: str | None, advise: bool
 ) -> Deployment:
     replace = msgspec.structs.replace
     section, scheduler = deployment.gateway, deployment.scheduler
@@ -88,6 +90,8 @@ def _with_flags(
         section = replace(section, host=host)
     if port is not None:
         section = replace(section, port=port)
+    if advise:
+        section = replace(section, advise=True)
     if policy is not None:
         scheduler = replace(scheduler, policy=policy)
     return replace(deployment, gateway=section, scheduler=scheduler)

@@ -54,6 +54,7 @@ _SCALES = Scales()
     "--baseline", type=click.Choice(list(BASELINES)), help="Start what it is compared with."
 )
 @click.option("--policy", type=click.Choice(["paper", "adaptive", "local", "remote"]))
+@click.option("--advise", is_flag=True, help="Say what would be planned; do not act on it.")
 @click.option("--time-scale", default=_SCALES.time, show_default=True, help="emulated.")
 @click.option("--byte-scale", default=_SCALES.bytes, show_default=True, help="emulated.")
 @click.option("--output-scale", default=_SCALES.output, show_default=True, help="emulated.")
@@ -66,6 +67,7 @@ def up(
     engine: EngineKind,
     baseline: str | None,
     policy: str | None,
+    advise: bool,
     time_scale: float,
     byte_scale: float,
     output_scale: float,
@@ -106,6 +108,7 @@ def up(
             folder.rmdir()  # unless something is in it
         raise
     options = ["--policy", policy] if policy else []
+    options += ["--advise"] if advise else []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(ready, folder, options))

@@ -15,14 +15,12 @@ from prfaas.scheduler.congestion import Verdict
 
 
 def live_view(state: Mapping[str, Any], stories: Stories) -> RenderableType:
-    words = Text(f"{hits_line(stories)}\n{links_line(state)}")
+    words = Text("\n".join((*plan_lines(state), hits_line(stories), links_line(state))))
     return Group(nodes_table(state), routes_table(stories), words)
 
 
 def nodes_table(state: Mapping[str, Any]) -> Table:
-    plan = state["plan"]
-    threshold = f", threshold {plan['threshold_tokens']:,} tokens" if plan["made"] else ""
-    table = Table(title=f"policy {state['policy']}{threshold}", title_justify="left")
+    table = Table(title=f"policy {state['policy']}", title_justify="left")
     for column, justify in (
         ("node", "left"),
         ("role", "left"),
@@ -38,6 +36,21 @@ def nodes_table(state: Mapping[str, Any]) -> Table:
     return table
 
 
+def plan_lines(state: Mapping[str, Any]) -> list[str]:
+    """What is planned and why, and what would be."""
+    return [
+        f"{name}: threshold {wish['threshold_tokens']:,} tokens, {split(wish)}, "
+        f"{wish['age_s']:.0f} s ago: {wish['reason']}"
+        for name, wish in (("plan", state["plan"]), ("advice", state["advice"]))
+        if wish is not None and wish["made"]
+    ]
+
+
+def split(plan: Mapping[str, Any]) -> str:
+    roles = list(plan["roles"].values())
+    return f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
+
+
 def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
     name = str(node["node"] or node["kvd_url"])
     if not node["alive"]:
@@ -45,9 +58,12 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
     if node["incompatible"]:
         return [name, f"incompatible: {', '.join(node['incompatible'])}", "", "", "", ""]
     cache = node.get("cache")
+    role = f"{cluster} {node.get('role', 'not in use')}"
+    if node.get("becomes") is not None:
+        role += f", {'drains' if node['draining'] else 'copies'} to {node['becomes']}"
     return [
         name,
-        f"{cluster} {node.get('role', 'not in use')}",
+        role,
         f"{node.get('running', 0):.0f}",
         f"{node.get('waiting', 0):.0f}",
         f"{node.get('wait_s', 0.0):.1f}",

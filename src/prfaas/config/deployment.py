@@ -131,6 +131,18 @@ class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dwell_s: AmountOrZero = 900.0  # a node keeps its role at least this long
 
 
+class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Profiles follow the prefill times that are observed, by one factor per cluster."""
+
+    correct: bool = True
+    limit: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # the factor stays within 1/limit and limit
+    warmup_prefills: CountOrZero = 3  # of a node that has just started: caches, compilers, links
+    window_prefills: Count = 64  # of a cluster, the newest: their median is what counts
+    least_prefills: Count = 8  # with fewer the profile is believed
+    least_s: AmountOrZero = 0.1  # of shorter prefills calls and threads are too large a part
+    step: Share = 0.05  # a smaller difference is chance
+
+
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
     values were searched on traces, calm and troubled (`prfaas bench policies --tune`)."""
@@ -167,6 +179,7 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
     replan: ReplanSection = ReplanSection()
+    correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()
     adaptive: AdaptiveSection = AdaptiveSection()
     moves: MovesSection = MovesSection()
@@ -192,6 +205,7 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: str | None = None  # a checkpoint's folder; without it prompts are token ids only
     keys: list[Key] = []  # empty means: no authentication
     plans: bool = True  # exactly one of several gateways plans
+    advise: bool = False  # it says what the traffic asks for, and leaves threshold and roles alone
     max_in_flight: Count = 2048  # requests; more are told to come back
     max_body_mb: Amount = 64.0  # 10^6 bytes; a million token ids as JSON are some 8 MB
     max_bodies_mb: Amount = 1024.0  # of all requests in flight together

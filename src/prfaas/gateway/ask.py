@@ -48,6 +48,7 @@ class Story:
     cached_tokens: int = 0
     nbytes: int = 0  # handed off, as expected by the route; the kvd counts what was sent
     attempts: int = 0
+    waited_s: float = 0.0  # until its prefill began; 0 where none was handed off
     # Moments on the gateway's clock; None: it never came to that.
     routed_s: float | None = None
     granted_s: float | None = None

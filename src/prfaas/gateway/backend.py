@@ -29,7 +29,7 @@ from prfaas.gateway.planning import Planning
 from prfaas.gateway.record import Recorder
 from prfaas.gateway.replicating import Replicating
 from prfaas.gateway.router import Router
-from prfaas.gateway.showing import shown_explanation, shown_plan, shown_state
+from prfaas.gateway.showing import pace_metric, shown_explanation, shown_plan, shown_state
 from prfaas.gateway.watching import Watching
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
@@ -55,6 +55,7 @@ class Back:
         lives: Lives,
         moves: Moves,
         watching: Watching,
+        planning: Planning,
         budget: RetryBudget,
         clock: Clock,
     ) -> None:
@@ -62,6 +63,7 @@ class Back:
         self._lives = lives
         self._moves = moves
         self._watching = watching
+        self._book = planning.book
         self._budget = budget
         self._clock = clock
 
@@ -75,10 +77,12 @@ class Back:
 
     def state(self) -> dict[str, Any]:
         in_flight, now = self._lives.in_flight, self._clock.now()
-        return shown_state(self.router, self._budget, self._moves, in_flight, now)
+        return shown_state(self.router, self._book, self._budget, self._moves, in_flight, now)
 
     def metrics(self) -> Iterator[Metric]:
-        return self._moves.metrics()
+        yield from self._moves.metrics()
+        yield from self._book.metrics(self.router.plan)
+        yield pace_metric(self.router)
 
     def plan(self) -> dict[str, Any]:
         return shown_plan(self.router.plan, self._clock.now())
@@ -134,7 +138,7 @@ async def running(
             loops.append(tasks.create_task(replicating.run()))
         lives = Lives(router, calls, errands, moves, budget, clock)
         try:
-            yield Back(router, lives, moves, watching, budget, clock)
+            yield Back(router, lives, moves, watching, planning, budget, clock)
         finally:
             await errands.end(END_S)
             for loop in loops:

@@ -134,7 +134,8 @@ class HandOff:
                 "handoff_tokens": length.handoff_tokens,
             },
         }
-        await self._carry_out(grant, body, {"X-Request-Id": ask.id}, story)
+        headers = {"X-Request-Id": ask.id}
+        await self._carry_out(grant, body, headers, length.handoff_tokens, story)
         story.committed_s = self._clock.now()
         self._booking.landed(story.committed_s)
         return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
@@ -179,7 +180,12 @@ class HandOff:
             await asyncio.wait(under_way, timeout=bound_s)
 
     async def _carry_out(
-        self, grant: Grant, body: dict[str, Any], headers: Mapping[str, str], story: Story
+        self,
+        grant: Grant,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        handoff_tokens: int,
+        story: Story,
     ) -> None:
         url = self._prefill.engine_url
         if url is None:
@@ -188,7 +194,8 @@ class HandOff:
         prefilling = self._prefilling = self._errands.run(
             node.prefill(msgspec.json.encode(body), headers), PREFILL_S
         )
-        prefilling.add_done_callback(partial(_resumed, story))
+        answered = partial(self._answered, story, handoff_tokens, self._clock.now())
+        prefilling.add_done_callback(answered)
         committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
         waiting: set[asyncio.Task[Any]] = {prefilling, committing}
         try:
@@ -234,8 +241,18 @@ class HandOff:
         if self._router.cut_for_s(link_id) > CUT_S:
             raise Failed(f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True)
 
-
-def _resumed(story: Story, prefilling: asyncio.Task[int | None | PeerError]) -> None:
-    """The node's word on what it had cached: a copy may have failed, or found more."""
-    if not prefilling.cancelled() and isinstance(found := prefilling.result(), int):
-        story.cached_tokens = found
+    def _answered(
+        self,
+        story: Story,
+        tokens: int,
+        sent_s: float,
+        prefilling: asyncio.Task[int | None | PeerError],
+    ) -> None:
+        """The node's word on what it had cached: a copy may have failed, or found more."""
+        if prefilling.cancelled() or isinstance(found := prefilling.result(), PeerError):
+            return
+        if found is not None:
+            story.cached_tokens = found
+        cached = min(story.cached_tokens, tokens)
+        began_s = self._router.prefill_answered(self._route, tokens, cached, sent_s)
+        story.waited_s = began_s - story.arrived_s

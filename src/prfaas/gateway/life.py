@@ -185,7 +185,11 @@ class Lives:
         if answer.whole:
             cached = min(story.cached_tokens, prompt.tokens - 1)
             self._router.traffic.observe(
-                self._clock.now(), prompt.tokens - cached, cached, max(1, answer.output_tokens)
+                self._clock.now(),
+                prompt.tokens - cached,
+                cached,
+                max(1, answer.output_tokens),
+                story.waited_s,
             )
 
 

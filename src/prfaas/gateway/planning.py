@@ -1,8 +1,9 @@
 """The long-term loop, live: plans for the nodes that are there, and brings their roles about.
 
 A gateway that plans writes roles to the kvds, each change on the epoch it was decided on; others
-read them there. A node that is to change its role lets its hot prefixes go elsewhere first; then it
-gets no new work until it has finished what it has. Paper: section 3.4.3.
+read them there. One that advises gives roles to nodes that have none, and only says the rest. A
+node that is to change its role lets its hot prefixes go elsewhere first; then it gets no new work
+until it has finished what it has. Paper: section 3.4.3.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from prfaas.gateway.calls import Calls
 from prfaas.gateway.evacuating import Evacuations
 from prfaas.gateway.kvd_client import KvdClient
 from prfaas.gateway.membership import Member
+from prfaas.gateway.plan_book import PlanBook
 from prfaas.gateway.router import Router
 from prfaas.kvd.role import Role as Recorded
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term import replan
-from prfaas.scheduler.plan import Plan, Role, staffed, with_instances
+from prfaas.scheduler.plan import Plan, Role, staffed, with_instances, with_paces
 from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -46,11 +48,12 @@ class Planning:
         self._evacuations = evacuations
         self._problem = problem
         self._plans = deployment.gateway.plans
+        self.book = PlanBook(advises=deployment.gateway.advise)
         self._rules = deployment.scheduler.replan
         self._calls = calls
         self._clock = clock
         self._started_s = clock.now()
-        self._looked_s = clock.now()  # at the traffic
+        self._looked_s = self._started_s  # at the traffic
         self._seen: object = None  # who lived at the last plan
 
     async def run(self) -> None:
@@ -71,13 +74,7 @@ class Planning:
             plan = await self._next(local, remotes)
             if plan is not None:
                 self._router.plan = plan
-                log.info(
-                    "plan: threshold %d tokens, %d prefill and %d decode nodes (%s)",
-                    plan.threshold_tokens,
-                    plan.n_prefill,
-                    plan.n_decode,
-                    plan.reason,
-                )
+                self.book.followed(plan)
         if self._router.plan is not None:
             for node in local:
                 await self._bring_about(node, self._router.plan)
@@ -102,6 +99,7 @@ class Planning:
             base = self._problem
             if plan is not None:
                 base = replace(base, workload=plan.problem.workload)
+            base = with_paces(base, self._router.paces.factors)
             problem = with_instances(base, remotes, len(local))
             reason = "the deployment's stated traffic" if plan is None else "nodes came or went"
             new = await asyncio.to_thread(staffed, problem, roles, self._rules, now, reason=reason)
@@ -110,10 +108,16 @@ class Planning:
             return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)
         if not self._plans or not (changed or now >= self._looked_s + self._rules.every_s):
             return None
-        self._looked_s = now
+        # In step with the start, however late a look comes, or early because of who came or went.
+        self._looked_s = now - (now - self._started_s) % self._rules.every_s
         assert plan is not None
-        window = self._router.traffic.window(now, remotes, set(local))
-        return await asyncio.to_thread(replan, window, plan)
+        paces = self._router.paces.factors
+        window = self._router.traffic.window(now, remotes, set(local), paces)
+        better = await asyncio.to_thread(replan, window, plan)
+        if not self.book.advises:
+            return better
+        self.book.advised(better)
+        return None
 
     def _known_roles(self, local: list[NodeId]) -> Mapping[NodeId, Role | None]:
         """As the kvds have them: after a restart of the gateway, or from whoever plans. A planner's
@@ -155,8 +159,8 @@ class Planning:
             member, Recorded(wanted, recorded.epoch)
         ):
             return
-        if current != wanted:
-            log.info("%s: %s from now on", node, wanted)
+        if current is not None and current != wanted:
+            self.book.converted(node, wanted, self._clock.now())
         router.roles[node] = wanted
         router.draining.discard(node)
         self._evacuations.forget(node)

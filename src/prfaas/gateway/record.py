@@ -1,7 +1,7 @@
 """Routing decisions as they were taken, one JSON line each, and the same decisions again.
 
-A line has everything `route` was given but what is fixed for the deployment's life: its costs and
-the problem behind the plan. JSON has no infinity; None stands for it.
+A line has everything `route` was given but what is fixed for the deployment's life: its profiles
+and the problem behind the plan. JSON has no infinity; None stands for it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Decision(msgspec.Struct, frozen=True):
     rules: SchedulerSection
     threshold_factor: float
     changed_s: float | None
+    paces: dict[ClusterId, float] = {}
     route: Route | None = None
     hold: Hold | None = None
 
@@ -95,7 +96,8 @@ def replay(
             roles=decision.roles,
             shares=decision.shares,
         )
-        yield decision, route(decision.request, _view(decision, costs), then, _state(decision))
+        view = _view(decision, costs.paced(decision.paces))
+        yield decision, route(decision.request, view, then, _state(decision))
 
 
 def _decision(
@@ -118,6 +120,7 @@ def _decision(
         rules=state.rules,
         threshold_factor=state.threshold_factor,
         changed_s=_finite(state.changed_s),
+        paces=dict(view.costs.paces),
         route=taken if isinstance(taken, Route) else None,
         hold=taken if isinstance(taken, Hold) else None,
     )

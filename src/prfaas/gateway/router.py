@@ -31,8 +31,9 @@ from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.pace import Paces
 from prfaas.scheduler.plan import Plan, Role
-from prfaas.scheduler.request import Request, stays_because
+from prfaas.scheduler.request import Request, Route, stays_because
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import LinkId, LinkView, View, without
@@ -64,6 +65,7 @@ class Router:
     def __init__(
         self, deployment: Deployment, problem: Problem, clock: Clock, recorder: Recorder | None
     ) -> None:
+        self.started_s = clock.now()
         self.members = Membership(deployment)
         self.local = ClusterId(problem.local.pool.cluster)
         self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
@@ -75,7 +77,8 @@ class Router:
         self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
         self.draining: set[NodeId] = set()
         self.manager = GlobalKVManager(problem.spec)
-        self.traffic = Traffic(clock.now(), deployment.scheduler.replan.window_s)
+        self.traffic = Traffic(self.started_s, deployment.scheduler.replan.window_s)
+        self.paces = Paces(deployment.scheduler.correction)
         self.held: WaitingRoom[Seeker] = WaitingRoom()
         self.changed = asyncio.Event()  # somebody came or went
         self._clock = clock
@@ -191,6 +194,20 @@ class Router:
         view = self._view(self._cached(self.manager.match(prompt)))
         return explain(request, view, self.plan, self.state)
 
+    def prefill_answered(self, route: Route, tokens: int, cached: int, sent_s: float) -> float:
+        """The node has computed what it was sent, `tokens` of which `cached` were there already.
+        When it began with it."""
+        now = self._clock.now()
+        before = self.paces.factors
+        stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
+        took_s = self.paces.answered(route.cluster, route.prefill, stated_s, sent_s, now)
+        if self.paces.factors is not before:
+            self.costs = self.costs.paced(self.paces.factors)
+            self.board.reprice(self.costs)
+            factor = self.paces.factors[route.cluster]
+            log.info("%s: prefills take %.2f times what its profile says", route.cluster, factor)
+        return now - took_s
+
     def _prefill_ended(self) -> None:
         if self.held:
             self.ask_again()
@@ -215,6 +232,7 @@ class Router:
         """A kvd's report."""
         if self.members.heard(member, report, self._clock.now()):
             log.info("%s of %s at %s is here", report.node, member.cluster, member.kvd_url)
+            self.paces.started(report.node)
             if report.node in self.board:
                 self.board.emptied(report.node)
         if member.report is not report:
@@ -235,6 +253,11 @@ class Router:
             report = work.report(load, view.role, max(own, len(work)), own_decodes, asked_s)
             self.board.reported(node, report)
         self.refresh()
+
+    def engine_came(self, member: Member) -> None:
+        """One that has not answered before, or not for a while."""
+        if member.node is not None:
+            self.paces.started(member.node)
 
     def own_prefills(self, member: Member) -> int:
         node = member.node
@@ -369,6 +392,7 @@ class Router:
         if not self.board.leave(node):
             return
         del self._work[node]
+        self.paces.started(node)
         self.roles.pop(node, None)
         self.draining.discard(node)
         self.manager.leave(node)

@@ -5,28 +5,38 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from prometheus_client.core import GaugeMetricFamily, Metric
+
 from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.membership import Member
 from prfaas.gateway.moves import Moves
+from prfaas.gateway.plan_book import PlanBook
 from prfaas.gateway.router import Router
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold
-from prfaas.types import ClusterId
+from prfaas.types import ClusterId, NodeId
 
 
 def shown_state(
-    router: Router, budget: RetryBudget, moves: Moves, in_flight: int, now_s: float
+    router: Router,
+    book: PlanBook,
+    budget: RetryBudget,
+    moves: Moves,
+    in_flight: int,
+    now_s: float,
 ) -> dict[str, Any]:
     view = router.board.view(now_s, {}, router.held.work)
     clusters = [router.local, *router.remotes]
     return {
         "policy": router.state.rules.policy,
+        "up_s": round(now_s - router.started_s, 3),
         "clusters": [_cluster(router, cluster, now_s) for cluster in clusters],
         "links": [_link(way, link, router.state.links) for way, link in view.links.items()],
         "plan": shown_plan(router.plan, now_s),
+        **_long_term(router, book, now_s),
         "threshold_factor": router.state.threshold_factor,
         "requests": {
             "in_flight": in_flight,
@@ -40,6 +50,29 @@ def shown_state(
         },
         "moves": _moves(moves),
     }
+
+
+def _long_term(router: Router, book: PlanBook, now_s: float) -> dict[str, Any]:
+    """What the loop has seen, and what it did."""
+    seen = router.traffic.seen(now_s)
+    return {
+        "advises": book.advises,
+        "advice": None if book.advice is None else shown_plan(book.advice, now_s),
+        "plans": [shown_plan(plan, now_s) for plan in book.plans],
+        "conversions": [
+            {"age_s": round(now_s - done.at_s, 3), "node": done.node, "role": done.role}
+            for done in book.conversions
+        ],
+        "traffic": None if seen is None else seen._asdict(),
+    }
+
+
+def pace_metric(router: Router) -> Metric:
+    says = "What prefills take over what the profile says."
+    found = GaugeMetricFamily("prfaas_gateway_prefill_pace", says, labels=["cluster"])
+    for cluster in (router.local, *router.remotes):
+        found.add_metric([cluster], router.paces.factors.get(cluster, 1.0))
+    return found
 
 
 def _moves(moves: Moves) -> dict[str, Any]:
@@ -98,6 +131,7 @@ def shown_explanation(found: Explanation | None) -> dict[str, Any]:
 def _cluster(router: Router, cluster: ClusterId, now_s: float) -> dict[str, Any]:
     return {
         "cluster": cluster,
+        "prefill_pace": router.paces.factors.get(cluster, 1.0),
         "nodes": [_node(router, m, now_s) for m in router.members if m.cluster == cluster],
     }
 
@@ -117,6 +151,7 @@ def _node(router: Router, member: Member, now_s: float) -> dict[str, Any]:
         wait_s = seen.free_at_s - now_s
         shown |= {
             "role": seen.role,
+            "becomes": _becomes(router, member.node),
             "in_use": seen.usable,
             "draining": member.node in router.draining or member.leaving,
             "queued": seen.queued,
@@ -138,6 +173,12 @@ def _node(router: Router, member: Member, now_s: float) -> dict[str, Any]:
                 "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
             }
     return shown
+
+
+def _becomes(router: Router, node: NodeId) -> str | None:
+    """The role that it is to have, where that is another one."""
+    wanted = None if router.plan is None else router.plan.roles.get(node)
+    return None if wanted == router.roles.get(node) else wanted
 
 
 def _link(way: LinkId, link: LinkView, states: Any) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Watching:
         try:
             if member.card is None:
                 member.card = await node.card()
+                self._router.engine_came(member)
             asked_s = self._clock.now()
             own = self._router.own_prefills(member)
             load = await node.load()

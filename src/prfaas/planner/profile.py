@@ -89,6 +89,7 @@ class PrefillProfile:
 
     def __init__(self, points: Iterable[PrefillTime], *, provenance: str) -> None:
         self.provenance = provenance
+        self._stated = self
         self.points = tuple(sorted(points, key=lambda p: (p.cached_tokens, p.new_tokens)))
         rows: dict[int, list[PrefillTime]] = {}
         for point in self.points:
@@ -136,6 +137,17 @@ class PrefillProfile:
         at_low = np.take_along_axis(rows, (upper - 1)[None], axis=0)[0]
         at_high = np.take_along_axis(rows, upper[None], axis=0)[0]
         return np.asarray(at_low + (at_high - at_low) * (cached - low) / (high - low))
+
+    def paced(self, factor: float) -> PrefillProfile:
+        """Every time `factor` times as stated; of a profile that is paced already, again as it was
+        stated."""
+        stated = self._stated
+        if factor == 1.0:
+            return stated
+        points = [point._replace(seconds=point.seconds * factor) for point in stated.points]
+        made = PrefillProfile(points, provenance=self.provenance)
+        made._stated = stated
+        return made
 
     def table(self, max_tokens: int) -> PrefillTable:
         return PrefillTable(self, max_tokens)

@@ -122,6 +122,10 @@ class Board:
             held,
         )
 
+    def reprice(self, costs: Costs) -> None:
+        """From the next view on."""
+        self._costs = costs
+
     def node(self, name: NodeId) -> NodeView:
         return self._nodes[name].view
 

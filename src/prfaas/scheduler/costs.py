@@ -1,14 +1,15 @@
 """What prefills, hand-offs and copies cost on this deployment: the numbers routing weighs.
 
-Fixed for the life of a deployment, and made of the planner's own parts, so that a prediction here
-and the planner's `exact` reading agree. Lookups only: routing asks several times per request.
+Made of the planner's own parts, so that a prediction here and the planner's `exact` reading agree.
+Fixed for the life of a deployment, but for the pace of its clusters (`scheduler/pace.py`). Lookups
+only: routing asks several times per request.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +21,9 @@ PrefillSeconds = Callable[[int, int], float]  # new tokens, cached tokens
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    prefill_s: Mapping[ClusterId, PrefillSeconds]
+    prefill_s: Mapping[ClusterId, PrefillSeconds]  # as observed: the profile's, times the pace
+    stated_s: Mapping[ClusterId, PrefillSeconds]  # as the profiles say
+    paces: Mapping[ClusterId, float]  # where it is not 1
     bytes_per_token: int
     closing_bytes: Callable[[int], float]  # windows and states after so many tokens
     fabric: Mapping[ClusterId, Path]  # within a cluster, per node
@@ -32,6 +35,13 @@ class Costs:
         path = self.fabric.get(cluster)
         return math.inf if path is None else path.bps
 
+    def paced(self, paces: Mapping[ClusterId, float]) -> Costs:
+        times = {
+            cluster: _slowed(stated_s, paces.get(cluster, 1.0))
+            for cluster, stated_s in self.stated_s.items()
+        }
+        return replace(self, prefill_s=times, paces=paces)
+
     def handoff_bytes(self, prompt_tokens: int, transfer_tokens: int) -> int:
         return int(transfer_tokens * self.bytes_per_token + self.closing_bytes(prompt_tokens))
 
@@ -41,6 +51,12 @@ class Costs:
         """What of a hand-off is left to wait for when the prefill ends (`planner/latency.py`)."""
         growing_s = transfer_tokens * self.bytes_per_token * 8 / bps
         return max(growing_s - prefill_s, 0.0) + self.closing_bytes(prompt_tokens) * 8 / bps
+
+
+def _slowed(stated_s: PrefillSeconds, factor: float) -> PrefillSeconds:
+    if factor == 1.0:
+        return stated_s
+    return lambda new_tokens, cached_tokens: factor * stated_s(new_tokens, cached_tokens)
 
 
 def costs_of(problem: Problem, max_tokens: int) -> Costs:
@@ -55,8 +71,11 @@ def costs_of(problem: Problem, max_tokens: int) -> Costs:
     def closing_bytes(tokens: int) -> float:
         return float(short[tokens] if tokens < len(short) else short[-1])
 
+    stated_s = {ClusterId(p.cluster): tables[p.profile].seconds for p in problem.pools}
     return Costs(
-        prefill_s={ClusterId(p.cluster): tables[p.profile].seconds for p in problem.pools},
+        prefill_s=stated_s,
+        stated_s=stated_s,
+        paces={},
         bytes_per_token=problem.spec.bytes_per_token,
         closing_bytes=closing_bytes,
         fabric={ClusterId(p.cluster): path for p, path in fabrics if path is not None},

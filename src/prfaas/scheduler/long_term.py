@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.plan import Plan, Role, Solver, with_instances
+from prfaas.scheduler.plan import Plan, Role, Solver, with_instances, with_paces
 from prfaas.scheduler.window import Window
 from prfaas.types import NodeId
 
@@ -36,6 +36,8 @@ def replan(window: Window, plan: Plan) -> Plan | None:
     rules = plan.rules
     problem = with_instances(plan.problem, window.live_remotes, len(window.live_local))
     hardware_changed = problem.pools != plan.problem.pools
+    before, problem = problem, with_paces(problem, window.paces)
+    pace_changed = problem.pools != before.pools
     blocks, fitted = _steady(window, rules)
     if fitted is not None:
         problem = replace(problem, workload=fitted)
@@ -73,7 +75,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
         capacity_rps=here.capacity_rps,
         made_s=window.now_s,
         converted_s={**plan.converted_s, **dict.fromkeys(changed, window.now_s)},
-        reason=_reason(changed, moved, hardware_changed),
+        reason=_reason(changed, moved, hardware_changed, pace_changed),
     )
 
 
@@ -142,10 +144,13 @@ def _convert(
     return dict.fromkeys(rested[: min(abs(step), at_once)], new)
 
 
-def _reason(changed: Mapping[NodeId, Role], moved: bool, hardware_changed: bool) -> str:
+def _reason(
+    changed: Mapping[NodeId, Role], moved: bool, hardware_changed: bool, pace_changed: bool
+) -> str:
     words = [f"{node} to {role}" for node, role in changed.items()]
     if moved:
-        words.append("threshold follows the traffic")
+        also = " and the observed pace of prefills" if pace_changed else ""
+        words.append(f"threshold follows the traffic{also}")
     if hardware_changed:
         words.append("nodes came or went")
     return ", ".join(words)

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.curves import Atoms, WorkCurves, cut
 from prfaas.planner.optimise import optimise, rates
-from prfaas.planner.problem import Problem
-from prfaas.types import NodeId
+from prfaas.planner.problem import Pool, Problem
+from prfaas.types import ClusterId, NodeId
 
 Role: TypeAlias = Literal["prefill", "decode"]
 
@@ -108,6 +108,19 @@ def with_instances(problem: Problem, remotes: Sequence[int], local: int) -> Prob
     pool = replace(problem.local.pool, instances=local)
     here = replace(problem.local, pool=pool, fixed_prefill=fixed)
     return replace(problem, remotes=pools, local=here)
+
+
+def with_paces(problem: Problem, paces: Mapping[ClusterId, float]) -> Problem:
+    """The problem with prefill times as observed: a factor per cluster, 1 where none is given."""
+
+    def paced(pool: Pool) -> Pool:
+        return replace(pool, profile=pool.profile.paced(paces.get(ClusterId(pool.cluster), 1.0)))
+
+    return replace(
+        problem,
+        remotes=tuple(replace(remote, pool=paced(remote.pool)) for remote in problem.remotes),
+        local=replace(problem.local, pool=paced(problem.local.pool)),
+    )
 
 
 def best_for(problem: Problem) -> Optimum:

@@ -7,13 +7,14 @@ Bookkeeping only: the time comes from outside. Paper: section 3.4.3, "Long-term"
 from __future__ import annotations
 
 from array import array
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 Array = npt.NDArray[np.float64]
 
@@ -30,6 +31,19 @@ class Window:
     output_tokens: Array
     live_remotes: tuple[int, ...]  # instances, per PrfaaS cluster
     live_local: Set[NodeId]
+    paces: Mapping[ClusterId, float] = field(default_factory=dict)  # of prefills; none: as stated
+
+
+class Seen(NamedTuple):
+    """What a window's requests were like, for people."""
+
+    requests: int
+    rps: float
+    new_tokens: float  # means
+    cached_tokens: float
+    output_tokens: float
+    wait_s: float
+    p90_wait_s: float
 
 
 class Traffic:
@@ -38,22 +52,46 @@ class Traffic:
     def __init__(self, started_s: float, window_s: float) -> None:
         self._started_s = started_s
         self._window_s = window_s
-        self._columns = tuple(array("d") for _ in range(4))
+        self._columns = tuple(array("d") for _ in range(5))
 
-    def observe(self, at_s: float, new_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """`at_s` never falls from one call to the next."""
-        at, new, cached, output = self._columns
+    def observe(
+        self, at_s: float, new_tokens: int, cached_tokens: int, output_tokens: int, wait_s: float
+    ) -> None:
+        """`at_s` never falls from one call to the next. `wait_s`: from arrival to prefill."""
+        at, new, cached, output, wait = self._columns
         at.append(at_s)
         new.append(new_tokens)
         cached.append(cached_tokens)
         output.append(output_tokens)
+        wait.append(wait_s)
 
     def window(
-        self, now_s: float, live_remotes: tuple[int, ...], live_local: Set[NodeId]
+        self,
+        now_s: float,
+        live_remotes: tuple[int, ...],
+        live_local: Set[NodeId],
+        paces: Mapping[ClusterId, float] | None = None,
     ) -> Window:
+        at, new, cached, output, _ = self._recent(now_s)
+        return Window(
+            now_s, self._started_s, at, new, cached, output, live_remotes, live_local, paces or {}
+        )
+
+    def seen(self, now_s: float) -> Seen | None:
+        """None: nothing has been."""
+        at, *lengths, wait = self._recent(now_s)
+        if not len(at):
+            return None
+        since_s = max(self._started_s, now_s - self._window_s)
+        new, cached, output = (float(column.mean()) for column in lengths)
+        rps = len(at) / max(now_s - since_s, 1e-9)
+        return Seen(
+            len(at), rps, new, cached, output, float(wait.mean()), float(np.quantile(wait, 0.9))
+        )
+
+    def _recent(self, now_s: float) -> list[Array]:
         """Forgets what is older than the window."""
         first = int(np.searchsorted(np.array(self._columns[0]), now_s - self._window_s))
         for column in self._columns:
             del column[:first]
-        at, new, cached, output = (np.array(column) for column in self._columns)
-        return Window(now_s, self._started_s, at, new, cached, output, live_remotes, live_local)
+        return [np.array(column) for column in self._columns]

@@ -317,7 +317,8 @@ class World:
             self._span(where, "hand-off", job.prefilled_s, now, job)
         if self.config.replans:
             new_tokens = self._prompts[index] - job.hit_tokens
-            self.traffic.observe(now, new_tokens, job.hit_tokens, self._outputs[index])
+            waited_s = job.started_s - self._times[index]
+            self.traffic.observe(now, new_tokens, job.hit_tokens, self._outputs[index], waited_s)
         job.prefilled_s = now  # from here on it waits for a slot
         job.flow = None
         if node.batch.running < self.slots:

@@ -1,0 +1,304 @@
+"""The long-term loop under traffic that shifts: what it plans, live beside simulated.
+
+\b
+    prfaas bench shift [--requests 350] [--time-scale 0.15] [--seed 0]
+
+Three H20 nodes and one remote H200 node (the case study's model on emulated engines, as processes:
+kvds, nodes, a WAN, a gateway) serve short prompts, then long ones, which want another threshold and
+another split. The simulator gets the same requests and the same settings. Lengths are the
+quantiles of their distribution in shuffled rounds, so that a hundred requests look like the
+workload they come from. Profiles are not corrected here: on a small machine that shares its cores
+the engines' own overheads would move the optimum that both are compared with. Prints JSON, in
+seconds of this machine since the gateway's start:
+
+\b
+  phases   each traffic's optimum by the planner, and what the plan at the phase's end gives of it
+  live, simulated   plans in order: when, threshold, nodes that prefill and decode, why
+  same_order   whether both moved threshold and roles the same ways, in the same order
+  conversions   when a node had drained and took its other role
+  failed   requests without a whole answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+import numpy as np
+import uvloop
+
+from prfaas.cli.child import tether
+from prfaas.cli.output import print_json, progress_bar
+from prfaas.cli.up_prepare import Prepared, Wish, prepared
+from prfaas.cli.wiring import Study
+from prfaas.clock import MonotonicClock
+from prfaas.config import Deployment
+from prfaas.config.deployment import Lognormal, parse_deployment
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError
+from prfaas.launch.running import launched_gateway, launched_hosts
+from prfaas.measure.client import connect
+from prfaas.measure.open_loop import Ask, offer
+from prfaas.measure.prompts import Prompts
+from prfaas.planner.curves import Atoms, WorkCurves, cut
+from prfaas.planner.optimise import Choice, rates
+from prfaas.planner.problem import Problem
+from prfaas.planner.workload import Workload
+from prfaas.scheduler.plan import best_for
+from prfaas.sim.arrivals import Arrivals
+from prfaas.sim.config import SimConfig
+from prfaas.sim.run import simulate
+
+MODEL = "case-study-1t"
+MEDIANS_LOG = (8.0, 10.0)  # of the prompts' lengths, phase by phase
+ROUND = 50  # requests whose lengths are the quantiles of their distribution
+CORRECTION = 0.1  # of a threshold: more requests of the same traffic have been seen
+LOAD = 0.6  # of what the optimum for a phase can take
+BYTE_SCALE, OUTPUT_SCALE = 2e-3, 0.03
+
+
+def deployment() -> Deployment:
+    """States the first phase's traffic. Times are of the unscaled deployment."""
+    raw: dict[str, Any] = {
+        "model": {"name": MODEL},
+        "workload": {
+            **{"kind": "lognormal", "mu": MEDIANS_LOG[0], "sigma": 1.0, "min_tokens": 128},
+            **{"max_tokens": 65536, "output_tokens": 512},
+        },
+        "slo": {"output_tokens_per_s": 40},
+        "clusters": [
+            {
+                **{"name": "pd", "kind": "pd", "accelerator": "h20", "gpus": 24},
+                "gpus_per_instance": 8,
+            },
+            {
+                **{"name": "far", "kind": "prfaas", "accelerator": "h200", "gpus": 8},
+                "gpus_per_instance": 8,
+            },
+        ],
+        "links": [{"from": "far", "to": "pd", "gbps": 25, "rtt_ms": 20}],
+        "scheduler": {
+            "replan": {
+                **{"every_s": 60.0, "window_s": 3600.0, "warmup_s": 60.0, "dwell_s": 300.0},
+                **{"block_requests": 100, "threshold_step": 0.05},
+            },
+            "correction": {"correct": False},
+        },
+    }
+    return parse_deployment(raw, __file__)
+
+
+class Phase(NamedTuple):
+    problem: Problem  # with this phase's traffic
+    rps: float
+
+
+def phases(made: Deployment) -> list[Phase]:
+    study = Study(Path(__file__), "exact")
+    found = []
+    for mu in MEDIANS_LOG:
+        assert isinstance(made.workload, Lognormal)
+        workload = msgspec.structs.replace(made.workload, mu=mu)
+        problem = study.problem(msgspec.structs.replace(made, workload=workload))
+        found.append(Phase(problem, LOAD * best_for(problem).capacity_rps))
+    return found
+
+
+def shifting(parts: Sequence[Phase], each: int, seed: int) -> Arrivals:
+    """Poisson times; `each` requests of every phase, whole rounds of them."""
+    rng = np.random.default_rng(seed)
+    at_s, new = [], []
+    for part in parts:
+        for _ in range(each // ROUND):
+            new.append(rng.permutation(_quantiles(part.problem.workload, ROUND)))
+            at_s.append(rng.exponential(1 / part.rps, ROUND))
+    count = len(new) * ROUND
+    output = round(parts[0].problem.workload.output_tokens)
+    return Arrivals(
+        np.cumsum(np.concatenate(at_s)),
+        np.concatenate(new),
+        np.zeros(count, np.int64),
+        np.full(count, output),
+    )
+
+
+def _quantiles(workload: Workload, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    below = np.cumsum(workload.weight) / workload.weight.sum()
+    at = np.searchsorted(below, (np.arange(count) + 0.5) / count)
+    return np.ceil(workload.new[at]).astype(np.int64)
+
+
+def later(arrivals: Arrivals, by_s: float) -> Arrivals:
+    return replace(arrivals, at_s=arrivals.at_s + by_s)
+
+
+class Planned(NamedTuple):
+    at_s: float
+    threshold_tokens: int
+    prefill: tuple[str, ...]  # nodes of the PD cluster
+    nodes: int
+    reason: str
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "at_s": round(self.at_s, 1),
+            "threshold_tokens": self.threshold_tokens,
+            "prefill": len(self.prefill),
+            "decode": self.nodes - len(self.prefill),
+            "reason": self.reason,
+        }
+
+
+def moves(plans: Sequence[Planned]) -> list[tuple[str, tuple[str, ...]]]:
+    """Which way each plan moved the threshold, and who prefills from then on; what only goes
+    further the same way is one move, and less than `CORRECTION` none."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    before = plans[0]
+    for after in plans[1:]:
+        ratio = after.threshold_tokens / before.threshold_tokens
+        if abs(ratio - 1) < CORRECTION and after.prefill == before.prefill:
+            continue
+        move = ("up" if ratio > 1 else "down", after.prefill)
+        if not found or found[-1] != move:
+            found.append(move)
+        before = after
+    return found
+
+
+def capacity_rps(problem: Problem, plan: Planned) -> float:
+    """What this threshold and split give on a problem's traffic, by the planner's model."""
+    curves = WorkCurves(cut(problem.workload), Atoms(problem.workload, problem.spec), "exact")
+    row = int(np.abs(curves.cuts.threshold - plan.threshold_tokens).argmin())
+    return rates(problem, curves, Choice(row, len(plan.prefill))).lambda_max
+
+
+class Served(NamedTuple):
+    plans: list[Planned]
+    began_s: float  # the load, after the gateway
+    failed: list[str]
+    requests: int
+    conversions: list[dict[str, Any]]
+
+
+async def serve(made: Prepared, arrivals: Arrivals, folder: Path) -> Served:
+    clock = MonotonicClock()
+
+    def say(what: str) -> None:
+        click.echo(f"starting {what}", err=True)
+
+    async with (
+        launched_hosts(made.deployment, made.engines, folder, tether(), say=say) as hosts,
+        launched_gateway(hosts, made.deployment, say=say) as live,
+        connect(live.gateway_url, clock) as target,
+    ):
+        assert target.model is not None
+        began_s = (await live.state())["up_s"]
+        ask = Ask(target.model, secrets.token_hex(8))
+        with progress_bar("answered", len(arrivals)) as show:
+            outcomes = await offer(target, arrivals, ask, Prompts(), clock, done=show)
+        state = await live.state()
+    return Served(
+        [_planned(plan, state["up_s"]) for plan in state["plans"]],
+        began_s,
+        [outcome.error for outcome in outcomes if outcome.error is not None],
+        len(outcomes),
+        [_converted(done, state["up_s"]) for done in state["conversions"]],
+    )
+
+
+def _planned(plan: dict[str, Any], up_s: float) -> Planned:
+    prefill = tuple(node for node, role in plan["roles"].items() if role == "prefill")
+    at_s = up_s - plan["age_s"]
+    return Planned(at_s, plan["threshold_tokens"], prefill, len(plan["roles"]), plan["reason"])
+
+
+def _converted(done: dict[str, Any], up_s: float) -> dict[str, Any]:
+    return {"at_s": round(up_s - done["age_s"], 1), "node": done["node"], "role": done["role"]}
+
+
+def simulated(made: Deployment, problem: Problem, arrivals: Arrivals) -> list[Planned]:
+    """Nodes take no time to change their role, as emulated ones do."""
+    config = SimConfig(scheduler=made.scheduler, replans=True, role_switch_s=0.0)
+    found = []
+    for at_s, plan in simulate(problem, arrivals, config).plans:
+        prefill = tuple(node for node, role in plan.roles.items() if role == "prefill")
+        found.append(Planned(at_s, plan.threshold_tokens, prefill, len(plan.roles), plan.reason))
+    return found
+
+
+def at(plans: Sequence[Planned], moment_s: float) -> Planned:
+    return [plan for plan in plans if plan.at_s <= moment_s][-1]
+
+
+def judged(part: Phase, plan: Planned) -> dict[str, Any]:
+    best = best_for(part.problem)
+    share = capacity_rps(part.problem, plan) / best.capacity_rps
+    return {
+        "offered_rps": round(part.rps, 2),
+        "optimum": {
+            "threshold_tokens": best.threshold_tokens,
+            "prefill": best.n_prefill,
+            "capacity_rps": round(best.capacity_rps, 3),
+        },
+        "planned": plan.shown(),
+        "of_the_optimums_capacity": round(share, 4),
+        "of_the_optimums_threshold": round(plan.threshold_tokens / best.threshold_tokens, 4),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--requests", "each", default=350, show_default=True, help="Of each phase.")
+@click.option("--time-scale", default=0.15, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+def main(each: int, time_scale: float, seed: int, as_json: bool) -> None:
+    if each < ROUND:
+        raise InputError(f"{each} requests", where="--requests", fix=f"at least {ROUND}")
+    with tempfile.TemporaryDirectory(prefix="prfaas-shift-") as name:
+        folder = Path(name)
+        wish = Wish("emulated", Scales(time_scale, BYTE_SCALE, OUTPUT_SCALE))
+        made = prepared(deployment(), Path(__file__), wish, folder)
+        parts = phases(made.deployment)
+        arrivals = shifting(parts, each, seed)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            served = runner.run(serve(made, arrivals, folder))
+    same = later(arrivals, served.began_s)
+    expected = simulated(made.deployment, parts[0].problem, same)
+    ends_s = same.at_s.reshape(len(parts), -1)[:, -1]
+    print_json(
+        {
+            "requests": served.requests,
+            "failed": len(served.failed),
+            "why": sorted(set(served.failed)),
+            "time_scale": time_scale,
+            "load_began_s": round(served.began_s, 1),
+            "phases": [
+                {
+                    "ends_s": round(end_s, 1),
+                    **judged(part, at(served.plans, end_s)),
+                    "simulated": at(expected, end_s).shown(),
+                }
+                for part, end_s in zip(parts, ends_s.tolist(), strict=True)
+            ],
+            "live": [plan.shown() for plan in served.plans],
+            "simulated": [plan.shown() for plan in expected],
+            "same_order": moves(served.plans) == moves(expected),
+            "conversions": served.conversions,
+        }
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
