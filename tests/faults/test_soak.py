@@ -17,6 +17,7 @@ WELL = SoakReport(
     faults={"wan-cut": 1},
     skipped={},
     growth={"gateway-0": FLAT},
+    short_lived=[],
     checked=["pd-0"],
 )
 

@@ -67,7 +67,8 @@ class SoakReport:
     untold: list[str]
     faults: dict[str, int]
     skipped: dict[str, int]  # nobody was in the right moment
-    growth: dict[str, Growth]
+    growth: dict[str, Growth]  # of the longest life of each process
+    short_lived: list[str]  # no life of theirs was long enough to judge
     checked: list[str]  # kvds whose pools are whole, with nothing held
 
     @property
@@ -113,6 +114,7 @@ class Soak:
         await settled(stage)
         self._samples.append(self._sample())
         tally = self._tally
+        growth = Growth.of(self._samples)
         return SoakReport(
             round(seconds, 1),
             tally.asked,
@@ -123,7 +125,8 @@ class Soak:
             tally.untold,
             dict(tally.struck),
             dict(tally.skipped),
-            Growth.of(self._samples),
+            growth,
+            [name for name, one in growth.items() if not one.judged],
             stage.names,
         )
 
