@@ -40,13 +40,9 @@ async def told(stage: Stage, gateway: int, question: Question, *, stream: bool) 
         )
 
 
-async def known_to_be_gone(stage: Stage, names: Collection[str]) -> bool:
-    for number in range(len(GATEWAYS)):
-        clusters = (await stage.state(number))["clusters"]
-        nodes = [node for cluster in clusters for node in cluster["nodes"]]
-        if any(node["node"] in names and node.get("in_use") for node in nodes):
-            return False
-    return True
+async def gone(stage: Stage, names: Collection[str]) -> bool:
+    """And known to be."""
+    return not any([await stage.in_use([name]) for name in names])
 
 
 @pytest.mark.slow
@@ -60,7 +56,7 @@ def test_with_no_way_left_clients_hear_when_to_come_again(emulated_fire: Fire) -
         for name in home:
             await stage.kill(name)
         try:
-            await stage.until(partial(known_to_be_gone, stage, home))
+            await stage.until(partial(gone, stage, home))
             refusals = await asyncio.gather(
                 *(
                     told(stage, gateway, question, stream=stream)
