@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prfaas.cache.checkpoints import BranchPoints, Checkpoints, EveryBlocks, LastBoundary
+from prfaas.cache.eviction import STALE_ENTRIES
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
 from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
@@ -90,6 +91,14 @@ def test_age_outweighs_cost_in_the_end() -> None:
     serve(pool, "x", now=1000.0)
     serve(pool, "y", now=1001.0)
     assert [hit(pool, p) for p in ("abcdef", "x", "y")] == [0, 1, 1]
+
+
+def test_a_pool_with_room_does_not_remember_every_use() -> None:
+    """`check` bounds what is remembered; nothing is ever evicted here."""
+    pool = make_pool(HYBRID, pages=pages(8, 4), evict="cost", checkpoints=LastBoundary())
+    for n in range(10 * STALE_ENTRIES):
+        serve(pool, "ab" if n % 2 else "xyz", now=float(n))
+    assert [hit(pool, p) for p in ("ab", "xyz")] == [2, 3]
 
 
 def test_spares_never_evict_and_go_first() -> None:

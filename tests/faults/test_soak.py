@@ -14,9 +14,11 @@ WELL = SoakReport(
     errors={},
     wrong=[],
     untold=[],
+    unmended=[],
     faults={"wan-cut": 1},
     skipped={},
     growth={"gateway-0": FLAT},
+    short_lived=[],
     checked=["pd-0"],
 )
 
@@ -27,6 +29,7 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
         replace(WELL, requests=11),
         replace(WELL, wrong=["one"]),
         replace(WELL, untold=["one"]),
+        replace(WELL, unmended=["one"]),
         replace(WELL, growth={"gateway-0": replace(FLAT, own_bytes=(100 << 20, 200 << 20))}),
         replace(WELL, growth={"gateway-0": replace(FLAT, sockets=(20, 100))}),
         replace(WELL, faults={}),

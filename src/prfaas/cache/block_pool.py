@@ -52,6 +52,9 @@ class Eviction(Protocol):
     def victims(self, now: float) -> Sequence[Block]:
         """The idle blocks to evict next, at least one while any is idle."""
 
+    def check(self) -> None:
+        """Asserts its own invariants."""
+
 
 class BlockPool:
     """`capacity_pages` of None means without end (for replays; no arena can back it)."""
@@ -136,6 +139,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Every page is free or on exactly one block; every idle block is kept and unused."""
+        self._eviction.check()
         seen: set[int] = set(self._returned)
         assert len(seen) == len(self._returned), "a page was returned twice"
         for block in self._live.values():

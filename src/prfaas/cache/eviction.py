@@ -34,6 +34,8 @@ from prfaas.cache.groups import GroupRule
 from prfaas.cache.tree import Node
 
 NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]
+# Entries of heaps that are out of date, beyond one per node: they keep dead nodes and all above.
+STALE_ENTRIES = 64
 
 
 class PrefillSeconds(Protocol):
@@ -71,6 +73,9 @@ class LRU:
     def victims(self, now: float) -> Sequence[Block]:
         return (next(iter(self._queue.values())),) if self._queue else ()
 
+    def check(self) -> None:
+        assert all(id(block) == key for key, block in self._queue.items())
+
 
 class _Class(NamedTuple):
     """Nodes of about the same worth. Among them the least recently used is the worst, so only one
@@ -105,6 +110,7 @@ class CostAware:
         self._idle: dict[int, Block] = {}
         self._places: dict[Node, _Place] = {}
         self._classes: dict[_Class, list[tuple[float, int, Node]]] = {}
+        self._entries = 0  # in all classes
         self._serial = 0
         self._above: Node | None = None  # lost what hung below it at the last eviction
 
@@ -120,14 +126,14 @@ class CostAware:
         for node in nodes:
             # Most of a prompt's nodes lie inside a run and hold no checkpoint: nothing to score.
             if node.resident_children and self._closing and not any(self._checkpoint(node)):
-                self._places.pop(node, None)
+                self._drop(node)
             else:
                 self._place(node)
 
     def busy(self, block: Block) -> None:
         self._idle.pop(id(block), None)
         if block.node is not None:
-            self._places.pop(block.node, None)
+            self._drop(block.node)
 
     def victims(self, now: float) -> Sequence[Block]:
         if self._above is not None:
@@ -150,6 +156,7 @@ class CostAware:
             heap = self._classes[cls]
             while heap and not self._is_current(heap[0]):
                 heapq.heappop(heap)
+                self._entries -= 1
             if not heap:
                 del self._classes[cls]
                 continue
@@ -165,7 +172,7 @@ class CostAware:
         return place is not None and place.serial == entry[1]
 
     def _place(self, node: Node) -> None:
-        self._places.pop(node, None)
+        self._drop(node)
         blocks, _ = self._removable(node)
         if not blocks:
             return
@@ -177,6 +184,25 @@ class CostAware:
         self._serial += 1
         self._places[node] = _Place(cls, density, self._serial)
         heapq.heappush(self._classes.setdefault(cls, []), (node.last_used_s, self._serial, node))
+        self._entries += 1
+
+    def _drop(self, node: Node) -> None:
+        """Its entry stays in its heap until it is met there. Evictions meet them; a pool that has
+        room for everything never does, so they must not become many."""
+        self._places.pop(node, None)
+        if self._entries <= 2 * len(self._places) + STALE_ENTRIES:
+            return
+        for cls, heap in list(self._classes.items()):
+            heap[:] = filter(self._is_current, heap)
+            heapq.heapify(heap)
+            if not heap:
+                del self._classes[cls]
+        self._entries = len(self._places)
+
+    def check(self) -> None:
+        entries = [entry for heap in self._classes.values() for entry in heap]
+        assert len(entries) == self._entries <= 2 * len(self._places) + STALE_ENTRIES
+        assert sum(map(self._is_current, entries)) == len(self._places)
 
     def _kind(self, node: Node) -> NodeKind:
         checkpoint = not self._closing or any(self._checkpoint(node))

@@ -21,7 +21,7 @@ SCALES = Scales(time=0.1, bytes=0.002, output=0.02)
 EMULATED = Lengths(short=1_000, long=100_000)
 HF = Lengths(short=100, long=2_500)
 MEMORY = "64MiB"  # of each kvd: little enough to fill, more than what is under way
-SSD_SIZE = "256MiB"
+SSD_SIZE = "64MiB"
 
 
 def fire(

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import uvloop
 
+from prfaas.cli.heap import steady_heap
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.cli.secret import read_secret
 from prfaas.cli.sizes import format_bytes, parse_bytes
@@ -113,6 +114,7 @@ def kvd(
         transfers=TransferOptions(grant_s=grant_s, dispatch_s=dispatch_s),
     )
     log_at(log_level)
+    steady_heap()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options))
 

@@ -17,6 +17,7 @@ from prfaas.cli.engines import (
     emulated_engine,
     hf_engine,
 )
+from prfaas.cli.heap import steady_heap
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
@@ -107,6 +108,7 @@ def node(
             fix="give them to that kvd",
         )
     log_at(log_level)
+    steady_heap()
     choice = EngineChoice(model, block_tokens, max_waiting, max_running, chunk_tokens)
     scales = Scales(time_scale, byte_scale, output_scale)
     settings = NodeSettings(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import click
 
+from prfaas.cli.heap import steady_heap
 from prfaas.errors import InputError
 from prfaas.transport.address import parse_address
 from prfaas.transport.wan import Relay, describe
@@ -79,6 +80,7 @@ def wan(
     doors = [parse_address(text, "--listen", any_port=True) for text in listen]
     leads_to = [parse_address(text, "--to") for text in targets]
     first, *more = zip(doors, leads_to, strict=True)
+    steady_heap()
     relay = Relay(*first, conditions, also=more)
     # From here on Ctrl-C and a service manager's SIGTERM end it alike: cleanly, with the counters.
     for number in (signal.SIGINT, signal.SIGTERM):

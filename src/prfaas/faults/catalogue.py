@@ -145,7 +145,8 @@ async def _order(stage: Stage, order: str) -> None:
 async def arenas_full(stage: Stage, name: str) -> Mend:
     """Somebody else has reserved all that the decode nodes have."""
     taken: list[tuple[str, str]] = []
-    for decode in await stage.with_role("decode"):
+
+    async def fill(decode: str) -> None:
         pool = (await stage.stats(decode))["pool"]
         size = pool["block_tokens"]
         while True:
@@ -157,7 +158,7 @@ async def arenas_full(stage: Stage, name: str) -> Mend:
             }
             answer = await stage.post(f"{stage.kvd_url(decode)}/v1/open", asked)
             if answer["type"] != "grant":
-                break
+                return
             taken.append((decode, answer["transfer_id"]))
 
     async def give_back() -> None:
@@ -167,6 +168,12 @@ async def arenas_full(stage: Stage, name: str) -> Mend:
             except PeerError:
                 continue  # it was restarted, and has forgotten them
 
+    try:
+        for decode in await stage.with_role("decode"):
+            await fill(decode)
+    except PeerError:
+        await give_back()  # one of them is not there
+        raise
     return give_back
 
 
@@ -199,19 +206,21 @@ async def clocks_jump(stage: Stage, name: str) -> Mend:
 
 
 async def struck(stage: Stage, fault: Fault, within_s: float) -> Mend:
-    """Strikes in the right moment. Raises `TimeoutError` when none comes."""
+    """Strikes in the right moment. Raises `TimeoutError` when none comes. Looking for it is broken
+    off then, a strike never: it might have killed somebody whom nobody would start again."""
+    until_s = stage.clock.now() + within_s
     if fault.crawls:
         stage.wan(f"gbps {stage.gbps * CRAWL:g}")
     try:
-        async with asyncio.timeout(within_s):
-            while True:
-                try:
+        while True:
+            try:
+                async with asyncio.timeout(until_s - stage.clock.now()):
                     name = await fault.victim(stage)
-                    if name is not None:
-                        return await fault.strike(stage, name)
-                except PeerError:
-                    pass  # whoever was asked is not there: not now
-                await asyncio.sleep(LOOK_S)
+                if name is not None:
+                    return await fault.strike(stage, name)
+            except PeerError:
+                pass  # whoever was asked is not there: not now
+            await asyncio.sleep(LOOK_S)
     finally:
         if fault.crawls:
             stage.wan(f"gbps {stage.gbps:g}")

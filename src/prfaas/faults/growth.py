@@ -1,7 +1,10 @@
 """Whether processes grow: memory and sockets of each, over its life. Pure.
 
 A process needs some time to reach its size: caches fill, pools of connections are made. So the
-first part of a life does not count, and what counts is compared in its first and its last quarter.
+first third of a life does not count, and never less than `WARM_S`; of the rest, the second half may
+not be larger than the first.
+
+    0 ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── its end
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from typing import NamedTuple
 
 from prfaas.faults.traces import Held
 
-WARM = 0.3  # share of a life that does not count
-SETTLED_S = 60.0  # what counts of a life is worth comparing when it is at least this long
-OWN_SHARE, OWN_BYTES = 0.1, 32 << 20  # growth beyond both is growth; bounded stores are smaller
+WARM, WARM_S = 1 / 3, 120.0  # bounded stores are full by then, at the rate of a soak
+SETTLED_S = 45.0  # what counts of a life is worth comparing when it is at least this long
+OWN_SHARE, OWN_BYTES = 0.03, 4 << 20  # beyond both it has grown; medians of a flat one differ by 2
 SOCKETS = 24  # pooled connections and requests under way come and go
 
 
@@ -29,12 +32,17 @@ class Growth:
     """Of the longest life of one process."""
 
     seconds: float  # compared
-    own_bytes: tuple[int, int]  # medians of the first and the last quarter
+    own_bytes: tuple[int, int]  # medians of the first and the second half
     sockets: tuple[int, int]
 
     @property
+    def judged(self) -> bool:
+        """Whether it has lived long enough to tell."""
+        return self.seconds >= SETTLED_S
+
+    @property
     def flat(self) -> bool:
-        if self.seconds < SETTLED_S:
+        if not self.judged:
             return True
         first, last = self.own_bytes
         memory = last - first <= max(OWN_BYTES, OWN_SHARE * first)
@@ -56,9 +64,11 @@ class Growth:
 
 
 def _growth(life: Sequence[tuple[float, Held]]) -> Growth:
-    counted = life[int(len(life) * WARM) :]
-    quarter = max(1, len(counted) // 4)
-    first, last = ([one for _, one in part] for part in (counted[:quarter], counted[-quarter:]))
+    born_s, died_s = life[0][0], life[-1][0]
+    from_s = born_s + max(WARM_S, WARM * (died_s - born_s))
+    counted = [one for one in life if one[0] >= from_s] or life[-1:]
+    half = max(1, len(counted) // 2)
+    first, last = ([one for _, one in part] for part in (counted[:half], counted[-half:]))
     return Growth(
         round(counted[-1][0] - counted[0][0], 1),
         (_median(one.own_bytes for one in first), _median(one.own_bytes for one in last)),

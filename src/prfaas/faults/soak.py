@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from prfaas.faults.asking import Question, Verdict, learnt, prompt
@@ -52,6 +53,7 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)  # no gateway has said how it ended
+    unmended: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
 
@@ -65,16 +67,19 @@ class SoakReport:
     errors: dict[str, int]  # as clients saw them
     wrong: list[str]
     untold: list[str]
+    unmended: list[str]  # what was not in use again, or not at rest in the end, in time
     faults: dict[str, int]
     skipped: dict[str, int]  # nobody was in the right moment
-    growth: dict[str, Growth]
+    growth: dict[str, Growth]  # of the longest life of each process
+    short_lived: list[str]  # no life of theirs was long enough to judge
     checked: list[str]  # kvds whose pools are whole, with nothing held
 
     @property
     def ok(self) -> bool:
         accounted = sum(self.verdicts.values()) == self.requests
         flat = all(one.flat for one in self.growth.values())
-        return accounted and flat and bool(self.faults) and not self.wrong and not self.untold
+        amiss = self.wrong or self.untold or self.unmended
+        return accounted and flat and bool(self.faults) and not amiss
 
 
 class Soak:
@@ -109,10 +114,16 @@ class Soak:
             group.create_task(self._watch(until_s))
         seconds = stage.clock.now() - began_s
         self._say("waiting until nothing is left under way")
-        await stage.until(stage.all_in_use)
-        await settled(stage)
-        self._samples.append(self._sample())
         tally = self._tally
+        checked = []
+        try:
+            await stage.until(stage.all_in_use)
+            await settled(stage)
+            checked = stage.names
+        except TimeoutError:
+            tally.unmended.append("the end: somebody is not in use, or not idle")
+        self._samples.append(self._sample())
+        growth = Growth.of(self._samples)
         return SoakReport(
             round(seconds, 1),
             tally.asked,
@@ -121,10 +132,12 @@ class Soak:
             dict(tally.errors),
             tally.wrong,
             tally.untold,
+            tally.unmended,
             dict(tally.struck),
             dict(tally.skipped),
-            Growth.of(self._samples),
-            stage.names,
+            growth,
+            [name for name, one in growth.items() if not one.judged],
+            checked,
         )
 
     # Traffic --------------------------------------------------------------------------------------
@@ -219,10 +232,24 @@ class Soak:
             tally.struck[fault.name] += 1
             self._say(fault.what)
             await asyncio.sleep(fault.lasts_s)
-            await mend()
-            await stage.until(stage.all_in_use)
+            try:
+                await mend()
+                await stage.until(partial(stage.in_use, self._nodes(fault.part)))
+            except TimeoutError:
+                tally.unmended.append(fault.name)
         finally:
             self._mending[fault.part] -= 1
+
+    def _nodes(self, part: Part) -> list[str]:
+        """Those that a fault of that part puts out of use; others may be so for another reason."""
+        far = self._stage.far
+        match part:
+            case "far":
+                return [far]
+            case "decode":
+                return [name for name in self._stage.names if name != far]
+            case _:
+                return []
 
     # Growth ---------------------------------------------------------------------------------------
 

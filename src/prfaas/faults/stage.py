@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,14 @@ class Stage:
                 await asyncio.sleep(LOOK_S)
 
     async def all_in_use(self) -> bool:
-        """Whether every gateway counts on every node."""
+        return await self.in_use(self.names)
+
+    async def in_use(self, names: Collection[str]) -> bool:
+        """Whether every gateway is there and counts on these nodes."""
         for number in range(len(self.targets)):
-            state = await self.state(number)
-            nodes = [node for cluster in state["clusters"] for node in cluster["nodes"]]
-            if not all(node["alive"] and node.get("in_use") for node in nodes):
+            clusters = (await self.state(number))["clusters"]
+            known = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
+            if not all(name in known and known[name].get("in_use") for name in names):
                 return False
         return True
 

@@ -15,7 +15,9 @@ import msgspec
 from prfaas.cache.hashing import EngineHashes, hash_events
 from prfaas.types import BlockHash, HashEvent, NodeId
 
-KEPT_EVENTS = 10_000  # per node
+# Per node. A gateway that listens lacks the latest few; who lacks more takes a snapshot.
+KEPT_EVENTS = 10_000
+KEPT_HASHES = 32_768  # in all of them: 2 to 3 MiB
 
 
 class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,10 +30,27 @@ class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
     snapshot: dict[str, tuple[bytes, ...]] | None = None
 
 
+class _Kept:
+    """The latest events of one node."""
+
+    def __init__(self) -> None:
+        self._events: deque[HashEvent] = deque()
+        self._hashes = 0
+
+    def extend(self, events: Sequence[HashEvent]) -> None:
+        self._events.extend(events)
+        self._hashes += sum(len(event.hashes) for event in events)
+        while len(self._events) > KEPT_EVENTS or self._hashes > KEPT_HASHES:
+            self._hashes -= len(self._events.popleft().hashes)
+
+    def since(self, number: int) -> tuple[HashEvent, ...]:
+        return tuple(event for event in self._events if event.seq >= number)
+
+
 class EventLog:
     def __init__(self, instance: str) -> None:
         self._instance = instance
-        self._kept: dict[NodeId, deque[HashEvent]] = {}
+        self._kept: dict[NodeId, _Kept] = {}
         self._next: dict[NodeId, int] = {}
         self._engines: dict[NodeId, EngineHashes] = {}
         self._arrived = asyncio.Event()
@@ -46,7 +65,7 @@ class EventLog:
 
     def add(self, node: NodeId, events: Sequence[HashEvent]) -> None:
         if events:
-            self._kept.setdefault(node, deque(maxlen=KEPT_EVENTS)).extend(events)
+            self._kept.setdefault(node, _Kept()).extend(events)
             self._advance(node, events[-1].seq + 1)
 
     def publish(self, node: NodeId, payload: bytes, group_names: Mapping[int, str]) -> None:
@@ -70,8 +89,8 @@ class EventLog:
         """Events from number `since` on. `pool`: what the pool holds, when `node` is the pool;
         `since` of -1 asks for a snapshot."""
         after = self.next_seq(node)
-        kept = self._kept.get(node, deque())
-        wanted = tuple(event for event in kept if event.seq >= since)
+        kept = self._kept.get(node)
+        wanted = kept.since(since) if kept is not None else ()
         whole = [event.seq for event in wanted] == list(range(since, after))
         if since >= 0 and since <= after and whole:
             return EventPage(node, self._instance, after, wanted)

@@ -36,7 +36,7 @@ LONGEST_RETRY_S = 3600.0
 class TransferOptions:
     grant_s: float = 60.0  # without a frame, a grant ends after this
     dispatch_s: float = 30.0  # without a poll, a committed transfer ends after this
-    remember_s: float = 600.0  # how one has ended is known for so long
+    remember_s: float = 120.0  # how one has ended is known for so long
 
 
 class TransferStatus(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from prfaas.transport.link import HANDOFF, MIGRATION, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
-REMEMBERED_TRANSFERS = 4_096
+REMEMBERED_TRANSFERS = 1_024
 
 
 class Departure:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from prfaas.kvspec import FullAttention, KVSpec, SlidingWindow
 from prfaas.types import BlockHash, HashEvent
 
-# Names are needed from a prompt's arrival until its blocks are stored, which is soon. Each has its
-# tokens, four bytes apiece.
-KEPT_TOKENS = 2 << 20
+# Names are needed from a prompt's arrival until its blocks are stored, which is soon. A block of 64
+# tokens takes half a kilobyte here: 4 MiB in all.
+KEPT_TOKENS = 512 << 10
 _MEDIUM = "GPU"  # what vLLM says of the only tier its readers count on
 
 

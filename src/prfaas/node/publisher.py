@@ -23,7 +23,7 @@ from prfaas.errors import InputError
 
 TOPIC = b"kv"
 KEPT_BATCHES = 10_000  # vLLM's default
-KEPT_BYTES = 16 << 20  # a batch has the tokens of its blocks: half a megabyte of a long prompt
+KEPT_BYTES = 4 << 20  # a batch has the tokens of its blocks: half a megabyte of a long prompt
 _END = (-1).to_bytes(8, "big", signed=True)
 _RANK = 0
 _LOG = logging.getLogger(__name__)

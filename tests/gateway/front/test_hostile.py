@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.front.schemas import Schemas
+from tests.waiting import PATIENCE_S
 
 BODY_MB = 4
-PATIENCE_S = 1.0
+SOON_S = 1.0  # what comes slowly on purpose is given up after this
 GENERATING = ["/v1/completions", "/v1/chat/completions"]
 POSTED = [*GENERATING, "/prfaas/v1/explain", "/prfaas/v1/register"]
 MANY = settings(max_examples=40, suppress_health_check=list(HealthCheck))
@@ -29,9 +30,9 @@ MANY = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 class Victim:
     """A front in another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.gateway.front.child", str(BODY_MB), str(PATIENCE_S)],
+            [sys.executable, "-m", "tests.gateway.front.child", str(BODY_MB), str(patience_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,9 +68,16 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[Victim]:
-    victim = Victim()
+    victim = Victim(PATIENCE_S)
     yield victim
     assert victim.is_well()
+    victim.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Victim]:
+    victim = Victim(SOON_S)
+    yield victim
     victim.close()
 
 
@@ -233,14 +241,14 @@ def test_memory_is_bounded_whatever_is_sent(victim: Victim) -> None:
     assert victim.is_well()
 
 
-def test_slow_bodies_are_given_up(victim: Victim) -> None:
-    with socket.create_connection(victim.address, timeout=60) as client:
+def test_slow_bodies_are_given_up(impatient: Victim) -> None:
+    with socket.create_connection(impatient.address, timeout=60) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-def test_slow_heads_are_given_up(victim: Victim, sent: bytes) -> None:
-    with socket.create_connection(victim.address, timeout=60) as client:
+def test_slow_heads_are_given_up(impatient: Victim, sent: bytes) -> None:
+    with socket.create_connection(impatient.address, timeout=60) as client:
         client.sendall(sent)
         assert client.recv(4096) == b""  # closed, by the other side

@@ -1,0 +1,82 @@
+"""Nobody is left who could answer: clients are told so, and when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+from prfaas.faults.asking import Question, Verdict, body
+from prfaas.faults.clients import Clients
+from prfaas.faults.stage import GATEWAYS, Stage
+from prfaas.faults.traces import settled
+from prfaas.gateway.tries import PATIENCE_S
+from tests.faults.conftest import Fire
+from tests.faults.test_campaign import check_sockets
+
+
+class Told(NamedTuple):
+    status: int
+    retry_after: str | None
+    content_type: str
+    code: str
+    message: str
+
+
+async def told(stage: Stage, gateway: int, question: Question, *, stream: bool) -> Told:
+    target = stage.targets[gateway]
+    async with stage.http.post(
+        f"{target.url}/v1/completions",
+        data=body(target.model, question, stream=stream, salt=f"no way {gateway} {stream}"),
+        headers={"Content-Type": "application/json"},
+    ) as answer:
+        error = (await answer.json())["error"]
+        retry_after = answer.headers.get("Retry-After")
+        return Told(
+            answer.status, retry_after, answer.content_type, error["code"], error["message"]
+        )
+
+
+async def gone(stage: Stage, names: Collection[str]) -> bool:
+    """And known to be."""
+    return not any([await stage.in_use([name]) for name in names])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_with_no_way_left_clients_hear_when_to_come_again(emulated_fire: Fire) -> None:
+    stage = emulated_fire.stage
+
+    async def main() -> None:
+        long, *_, short = await emulated_fire.campaign.questions(4)
+        home = [name for name in stage.names if name != stage.far]
+        for name in home:
+            await stage.kill(name)
+        try:
+            await stage.until(partial(gone, stage, home))
+            refusals = await asyncio.gather(
+                *(
+                    told(stage, gateway, question, stream=stream)
+                    for gateway in range(len(GATEWAYS))
+                    for question in (long, short)
+                    for stream in (False, True)
+                )
+            )
+        finally:
+            for name in home:
+                await stage.restart(name)
+        for refusal in refusals:
+            assert refusal.status == 503 and refusal.code == "overloaded", refusal
+            assert refusal.content_type == "application/json", "no stream has begun"
+            assert refusal.retry_after is not None and int(refusal.retry_after) >= 1
+            assert f"within {PATIENCE_S:.0f} s" in refusal.message
+        await stage.until(stage.all_in_use)
+        asked = await Clients(stage, "again").ask(long, salt="again")
+        assert asked.verdict is Verdict.RIGHT, str(asked)
+        await settled(stage)
+
+    emulated_fire.run(main())
+    check_sockets(emulated_fire)
