@@ -86,9 +86,9 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     goodput_bps: float  # acknowledged payload bits per second over the report's interval
     backlog_bytes: int  # handed to the link, not yet acknowledged
     in_flight_bytes: int
-    drain_s: float | None = None  # backlog over recent goodput
+    drain_s: float | None = None  # of the backlog, as fast as bytes last passed; None: none did
     rtt_s: float | None = None
-    delivery_bps: float | None = None
+    delivery_bps: float | None = None  # acknowledged while there was a backlog, if long enough
     retransmitted_segments: int | None = None  # since the previous report
     congestion_window_bytes: int | None = None
 

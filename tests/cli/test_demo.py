@@ -5,36 +5,22 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from prfaas.cli.demo_case import SCALES, SYSTEMS, Row, Seen, _checks, _most, _small, seen
+from prfaas.cli.demo_case import Row, _checks
 from prfaas.cli.demo_scene import RelayEar, watched
 from prfaas.cli.demo_serving import Served
 from prfaas.cli.demo_serving import _checks as serving_checks
-from prfaas.config import load_deployment
+from prfaas.cli.small_case import Seen
 from prfaas.launch.children import ChildDied, Children, Command
 from prfaas.launch.stories import Stories
 from prfaas.measure.client import Answer
 from tests.launch.test_stories import line
 
-CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
-
-
-def test_first_tokens_of_the_counted_time() -> None:
-    arrival_s = np.arange(11.0)  # counted from 2 s (a fifth of them) to 10 s
-    first_s = arrival_s + 1.0
-    first_s[5] = np.nan  # never answered
-    found = seen(arrival_s, first_s)
-    # First tokens at 2, 3, 4, 5, 7, 8, 9, 10 s: 8 in 8 s of this machine.
-    assert found.rps == pytest.approx(1.0 * SCALES.time)
-    assert found.ttft_mean_s == pytest.approx(1.0 / SCALES.time)
-    assert seen(arrival_s, np.full(11, np.nan)).rps == 0.0
-
 
 def row(system: str, live: float, **changed: object) -> Row:
     fields: dict[str, object] = {"egress_gbps": None, "failures": {}, **changed}
-    return Row(system, Seen(live, 1, 2), Seen(2.0, 1, 2), 3.0, **fields)  # type: ignore[arg-type]
+    return Row(system, Seen(40, live, 1, 2), Seen(40, 2.0, 1, 2), 3.0, **fields)  # type: ignore[arg-type]
 
 
 def test_claims_about_the_case_study() -> None:
@@ -42,12 +28,6 @@ def test_claims_about_the_case_study() -> None:
     assert all(check.held for check in held) and "1.50x homogeneous PD" in held[1].seen
     failed = _checks([row("prfaas_pd", 2.0, failures={"HTTP 500": 3}), row("homogeneous", 2.5)])
     assert not any(check.held for check in failed) and "HTTP 500" in failed[0].seen
-
-
-def test_hosts_enough_for_every_deployment(tmp_path: Path) -> None:
-    deployment = load_deployment(CASE_STUDY)
-    small = {name: _small(deployment, CASE_STUDY, name, tmp_path) for name in SYSTEMS}
-    assert [c.instances for c in _most(small).deployment.clusters] == [4, 12]
 
 
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:

@@ -1,14 +1,17 @@
-"""A WAN between the clusters that goes away and comes back: nothing is lost."""
+"""A WAN between the clusters that goes away, or gets slow, and recovers: nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
+from prfaas.gateway.ask import Ask
 from prfaas.gateway.backend import Back
+from prfaas.scheduler.congestion import Verdict
 from prfaas.transport.address import Address, parse_address
 from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
@@ -25,6 +28,7 @@ from tests.gateway.backs import (
 )
 from tests.gateway.conftest import Hosts
 
+SLOW_BPS = 500_000.0  # hand-offs of three long prompts then take some seconds
 LONG = 4 * THRESHOLD  # offloaded while a link that was cut is still under suspicion
 
 
@@ -41,17 +45,25 @@ def relays(emulated: Hosts) -> Iterator[list[Relay]]:
 
 
 def link_is_up(back: Back) -> bool:
-    (link,) = back.state()["links"]
-    up: bool = link["up"]
+    up: bool = wan(back)["up"]
     return up
 
 
-def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Relay]) -> None:
-    home = [
+def wan(back: Back) -> dict[str, Any]:
+    (link,) = back.state()["links"]
+    found: dict[str, Any] = link
+    return found
+
+
+def through(relays: list[Relay], emulated: Hosts) -> list[dict[str, str]]:
+    return [
         {**node(host), "via": str(relay.address)}
         for host, relay in zip(emulated.home, relays, strict=True)
     ]
-    made = deployment(home, [node(host) for host in emulated.far])
+
+
+def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Relay]) -> None:
+    made = deployment(through(relays, emulated), [node(host) for host in emulated.far])
 
     async def main() -> None:
         async with serving(made) as back:
@@ -70,6 +82,48 @@ def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Rel
             await until(lambda: link_is_up(back))
             found = await answered(back, ask(prompt(LONG, 23)))
             assert found.story.offloaded and found.story.attempts == 1
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+@pytest.mark.parametrize("policy", ["paper", "adaptive"])
+def test_a_slow_wan_is_left_alone_until_it_recovers(
+    emulated: Hosts, relays: list[Relay], policy: str
+) -> None:
+    """The verdict comes of what its senders report, while a hand-off is under way."""
+    made = deployment(
+        through(relays, emulated),
+        [node(host) for host in emulated.far],
+        policy=policy,
+        paper={"hold_s": 1.0},
+    )
+    somewhat_long = THRESHOLD + THRESHOLD // 2  # below twice the threshold
+
+    def question(tokens: int, seed: int) -> Ask:
+        return ask(prompt(tokens, seed), salt=policy)  # nothing of it is cached
+
+    async def main() -> None:
+        async with serving(made) as back:
+            assert (await answered(back, question(somewhat_long, 30))).story.offloaded
+            assert wan(back)["verdict"] == Verdict.CLEAR
+            for relay in relays:
+                relay.change(Conditions(rate_bps=SLOW_BPS))
+            asked = [question(LONG, seed) for seed in (31, 34, 35)]
+            slowly = asyncio.gather(*(answered(back, one) for one in asked))
+            await until(lambda: wan(back)["verdict"] != Verdict.CLEAR)
+            assert wan(back)["believed_bps"] < 4 * SLOW_BPS, "what passes, not what the relay takes"
+            meanwhile = await answered(back, question(somewhat_long, 32))
+            assert not meanwhile.story.offloaded and meanwhile.story.attempts == 1
+            for relay in relays:
+                relay.change(Conditions())
+            stories = [one.story for one in await slowly]
+            assert any(story.offloaded for story in stories)
+            assert all(story.attempts == 1 for story in stories), "slow is not lost"
+            await until(lambda: wan(back)["verdict"] == Verdict.CLEAR)
+            await until(lambda: back.state()["threshold_factor"] == 1)
+            assert (await answered(back, question(somewhat_long, 33))).story.offloaded
             await until(lambda: is_clean(back))
 
     asyncio.run(main())

@@ -228,6 +228,22 @@ def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
     assert after(10, still, goodput_bps=5e6).links[OUT].bps is None
 
 
+def test_a_link_over_which_nothing_passes_is_believed_slow_at_once() -> None:
+    calm = after(3, state("adaptive"), goodput_bps=1e7)
+    stopped = LinkStats("near", 4.0, 1, 0.0, 1_000_000, 1_000_000, None, 0.01, None)
+    how = adjust(calm, told(view(now_s=4.0), stopped), 4.0)
+    bps = how.links[OUT].bps
+    assert how.links[OUT].health.verdict is not Verdict.CLEAR
+    assert bps is not None and bps < 8e6
+    assert not routed(Request(1, THRESHOLD * 2), view(pending_bytes=1e6), how).offloaded
+
+
+def test_a_few_bytes_on_a_clear_link_say_nothing_of_its_bandwidth() -> None:
+    light = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000)
+    assert light.links[OUT].health.verdict is Verdict.CLEAR
+    assert light.links[OUT].bps is None
+
+
 # Adaptive -----------------------------------------------------------------------------------------
 
 

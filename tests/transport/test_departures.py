@@ -47,7 +47,7 @@ def begin(link: Departures, transfer: Outgoing, *, ready: bool = True) -> None:
     link.opened(transfer.transfer_id, 0.0)
     if ready:
         for i, segment in enumerate(transfer.manifest.segments):
-            link.ready(transfer, {f"s{i}": [memoryview(bytes(segment.nbytes))]})
+            link.ready(transfer, {f"s{i}": [memoryview(bytes(segment.nbytes))]}, 0.0)
 
 
 def take_frame(link: Departures, now: float = 0.0) -> SendFrame:
@@ -60,7 +60,7 @@ def take_frame(link: Departures, now: float = 0.0) -> SendFrame:
 def test_nothing_goes_before_the_receiver_has_opened() -> None:
     link, transfer = departures(), outgoing(1, [10])
     link.add(transfer)
-    link.ready(transfer, {"s0": [memoryview(bytes(10))]})
+    link.ready(transfer, {"s0": [memoryview(bytes(10))]}, 0.0)
     opening = link.take(0.0, QUANTUM)
     assert opening == SendOpen(transfer)
     assert isinstance(link.take(0.0, QUANTUM), Nothing)
@@ -107,7 +107,7 @@ def test_the_in_flight_budget_holds_frames_back() -> None:
     link.acknowledged(transfer.transfer_id, first.frame.sequence, 1.0)
     take_frame(link)
     assert isinstance(link.take(0.0, QUANTUM), Nothing)
-    assert link.backlog().in_flight_bytes == 2 * QUANTUM
+    assert link.backlog(0.0).in_flight_bytes == 2 * QUANTUM
 
 
 def test_pacing_spreads_frames_evenly_and_saves_up_nothing() -> None:
@@ -186,7 +186,22 @@ def test_done_waits_for_the_last_reader() -> None:
     link.left(transfer)
     with pytest.raises(TransferFailed, match="aborted: changed my mind"):
         transfer.done.result(0)
-    assert link.backlog().in_flight_bytes == 0
+    assert link.backlog(0.0).in_flight_bytes == 0
+
+
+def test_busy_is_the_time_with_a_backlog() -> None:
+    link, transfer = departures(), outgoing(1, [2 * QUANTUM])
+    link.add(transfer)
+    assert link.backlog(2.0).busy_s == 0, "nothing is ready yet"
+    link.ready(transfer, {"s0": [memoryview(bytes(2 * QUANTUM))]}, 3.0)
+    assert link.backlog(5.0).busy_s == 2, "not opened, so nothing is in flight, but it waits"
+    assert isinstance(link.take(5.0, QUANTUM), SendOpen)
+    link.opened(transfer.transfer_id, 6.0)
+    frames = [link.take(6.0, QUANTUM) for _ in range(2)]
+    for frame in frames:
+        assert isinstance(frame, SendFrame)
+        link.acknowledged(transfer.transfer_id, frame.frame.sequence, 8.0)
+    assert link.backlog(20.0).busy_s == 5
 
 
 def test_a_commit_counts_every_byte() -> None:
@@ -194,10 +209,12 @@ def test_a_commit_counts_every_byte() -> None:
     begin(link, transfer)
     take_frame(link)
     take_frame(link)
-    link.ended(transfer.transfer_id, Ended(True))
+    link.ended(transfer.transfer_id, Ended(True), 3.0)
     assert transfer.done.result(0) is None
-    assert link.backlog() == (0, 2 * QUANTUM, 0, 0)
-    link.ended(transfer.transfer_id, Ended(False, "late"))  # of a transfer that is gone: nothing
+    assert link.backlog(4.0) == (0, 2 * QUANTUM, 0, 0, 3.0)
+    link.ended(
+        transfer.transfer_id, Ended(False, "late"), 5.0
+    )  # of a transfer that is gone: nothing
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,7 +245,7 @@ def test_every_byte_leaves_whatever_gets_lost(sizes: list[list[int]], seed: int)
             else:
                 arrived[answer.transfer.transfer_id] |= set(answer.frame.pieces)
                 link.acknowledged(answer.transfer.transfer_id, answer.frame.sequence, 0.0)
-    backlog = link.backlog()
+    backlog = link.backlog(0.0)
     assert backlog.pending_bytes == backlog.in_flight_bytes == 0
     for transfer in transfers:
         assert transfer.acknowledged_bytes == transfer.total_bytes

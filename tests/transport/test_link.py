@@ -157,7 +157,7 @@ def test_stats_tell_what_has_happened() -> None:
         # Mostly none, but on a busy machine the kernel probes, and sends what was not lost again.
         assert stats.retransmitted_segments is not None
         assert stats.congestion_window_bytes is not None and stats.congestion_window_bytes > 0
-        assert stats.delivery_bps is not None
+        assert stats.delivery_bps is None  # it was over too soon to tell
         assert link.stats().goodput_bps == 0  # nothing since
 
 

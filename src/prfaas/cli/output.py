@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +19,15 @@ T = TypeVar("T")
 
 def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """Every float in it, however deep; what is no number is None."""
+    if isinstance(value, dict):
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    if isinstance(value, float):
+        return round(value, digits) if math.isfinite(value) else None
+    return value
 
 
 def console() -> Console:

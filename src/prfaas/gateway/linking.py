@@ -15,7 +15,7 @@ from prfaas.gateway.membership import Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
-STALLED_REPORTS = 3  # so many, in which bytes wait and none arrives: nothing passes any more
+STALLED_S = 2.5  # bytes wait so long, and none arrives: nothing passes any more
 
 
 class LinkReports:
@@ -24,7 +24,7 @@ class LinkReports:
             (ClusterId(link.source), ClusterId(link.target)): link.via for link in deployment.links
         }
         self._heard: dict[tuple[str, str], float] = {}  # kvd, peer: its last report's time
-        self._stalled: dict[LinkId, int] = {}  # reports in a row
+        self._stalled: dict[LinkId, float] = {}  # links over which nothing passes, since when
 
     def via(self, link_id: LinkId) -> str | None:
         return self._via.get(link_id)
@@ -40,18 +40,23 @@ class LinkReports:
                 link_id = self._link(sender, stats.peer, members)
                 if link_id is None:
                     continue
-                found.setdefault(link_id, []).append(stats)
                 key = (sender.kvd_url, stats.peer)
                 if self._heard.get(key) != stats.at_s:
                     self._heard[key] = stats.at_s
                     fresh.add(link_id)
-        return {way: self._judged(way, combined(found[way], now_s)) for way in fresh}
+                elif stats.retransmitted_segments:
+                    # Counted when this report was new.
+                    stats = msgspec.structs.replace(stats, retransmitted_segments=0)
+                found.setdefault(link_id, []).append(stats)
+        return {way: self._judged(way, combined(found[way], now_s), now_s) for way in fresh}
 
-    def _judged(self, link_id: LinkId, stats: LinkStats) -> LinkStats:
+    def _judged(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
         """Connections may stand although nothing passes: their ends notice much later."""
-        stalled = stats.backlog_bytes > 0 and stats.goodput_bps == 0
-        self._stalled[link_id] = self._stalled.get(link_id, 0) + 1 if stalled else 0
-        if self._stalled[link_id] < STALLED_REPORTS:
+        if not stats.backlog_bytes or stats.goodput_bps:
+            self._stalled.pop(link_id, None)
+            return stats
+        since_s = self._stalled.setdefault(link_id, now_s)
+        if now_s - since_s < STALLED_S:
             return stats
         return msgspec.structs.replace(stats, connections=0)
 

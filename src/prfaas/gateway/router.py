@@ -403,7 +403,7 @@ class Router:
     # The short-term loop --------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second: what reports have brought, and who has fallen silent."""
+        """Twice a second: what reports have brought, and who has fallen silent."""
         now = self._clock.now()
         self.refresh()
         for key in [key for key, waiting in self._waiting_for.items() if waiting]:

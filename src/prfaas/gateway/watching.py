@@ -23,6 +23,9 @@ from prfaas.types import BlockHash, NodeId
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+# Links change at once: what their senders say is half a second old at most when it is asked for
+# (`kvd/server.py` samples so often), and is heard and acted upon as soon.
+LINKS_EVERY_S = 0.5
 EVENTS_WAIT_S = 30.0  # of one long poll
 
 
@@ -48,7 +51,7 @@ class Watching:
     async def tick(self) -> None:
         """Until cancelled: the short-term loop, and who is gone for good."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LINKS_EVERY_S)
             self._router.tick()
             for member in self._router.members.forgotten(self._clock.now()):
                 log.info("%s is forgotten", member.kvd_url)
@@ -67,8 +70,9 @@ class Watching:
                     followed.add(name)
                     group.create_task(self._follow(member, kvd, name))
 
-            group.create_task(self._again(report, "kvd", member))
-            group.create_task(self._again(lambda: self._engine(member), "engine", member))
+            engine = self._again(lambda: self._engine(member), "engine", member, LOOK_EVERY_S)
+            group.create_task(self._again(report, "kvd", member, LINKS_EVERY_S))
+            group.create_task(engine)
 
     async def _engine(self, member: Member) -> None:
         url = member.engine_url
@@ -92,7 +96,11 @@ class Watching:
         self._router.loaded(member, load, asked_s, own)
 
     async def _again(
-        self, look: Callable[[], Coroutine[Any, Any, None]], what: str, member: Member
+        self,
+        look: Callable[[], Coroutine[Any, Any, None]],
+        what: str,
+        member: Member,
+        every_s: float,
     ) -> None:
         answers = True
         while True:
@@ -103,7 +111,7 @@ class Watching:
                 if answers:
                     log.warning("no word from the %s of %s: %s", what, member.kvd_url, error)
                 answers = False
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(every_s)
 
     async def _follow(self, member: Member, kvd: KvdClient, name: NodeId) -> None:
         """Cache events, from a snapshot on; a snapshot again after a gap or a restart."""

@@ -34,7 +34,7 @@ from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
 from prfaas.types import NodeId
 
 SWEEP_S = 0.25
-_SAMPLE_EVERY = 4  # sweeps between two reports of the links
+_SAMPLE_EVERY = 2  # sweeps between two reports of the links
 _CONNECTIONS = 64  # of all links together, beyond the first of each
 
 

@@ -35,6 +35,7 @@ class Outcome:
     cached_tokens: int | None
     output_tokens: int
     error: str | None
+    request_id: str = ""  # as the server named it
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +121,5 @@ def _outcome(answer: Answer, began_s: float, at_s: float) -> Outcome:
         cached_tokens=answer.cached_tokens,
         output_tokens=output if moments else 0,
         error=answer.error,
+        request_id=answer.request_id,
     )

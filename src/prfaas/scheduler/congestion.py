@@ -180,7 +180,8 @@ def _drain(stats: LinkStats, rules: CongestionRules) -> float:
     # None: there is a backlog, and nothing of it was acknowledged since the last report.
     drain_s = rules.drain_cap_s if stats.drain_s is None else stats.drain_s
     if stats.delivery_bps:
-        # A transfer that has just begun has little goodput yet; what the kernel saw pass says more.
+        # Of several senders that share a link the slowest has its own drain; together they are
+        # done when all bytes have passed.
         drain_s = min(drain_s, stats.backlog_bytes * 8 / stats.delivery_bps)
     # Even an empty path takes a round trip to acknowledge what was just sent.
     return min(max(0.0, drain_s - (stats.rtt_s or 0.0)), rules.drain_cap_s)

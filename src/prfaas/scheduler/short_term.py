@@ -170,12 +170,15 @@ def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
     if stats is None or stats.at_s == known.health.at_s:
         return known
     health = judge(known.health, stats, link.capacity_bps)
+    if health.verdict is Verdict.CLEAR:
+        # A few bytes on an empty path pass no faster than round trips allow: that says nothing.
+        return LinkState(health)
     # What passes while work is waiting is what the link can carry. It is believed until the
     # verdict is clear again, so that a slow link is not forgotten in the first quiet second.
     bps = stats.delivery_bps if stats.backlog_bytes else None
-    if bps is None and health.verdict is not Verdict.CLEAR:
-        bps = known.bps
-    return LinkState(health, bps)
+    if not bps and known.bps is None and stats.backlog_bytes and health.drain_s:
+        bps = stats.backlog_bytes * 8 / health.drain_s  # nothing has passed yet: at most so much
+    return LinkState(health, bps or known.bps)
 
 
 def _factor(state: State, links: dict[LinkId, LinkState], view: View, now_s: float) -> float:

@@ -50,6 +50,7 @@ class Backlog(NamedTuple):
     acknowledged_bytes: int  # since the beginning
     pending_bytes: int
     in_flight_bytes: int
+    busy_s: float  # since the beginning: how long there was a backlog
 
 
 class Departures:
@@ -72,6 +73,8 @@ class Departures:
         self._aborts: deque[SendAbort] = deque()
         self._in_flight_bytes = 0
         self._acknowledged_bytes = 0
+        self._busy_s = 0.0
+        self._counted_s = 0.0  # until then, `_busy_s` is
         self._rate_bps = rate_bps
         self._may_send_s = 0.0  # pacing: not before
         self._trouble = ""  # what connections last complained of
@@ -87,9 +90,13 @@ class Departures:
             self._turns.setdefault(transfer.priority, deque()).append(transfer)
 
     def ready(
-        self, transfer: Outgoing, segments: Mapping[str, Sequence[memoryview | FileSlice]]
+        self,
+        transfer: Outgoing,
+        segments: Mapping[str, Sequence[memoryview | FileSlice]],
+        now: float,
     ) -> None:
         with self._lock:
+            self._count(now)
             if transfer.ended is None:
                 transfer.ready(segments)
 
@@ -97,6 +104,7 @@ class Departures:
         """What to send next. A frame (of about `frame_bytes`) is in flight from now on: it must be
         acknowledged or lost. When its bytes are read no more the caller says `left`."""
         with self._lock:
+            self._count(now)
             if self._aborts:
                 abort = self._aborts.popleft()
                 abort.transfer.senders += 1
@@ -125,6 +133,7 @@ class Departures:
     def acknowledged(self, transfer_id: bytes, sequence: int, now: float) -> None:
         with self._lock:
             transfer = self._transfers.get(transfer_id)
+            self._count(now)
             if transfer is not None:
                 nbytes = transfer.acknowledged(sequence)
                 self._in_flight_bytes -= nbytes
@@ -151,8 +160,9 @@ class Departures:
             if transfer is not None:
                 transfer.progress_s = now
 
-    def ended(self, transfer_id: bytes, result: Ended) -> None:
+    def ended(self, transfer_id: bytes, result: Ended, now: float) -> None:
         with self._lock:
+            self._count(now)
             transfer = self._transfers.get(transfer_id)
             finished = None
             if transfer is not None:
@@ -198,14 +208,27 @@ class Departures:
         with self._lock:
             return bool(self._transfers or self._aborts)
 
-    def backlog(self) -> Backlog:
+    def backlog(self, now: float) -> Backlog:
         with self._lock:
+            self._count(now)
             pending = sum(transfer.pending_bytes for transfer in self._transfers.values())
             return Backlog(
-                len(self._transfers), self._acknowledged_bytes, pending, self._in_flight_bytes
+                len(self._transfers),
+                self._acknowledged_bytes,
+                pending,
+                self._in_flight_bytes,
+                self._busy_s,
             )
 
     # Called with the lock held --------------------------------------------------------------------
+
+    def _count(self, now: float) -> None:
+        """Before anything changes the backlog. Threads may be here in another order than that in
+        which they read the clock."""
+        if now > self._counted_s:
+            if self._in_flight_bytes or any(t.pending_bytes for t in self._transfers.values()):
+                self._busy_s += now - self._counted_s
+            self._counted_s = now
 
     def _take_frame(self, now: float, frame_bytes: int) -> SendFrame | Nothing | None:
         transfer = self._next_transfer()

@@ -151,7 +151,7 @@ class Transfer:
         """Several at once, as when a chunk of many layers is done."""
         several = iter(segments.items())
         while some := dict(islice(several, _READY_AT_ONCE)):
-            self._link.departures.ready(self._outgoing, some)
+            self._link.departures.ready(self._outgoing, some, self._link.clock.now())
             self._link.wake()
 
     def abort(self, reason: str) -> None:
@@ -239,15 +239,17 @@ class Link:
 
     def stats(self) -> LinkStats:
         """What has happened since the last call."""
-        backlog = self.departures.backlog()
+        now = self.clock.now()
+        backlog = self.departures.backlog(now)
         with self._lock:
             channels = [c.channel for c in self._connections if c.channel is not None]
         return self._meter.report(
-            self.clock.now(),
+            now,
             channels,
             acknowledged_bytes=backlog.acknowledged_bytes,
             backlog_bytes=backlog.pending_bytes + backlog.in_flight_bytes,
             in_flight_bytes=backlog.in_flight_bytes,
+            busy_s=backlog.busy_s,
         )
 
     def wake(self) -> None:
@@ -471,7 +473,7 @@ class _Connection:
             # Of this frame; the transfer's others on this connection are answered one by one.
             for expected in (Kind.ACK, Kind.OPENED, Kind.ALIVE):
                 self._settle(transfer_id, header.sequence, expected)
-            self._departures.ended(transfer_id, decode(frame.body, Ended))
+            self._departures.ended(transfer_id, decode(frame.body, Ended), now)
         elif self._settle(transfer_id, header.sequence, header.kind) is None:
             pass  # of a transfer that has ended meanwhile
         elif header.kind is Kind.OPENED:

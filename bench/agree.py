@@ -1,0 +1,288 @@
+"""Three-way agreement, live: the case study served, simulated and planned on the same requests.
+
+\b
+    make agree
+    prfaas bench agree [--requests 450] [--time-scale 1] [--byte-scale 0.0078125]
+                       [--output-scale 0.03125] [--json]
+
+The paper's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway), made
+small by three scales of their own, under three deployments: PrfaaS-PD, homogeneous PD and naive.
+Each is offered the same requests faster than it can serve them; the simulator gets the very list.
+Counted are first tokens from a fifth of the arrivals to the last one: neither the filling of queues
+nor their end. The machine must have time to spare, or the live run says nothing: above 80% of its
+cores' time the run is void. Prints a table, then JSON; exit code 1: void, or something disagrees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import click
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from prfaas.cli.child import tether
+from prfaas.cli.demo_scene import Check, RelayEar, watched
+from prfaas.cli.output import console, print_json, rounded
+from prfaas.cli.plan_compare import read_published
+from prfaas.cli.plan_tables import TITLES
+from prfaas.cli.small_case import (
+    SYSTEMS,
+    Seen,
+    SmallCase,
+    egress_gbps,
+    failures,
+    first_tokens_s,
+    hosts_enough,
+    offered,
+    seen,
+    small_case,
+)
+from prfaas.config import Deployment, load_deployment
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.children import ChildDied
+from prfaas.launch.running import Hosts, launched_hosts
+from prfaas.measure.machine import cpu_times
+from prfaas.scheduler.plan import best_for
+from prfaas.sim.arrivals import Arrivals, poisson
+from prfaas.sim.config import SimConfig, link_id
+from prfaas.sim.result import Result
+from prfaas.sim.run import simulate
+
+CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
+PUBLISHED = CASE_STUDY.with_suffix(".published.toml")
+OVERLOAD = 1.2  # offered over planned: a backlog at every stage from the warm-up's end on
+WITHIN = 0.1
+BUSIEST = 0.8  # of the cores' time; beyond, emulated work waits for a core
+MEMORY = "512MiB"  # of each kvd: hand-offs of a whole backlog are granted ahead
+NEVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """In the seconds and bytes of the case study."""
+
+    system: str
+    live: Seen
+    simulated: Seen
+    planned_rps: float
+    live_egress_gbps: float | None
+    simulated_egress_gbps: float | None
+    failures: dict[str, int]
+    cpu_share: float
+
+
+async def measure(
+    cases: Mapping[str, SmallCase], requests: int, scales: Scales, seed: int, folder: Path
+) -> list[Row]:
+    ear = RelayEar()
+    most = hosts_enough(cases)
+    engines = replace(most.engines, memory=MEMORY)
+    rows = []
+    async with launched_hosts(most.deployment, engines, folder, tether(), heard=ear.heard) as hosts:
+        for name, case in cases.items():
+            offered_rps = OVERLOAD * best_for(case.problem).capacity_rps
+            arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
+            lasts_s = float(arrivals.at_s[-1])
+            click.echo(f"{TITLES[name]}: {requests} requests in {lasts_s:.0f} s", err=True)
+            rows.append(await _row(name, case, hosts, arrivals, ear, scales))
+    return rows
+
+
+async def _row(
+    name: str, case: SmallCase, hosts: Hosts, arrivals: Arrivals, ear: RelayEar, scales: Scales
+) -> Row:
+    before = cpu_times()
+    load = offered(hosts, with_one_plan(case.deployment), arrivals, ear)
+    live = await watched(hosts.children, load)
+    cpu_share = cpu_times().share_since(before)
+    config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
+    result = simulate(case.problem, arrivals, config)
+    crosses = bool(case.problem.remotes)
+    return Row(
+        system=name,
+        live=seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
+        simulated=seen(arrivals.at_s, result.requests.first_token_s, scales),
+        planned_rps=best_for(case.problem).capacity_rps * scales.time,
+        live_egress_gbps=egress_gbps(live.egress_bps, scales) if crosses else None,
+        simulated_egress_gbps=(
+            egress_gbps(sent_bps(case, result, float(arrivals.at_s[-1])), scales)
+            if crosses
+            else None
+        ),
+        failures=failures(live.outcomes),
+        cpu_share=cpu_share,
+    )
+
+
+def with_one_plan(deployment: Deployment) -> Deployment:
+    """What is compared is one plan; the long-term loop would make another of what it sees."""
+    rules = deployment.scheduler
+    replan = msgspec.structs.replace(rules.replan, every_s=NEVER_S)
+    rules = msgspec.structs.replace(rules, replan=replan)
+    return msgspec.structs.replace(deployment, scheduler=rules)
+
+
+def sent_bps(case: SmallCase, result: Result, until_s: float) -> float:
+    """Over the WAN, until the last arrival; the bin in which that is counts in part."""
+    series = result.series
+    whole, part = divmod(until_s / series.bin_s, 1)
+    bits = series.egress_bits[link_id(case.problem, 0)]
+    last = float(bits[int(whole)]) * part if int(whole) < len(bits) else 0.0
+    return (float(bits[: int(whole)].sum()) + last) / until_s
+
+
+# What is claimed ----------------------------------------------------------------------------------
+
+
+def ratios(rows: list[Row]) -> dict[str, dict[str, float | None]]:
+    """PrfaaS-PD's throughput over each baseline's."""
+    published = read_published(PUBLISHED).ratios
+    first, *others = rows
+    return {
+        f"prfaas_over_{row.system}": {
+            "live": first.live.rps / row.live.rps,
+            "simulated": first.simulated.rps / row.simulated.rps,
+            "published": published.get(f"prfaas_over_{row.system}"),
+        }
+        for row in others
+        if row.live.rps and row.simulated.rps
+    }
+
+
+def checks(rows: list[Row]) -> list[Check]:
+    def off(live: float, simulated: float) -> float:
+        return live / simulated - 1 if simulated else float("inf")
+
+    found = [
+        Check(
+            f"{TITLES[row.system]}: no request fails",
+            not row.failures,
+            str(row.failures) if row.failures else "none",
+        )
+        for row in rows
+    ]
+    for row in rows:
+        throughput = off(row.live.rps, row.simulated.rps)
+        found.append(
+            Check(
+                f"{TITLES[row.system]}: throughput within {WITHIN:.0%} of the simulator's",
+                abs(throughput) <= WITHIN,
+                f"{throughput:+.1%}",
+            )
+        )
+        if row.live_egress_gbps is not None and row.simulated_egress_gbps is not None:
+            egress = off(row.live_egress_gbps, row.simulated_egress_gbps)
+            found.append(
+                Check(
+                    f"{TITLES[row.system]}: egress within {WITHIN:.0%} of the simulator's",
+                    abs(egress) <= WITHIN,
+                    f"{egress:+.1%}",
+                )
+            )
+    return found
+
+
+def void_because(rows: list[Row]) -> str | None:
+    busy = {TITLES[row.system]: row.cpu_share for row in rows if row.cpu_share > BUSIEST}
+    if not busy:
+        return None
+    said = ", ".join(f"{share:.0%} during {name}" for name, share in busy.items())
+    return f"the machine was busy for more than {BUSIEST:.0%} of its cores' time: {said}"
+
+
+def show(rows: list[Row], scales: Scales, screen: Console) -> None:
+    table = Table(
+        title=f"the case study, emulated (time x {scales.time:g}, bytes x {scales.bytes:.2g}, "
+        f"output x {scales.output:.2g}), offered {OVERLOAD:g} times what is planned",
+        title_justify="left",
+    )
+    table.add_column("")
+    for column in (
+        *("first tokens/s: live", "simulated", "planned", "counted"),
+        *("egress (Gbps): live", "simulated", "cores busy"),
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        egress = (row.live_egress_gbps, row.simulated_egress_gbps)
+        table.add_row(
+            TITLES[row.system],
+            f"{row.live.rps:.3f}",
+            f"{row.simulated.rps:.3f}",
+            f"{row.planned_rps:.3f}",
+            f"{row.live.counted}",
+            *("-" if value is None else f"{value:.2f}" for value in egress),
+            f"{row.cpu_share:.0%}",
+        )
+    screen.print(table)
+    for name, values in ratios(rows).items():
+        said = ", ".join(f"{who} {v:.2f}" for who, v in values.items() if v is not None)
+        screen.print(f"{name}: {said}", markup=False)
+    for check in checks(rows):
+        mark = "ok    " if check.held else "FAILED"
+        screen.print(f"{mark} {check.claim}: {check.seen}", markup=False)
+
+
+@click.command(help=__doc__)
+@click.option("--requests", default=450, show_default=True, help="For each deployment.")
+@click.option("--time-scale", default=1.0, show_default=True)
+@click.option("--byte-scale", default=1 / 128, show_default=True)
+@click.option("--output-scale", default=1 / 32, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
+@click.option("--json", "as_json", is_flag=True, help="Without the table.")
+def main(
+    requests: int,
+    time_scale: float,
+    byte_scale: float,
+    output_scale: float,
+    seed: int,
+    logs: Path | None,
+    as_json: bool,
+) -> None:
+    if requests < 10:
+        raise InputError("nothing to count", where="--requests", fix="give more")
+    scales = Scales(time_scale, byte_scale, output_scale)
+    stated = load_deployment(CASE_STUDY)
+    with tempfile.TemporaryDirectory(prefix="prfaas-agree-") as name:
+        folder = logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        cases = {
+            system: small_case(stated, CASE_STUDY, folder, scales, system) for system in SYSTEMS
+        }
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            rows = runner.run(measure(cases, requests, scales, seed, folder))
+    if not as_json:
+        show(rows, scales, console())
+    found, void = checks(rows), void_because(rows)
+    print_json(
+        {
+            "cores": os.cpu_count(),
+            "requests": requests,
+            "scales": asdict(scales),
+            "systems": {row.system: rounded(asdict(row), 4) for row in rows},
+            "ratios": rounded(ratios(rows), 4),
+            "checks": [asdict(check) for check in found],
+            "void": void,
+        }
+    )
+    if void is not None:
+        click.echo(f"void: {void}", err=True)
+    sys.exit(0 if void is None and all(check.held for check in found) else 1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, ChildDied, PeerError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
