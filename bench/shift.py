@@ -281,6 +281,8 @@ def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
     same = later(arrivals, served.began_s)
     expected = simulated(made.deployment, parts[0].problem, same)
     ends_s = same.at_s[np.cumsum([part.requests for part in parts]) - 1]
+    # Behind the last arrival only the longest are left to end: what is seen then is no traffic.
+    live = [plan for plan in served.plans if plan.at_s <= ends_s[-1]]
     print_json(
         {
             "requests": served.requests,
@@ -291,14 +293,14 @@ def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
             "phases": [
                 {
                     "ends_s": round(end_s, 1),
-                    **judged(part, at(served.plans, end_s)),
+                    **judged(part, at(live, end_s)),
                     "simulated": at(expected, end_s).shown(),
                 }
                 for part, end_s in zip(parts, ends_s.tolist(), strict=True)
             ],
-            "live": [plan.shown() for plan in served.plans],
+            "live": [plan.shown() for plan in live],
             "simulated": [plan.shown() for plan in expected],
-            "same_order": moves(served.plans) == moves(expected),
+            "same_order": moves(live) == moves(expected),
             "conversions": served.conversions,
         }
     )
