@@ -1,7 +1,7 @@
 """The long-term loop under traffic that shifts: what it plans, live beside simulated.
 
 \b
-    prfaas bench shift [--requests 350] [--time-scale 0.15] [--seed 0]
+    prfaas bench shift [--rounds 4] [--time-scale 0.15] [--seed 0]
 
 Three H20 nodes and one remote H200 node (the case study's model on emulated engines, as processes:
 kvds, nodes, a WAN, a gateway) serve short prompts, then long ones, which want another threshold and
@@ -59,10 +59,12 @@ from prfaas.sim.run import simulate
 
 MODEL = "case-study-1t"
 MEDIANS_LOG = (8.0, 10.0)  # of the prompts' lengths, phase by phase
+SHARES = (1, 2)  # of the requests: the second phase is the one to settle in
 ROUND = 50  # requests whose lengths are the quantiles of their distribution
 CORRECTION = 0.1  # of a threshold: more requests of the same traffic have been seen
 LOAD = 0.6  # of what the optimum for a phase can take
 BYTE_SCALE, OUTPUT_SCALE = 2e-3, 0.03
+ROUNDS = f"Of {ROUND} requests in the first phase; the second has twice as many."
 
 
 def deployment() -> Deployment:
@@ -99,25 +101,31 @@ def deployment() -> Deployment:
 class Phase(NamedTuple):
     problem: Problem  # with this phase's traffic
     rps: float
+    rounds: int
+
+    @property
+    def requests(self) -> int:
+        return self.rounds * ROUND
 
 
-def phases(made: Deployment) -> list[Phase]:
+def phases(made: Deployment, rounds: int) -> list[Phase]:
     study = Study(Path(__file__), "exact")
     found = []
-    for mu in MEDIANS_LOG:
+    for mu, share in zip(MEDIANS_LOG, SHARES, strict=True):
         assert isinstance(made.workload, Lognormal)
         workload = msgspec.structs.replace(made.workload, mu=mu)
         problem = study.problem(msgspec.structs.replace(made, workload=workload))
-        found.append(Phase(problem, LOAD * best_for(problem).capacity_rps))
+        rps = LOAD * best_for(problem).capacity_rps
+        found.append(Phase(problem, rps, share * rounds))
     return found
 
 
-def shifting(parts: Sequence[Phase], each: int, seed: int) -> Arrivals:
-    """Poisson times; `each` requests of every phase, whole rounds of them."""
+def shifting(parts: Sequence[Phase], seed: int) -> Arrivals:
+    """Poisson times."""
     rng = np.random.default_rng(seed)
     at_s, new = [], []
     for part in parts:
-        for _ in range(each // ROUND):
+        for _ in range(part.rounds):
             new.append(rng.permutation(_quantiles(part.problem.workload, ROUND)))
             at_s.append(rng.exponential(1 / part.rps, ROUND))
     count = len(new) * ROUND
@@ -255,24 +263,26 @@ def judged(part: Phase, plan: Planned) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--requests", "each", default=350, show_default=True, help="Of each phase.")
+@click.option("--rounds", default=4, show_default=True, help=ROUNDS)
 @click.option("--time-scale", default=0.15, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
-def main(each: int, time_scale: float, seed: int, as_json: bool) -> None:
-    if each < ROUND:
-        raise InputError(f"{each} requests", where="--requests", fix=f"at least {ROUND}")
+def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
+    if rounds < 1:
+        raise InputError(f"{rounds}", where="--rounds", fix="at least 1")
     with tempfile.TemporaryDirectory(prefix="prfaas-shift-") as name:
         folder = Path(name)
         wish = Wish("emulated", Scales(time_scale, BYTE_SCALE, OUTPUT_SCALE))
         made = prepared(deployment(), Path(__file__), wish, folder)
-        parts = phases(made.deployment)
-        arrivals = shifting(parts, each, seed)
+        parts = phases(made.deployment, rounds)
+        arrivals = shifting(parts, seed)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             served = runner.run(serve(made, arrivals, folder))
     same = later(arrivals, served.began_s)
     expected = simulated(made.deployment, parts[0].problem, same)
-    ends_s = same.at_s.reshape(len(parts), -1)[:, -1]
+    ends_s = same.at_s[np.cumsum([part.requests for part in parts]) - 1]
+    # Behind the last arrival only the longest are left to end: what is seen then is no traffic.
+    live = [plan for plan in served.plans if plan.at_s <= ends_s[-1]]
     print_json(
         {
             "requests": served.requests,
@@ -283,14 +293,14 @@ def main(each: int, time_scale: float, seed: int, as_json: bool) -> None:
             "phases": [
                 {
                     "ends_s": round(end_s, 1),
-                    **judged(part, at(served.plans, end_s)),
+                    **judged(part, at(live, end_s)),
                     "simulated": at(expected, end_s).shown(),
                 }
                 for part, end_s in zip(parts, ends_s.tolist(), strict=True)
             ],
-            "live": [plan.shown() for plan in served.plans],
+            "live": [plan.shown() for plan in live],
             "simulated": [plan.shown() for plan in expected],
-            "same_order": moves(served.plans) == moves(expected),
+            "same_order": moves(live) == moves(expected),
             "conversions": served.conversions,
         }
     )

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "shift.py"
 @pytest.mark.timeout(600)
 def test_the_gateway_follows_to_the_optimum_as_the_simulator_does() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--requests", "300"],
+        [sys.executable, str(SCRIPT)],
         capture_output=True,
         text=True,
         check=False,
