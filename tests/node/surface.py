@@ -68,14 +68,18 @@ async def pieces(answer: aiohttp.ClientResponse) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def surfaced(engine: Engine, words: Words | None = None) -> AsyncIterator[Surfaced]:
+async def surfaced(
+    engine: Engine, words: Words | None = None, *, hears_of_leaving: bool = True
+) -> AsyncIterator[Surfaced]:
+    """`hears_of_leaving`: of clients, before anything is written to them."""
     metrics = NodeMetrics("made-up", 64, engine.limits)
     pooling = Pooling(AbsentKvd(), 64)
     try:
         async with serving(engine, pooling, metrics, MonotonicClock(), lambda *_: None) as served:
             model = Model("made-up", words)
             server = TestServer(
-                Surface(model, engine, served, metrics).application(), handler_cancellation=True
+                Surface(model, engine, served, metrics).application(),
+                handler_cancellation=hears_of_leaving,
             )
             async with TestClient(server) as client:
                 yield Surfaced(client, served)

@@ -338,3 +338,21 @@ def test_bad_chats_are_named(fields: dict[str, Any], param: str) -> None:
         assert status == 400 and answer["error"]["param"] == param
 
     with_node(scenario, vocab_size=264)
+
+
+def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        engine = emulated(scales=FAST)
+        async with asyncio.timeout(60), surfaced(engine, BYTES, hears_of_leaving=False) as node:
+            asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
+            async with node.http.post("/v1/completions", json=asked) as answer:
+                await answer.content.readany()
+                answer.close()
+            await node.serving.drain(60.0)
+
+    with caplog.at_level("INFO"):
+        asyncio.run(run())
+    assert "cut off" in caplog.text  # long before its length
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -148,6 +148,8 @@ async def arenas_full(stage: Stage, name: str) -> Mend:
 
     async def fill(decode: str) -> None:
         pool = (await stage.stats(decode))["pool"]
+        if pool is None:
+            raise PeerError(f"{decode}: no engine has registered with its kvd yet")
         size = pool["block_tokens"]
         while True:
             ids = [len(taken)] * FILLER_TOKENS  # a prompt that nobody has
@@ -182,8 +184,12 @@ async def disks_full(stage: Stage, name: str) -> Mend:
     limits = {}
     for child, pid in stage.processes.items():
         if child.startswith("kvd-"):
-            limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[pid][1]))
+            try:
+                limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limit[1]))
+            except ProcessLookupError:
+                continue  # another fault has just killed it
+            limits[pid] = limit
 
     async def free() -> None:
         for pid, limit in limits.items():

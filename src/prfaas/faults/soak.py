@@ -21,6 +21,7 @@ from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample
 from prfaas.faults.stage import GATEWAYS, Stage
 from prfaas.faults.traces import held, settled
+from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
 TURNS = 3
@@ -235,8 +236,8 @@ class Soak:
             try:
                 await mend()
                 await stage.until(partial(stage.in_use, self._nodes(fault.part)))
-            except TimeoutError:
-                tally.unmended.append(fault.name)
+            except (TimeoutError, ChildDied) as error:
+                tally.unmended.append(f"{fault.name}: {error or 'not in time'}")
         finally:
             self._mending[fault.part] -= 1
 

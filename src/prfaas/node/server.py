@@ -223,7 +223,16 @@ class Surface:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+            await self._write(response, asked, ongoing, account)
+        except ConnectionResetError:
+            pass  # the client has gone, and this was quicker than the word of it
+        return response
+
+    async def _write(
+        self, response: web.StreamResponse, asked: Generation, ongoing: Ongoing, account: Account
+    ) -> None:
         if (opening := account.opening()) is not None:
             await response.write(opening)
         held: list[int] = []  # tokens whose text is not certain yet
@@ -250,7 +259,6 @@ class Surface:
                 await response.write(account.usage_piece())
         await response.write(DONE)
         await response.write_eof()
-        return response
 
 
 @web.middleware
