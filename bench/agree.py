@@ -61,6 +61,7 @@ from prfaas.sim.run import simulate
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 PUBLISHED = CASE_STUDY.with_suffix(".published.toml")
 OVERLOAD = 1.2  # offered over planned: a backlog at every stage from the warm-up's end on
+LEAST = 300  # first tokens that must be counted: fewer are chance
 WITHIN = 0.1
 BUSIEST = 0.8  # of the cores' time; beyond, emulated work waits for a core
 MEMORY = "512MiB"  # of each kvd: hand-offs of a whole backlog are granted ahead
@@ -163,7 +164,15 @@ def checks(rows: list[Row]) -> list[Check]:
     def off(live: float, simulated: float) -> float:
         return live / simulated - 1 if simulated else float("inf")
 
+    counted = min(row.live.counted for row in rows)
     found = [
+        Check(
+            f"at least {LEAST} first tokens are counted of each",
+            counted >= LEAST,
+            f"{counted} of the fewest",
+        )
+    ]
+    found += [
         Check(
             f"{TITLES[row.system]}: no request fails",
             not row.failures,

@@ -260,7 +260,7 @@ def show(screen: Console, found: dict[str, Figures], held: dict[str, dict[str, b
     "--policy",
     "policies",
     multiple=True,
-    default=["adaptive", "paper"],
+    default=["adaptive"],
     show_default=True,
     type=click.Choice(["adaptive", "paper"]),
     help="With the loop; may be given several times.",

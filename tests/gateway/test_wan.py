@@ -112,7 +112,8 @@ def test_a_slow_wan_is_left_alone_until_it_recovers(
                 relay.change(Conditions(rate_bps=SLOW_BPS))
             asked = [question(LONG, seed) for seed in (31, 34, 35)]
             slowly = asyncio.gather(*(answered(back, one) for one in asked))
-            await until(lambda: wan(back)["verdict"] != Verdict.CLEAR)
+            await until(lambda: wan(back)["believed_bps"] is not None)
+            assert wan(back)["verdict"] != Verdict.CLEAR
             assert wan(back)["believed_bps"] < 4 * SLOW_BPS, "what passes, not what the relay takes"
             meanwhile = await answered(back, question(somewhat_long, 32))
             assert not meanwhile.story.offloaded and meanwhile.story.attempts == 1
