@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from prfaas.faults.growth import OWN_BYTES, SETTLED_S, SOCKETS, WARM_S, Growth, Sample
+from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample
 from prfaas.faults.traces import Held
 
 STEPS = 40
 
 
-def samples(own: list[int], sockets: list[int], pids: list[int]) -> list[Sample]:
+def samples(own: list[int], pids: list[int]) -> list[Sample]:
     return [
-        Sample(10.0 * n, {"p": Held(pid, held, size)})
-        for n, (size, held, pid) in enumerate(zip(own, sockets, pids, strict=True))
+        Sample(10.0 * n, {"p": Held(pid, 5, size)})
+        for n, (size, pid) in enumerate(zip(own, pids, strict=True))
     ]
 
 
-def grown(own: list[int], sockets: list[int] | None = None) -> Growth:
-    return Growth.of(samples(own, sockets or [5] * STEPS, [1] * STEPS))["p"]
+def grown(own: list[int]) -> Growth:
+    return Growth.of(samples(own, [1] * STEPS))["p"]
 
 
 def test_a_process_that_reaches_its_size_is_flat() -> None:
@@ -27,15 +27,14 @@ def test_a_leak_is_not() -> None:
     assert not grown([n * OWN_BYTES // 8 for n in range(STEPS)]).flat
     five_a_minute = [(84 << 20) + n * (5 << 20) // 6 for n in range(STEPS)]
     assert not grown(five_a_minute).flat
-    assert not grown([1 << 20] * STEPS, [4 * n * SOCKETS // STEPS for n in range(STEPS)]).flat
 
 
 def test_the_longest_life_counts_and_a_short_one_says_nothing() -> None:
     pids = [1] * 30 + [2] * 10
-    found = Growth.of(samples([n << 28 for n in range(STEPS)], [5] * STEPS, pids))["p"]
+    found = Growth.of(samples([n << 28 for n in range(STEPS)], pids))["p"]
     assert found.seconds >= SETTLED_S and found.own_bytes[1] < 30 << 28
     assert found.judged and not found.flat
-    few = Growth.of(samples([0, 1 << 30], [5, 500], [1, 1]))["p"]
+    few = Growth.of(samples([0, 1 << 30], [1, 1]))["p"]
     assert not few.judged and few.flat
 
 
@@ -43,5 +42,5 @@ def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
     """Of a short life not its first third only."""
     steps = int(WARM_S + SETTLED_S) // 10 + 2
     filling = [min(10 * n, int(WARM_S)) << 20 for n in range(steps)]
-    found = Growth.of(samples(filling, [5] * steps, [1] * steps))["p"]
+    found = Growth.of(samples(filling, [1] * steps))["p"]
     assert found.judged and found.flat

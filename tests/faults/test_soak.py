@@ -5,7 +5,7 @@ from dataclasses import replace
 from prfaas.faults.growth import Growth
 from prfaas.faults.soak import SoakReport
 
-FLAT = Growth(600.0, (100 << 20, 101 << 20), (20, 22))
+FLAT = Growth(600.0, (100 << 20, 101 << 20))
 WELL = SoakReport(
     600.0,
     requests=10,
@@ -19,6 +19,7 @@ WELL = SoakReport(
     skipped={},
     growth={"gateway-0": FLAT},
     short_lived=[],
+    sockets={"gateway-0": (20, 22)},
     checked=["pd-0"],
 )
 
@@ -31,7 +32,7 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
         replace(WELL, untold=["one"]),
         replace(WELL, unmended=["one"]),
         replace(WELL, growth={"gateway-0": replace(FLAT, own_bytes=(100 << 20, 200 << 20))}),
-        replace(WELL, growth={"gateway-0": replace(FLAT, sockets=(20, 100))}),
+        replace(WELL, sockets={"gateway-0": (20, 40)}),
         replace(WELL, faults={}),
     ):
         assert not unwell.ok

@@ -42,3 +42,10 @@ def test_what_a_window_was_like() -> None:
     young.observe(51.0, 1, 0, 1, 0.0)
     found = young.seen(52.0)
     assert found is not None and found.rps == 0.5, "it has not been there for a whole window"
+
+
+def test_memory_is_bounded_where_nobody_plans() -> None:
+    traffic = Traffic(0.0, 10.0)
+    for at_s in range(1000):
+        traffic.observe(float(at_s), 1, 0, 1, 0.0)
+    assert max(len(column) for column in traffic._columns) <= 21

@@ -1,8 +1,8 @@
-"""Whether processes grow: memory and sockets of each, over its life. Pure.
+"""Whether processes grow: the memory of each, over its life. Pure.
 
-A process needs some time to reach its size: caches fill, pools of connections are made. So the
-first third of a life does not count, and never less than `WARM_S`; of the rest, the second half may
-not be larger than the first.
+A process needs some time to reach its size: caches and stores fill. So the first third of a life
+does not count, and never less than `WARM_S`; of the rest, the second half may not be larger than
+the first.
 
     0 ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── its end
 """
@@ -19,7 +19,6 @@ from prfaas.faults.traces import Held
 WARM, WARM_S = 1 / 3, 120.0  # bounded stores are full by then, at the rate of a soak
 SETTLED_S = 45.0  # what counts of a life is worth comparing when it is at least this long
 OWN_SHARE, OWN_BYTES = 0.03, 4 << 20  # beyond both it has grown; medians of a flat one differ by 2
-SOCKETS = 24  # pooled connections and requests under way come and go
 
 
 class Sample(NamedTuple):
@@ -33,7 +32,6 @@ class Growth:
 
     seconds: float  # compared
     own_bytes: tuple[int, int]  # medians of the first and the second half
-    sockets: tuple[int, int]
 
     @property
     def judged(self) -> bool:
@@ -45,8 +43,7 @@ class Growth:
         if not self.judged:
             return True
         first, last = self.own_bytes
-        memory = last - first <= max(OWN_BYTES, OWN_SHARE * first)
-        return memory and self.sockets[1] - self.sockets[0] <= SOCKETS
+        return last - first <= max(OWN_BYTES, OWN_SHARE * first)
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> dict[str, Growth]:
@@ -72,7 +69,6 @@ def _growth(life: Sequence[tuple[float, Held]]) -> Growth:
     return Growth(
         round(counted[-1][0] - counted[0][0], 1),
         (_median(one.own_bytes for one in first), _median(one.own_bytes for one in last)),
-        (_median(one.sockets for one in first), _median(one.sockets for one in last)),
     )
 
 

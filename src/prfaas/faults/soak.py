@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -20,7 +21,7 @@ from prfaas.faults.clients import Asked, Clients
 from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample
 from prfaas.faults.stage import GATEWAYS, Stage
-from prfaas.faults.traces import held, settled
+from prfaas.faults.traces import Held, held, settled
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
@@ -28,9 +29,11 @@ TURNS = 3
 CONVERSATIONS = 12
 OUTPUT_TOKENS = (4, 8, 24)  # the longest stream for seconds
 MOMENT_S = 5.0  # no victim within this: the fault is skipped
-SAMPLE_S = 5.0  # between two looks at memory and sockets
+SAMPLE_S = 5.0  # between two looks at memory
 STORY_S = 20.0  # for a gateway to have told of a request that has ended
 LEAVES_S = 2.0  # clients that hang up do so within this
+REST_S = 60.0  # idle connections end within this: clients' after 30 s
+REST_SOCKETS = 8  # more than before, at rest: who looks at whom has its moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,14 @@ class SoakReport:
     skipped: dict[str, int]  # nobody was in the right moment
     growth: dict[str, Growth]  # of the longest life of each process
     short_lived: list[str]  # no life of theirs was long enough to judge
+    sockets: dict[str, tuple[int, int]]  # of each process at rest, before and behind
     checked: list[str]  # kvds whose pools are whole, with nothing held
 
     @property
     def ok(self) -> bool:
         accounted = sum(self.verdicts.values()) == self.requests
         flat = all(one.flat for one in self.growth.values())
+        flat = flat and all(now - then <= REST_SOCKETS for then, now in self.sockets.values())
         amiss = self.wrong or self.untold or self.unmended
         return accounted and flat and bool(self.faults) and not amiss
 
@@ -106,6 +111,8 @@ class Soak:
         options, stage = self._options, self._stage
         self._say("learning the answers from one process")
         book = await self._book()
+        await settled(stage)
+        before = held(stage.processes)
         began_s = stage.clock.now()
         until_s = began_s + options.seconds
         self._say(f"{options.seconds:.0f} s of traffic, a fault every {options.fault_every_s:g} s")
@@ -123,7 +130,7 @@ class Soak:
             checked = stage.names
         except TimeoutError:
             tally.unmended.append("the end: somebody is not in use, or not idle")
-        self._samples.append(self._sample())
+        sockets = await self._rest(before)
         growth = Growth.of(self._samples)
         return SoakReport(
             round(seconds, 1),
@@ -138,6 +145,7 @@ class Soak:
             dict(tally.skipped),
             growth,
             [name for name, one in growth.items() if not one.judged],
+            sockets,
             checked,
         )
 
@@ -258,6 +266,19 @@ class Soak:
         while self._stage.clock.now() < until_s:
             self._samples.append(self._sample())
             await asyncio.sleep(SAMPLE_S)
+
+    async def _rest(self, before: Mapping[str, Held]) -> dict[str, tuple[int, int]]:
+        """When nobody has more sockets than before, or has had the time for it."""
+        now: dict[str, tuple[int, int]] = {}
+
+        async def rested() -> bool:
+            for name, one in held(self._stage.processes).items():
+                now[name] = (before[name].sockets, one.sockets)
+            return all(last <= first for first, last in now.values())
+
+        with suppress(TimeoutError):
+            await self._stage.until(rested, REST_S)
+        return now
 
     def _sample(self) -> Sample:
         return Sample(self._stage.clock.now(), held(self._stage.processes))

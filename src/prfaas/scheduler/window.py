@@ -64,6 +64,8 @@ class Traffic:
         cached.append(cached_tokens)
         output.append(output_tokens)
         wait.append(wait_s)
+        if at_s - at[0] > 2 * self._window_s:
+            self._recent(at_s)  # where nobody plans, nobody takes a window
 
     def window(
         self,
