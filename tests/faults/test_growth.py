@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample
+from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample, grown
 from prfaas.faults.traces import Held
 
 STEPS = 40
@@ -13,20 +13,20 @@ def samples(own: list[int], pids: list[int]) -> list[Sample]:
     ]
 
 
-def grown(own: list[int]) -> Growth:
+def life(own: list[int]) -> Growth:
     return Growth.of(samples(own, [1] * STEPS))["p"]
 
 
 def test_a_process_that_reaches_its_size_is_flat() -> None:
     warming = [min(n, 10) << 24 for n in range(STEPS)]
-    assert grown(warming).flat
-    assert grown([(100 << 20) + (n % 3 << 20) for n in range(STEPS)]).flat
+    assert life(warming).flat
+    assert life([(100 << 20) + (n % 3 << 20) for n in range(STEPS)]).flat
 
 
 def test_a_leak_is_not() -> None:
-    assert not grown([n * OWN_BYTES // 8 for n in range(STEPS)]).flat
+    assert not life([n * OWN_BYTES // 8 for n in range(STEPS)]).flat
     five_a_minute = [(84 << 20) + n * (5 << 20) // 6 for n in range(STEPS)]
-    assert not grown(five_a_minute).flat
+    assert not life(five_a_minute).flat
 
 
 def test_the_longest_life_counts_and_a_short_one_says_nothing() -> None:
@@ -44,3 +44,15 @@ def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
     filling = [min(10 * n, int(WARM_S)) << 20 for n in range(steps)]
     found = Growth.of(samples(filling, [1] * steps))["p"]
     assert found.judged and found.flat
+
+
+def test_a_young_process_may_become_as_large_as_an_old_one_that_stays() -> None:
+    old, young = Growth(1200.0, (64 << 20, 64 << 20)), Growth(300.0, (50 << 20, 60 << 20))
+    assert grown({"kvd-a": old, "kvd-b": young}) == []
+    assert grown({"kvd-b": young}) == ["kvd-b"]
+    assert grown({"a": old, "kvd-b": young}) == ["kvd-b"], "another kind says nothing"
+    assert grown({"kvd-a": old, "kvd-b": Growth(300.0, (50 << 20, 70 << 20))}) == ["kvd-b"]
+    assert grown({"kvd-a": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-b": young}) == [
+        "kvd-a",
+        "kvd-b",
+    ]

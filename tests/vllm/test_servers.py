@@ -87,13 +87,12 @@ def test_zeroed_state_changes_the_answer(case: Case, what: str) -> None:
 
 
 def test_an_engine_of_another_kind_is_refused_with_the_reason(case: Case) -> None:
-    before = case.pair.target.report().incoming
     other = load_model(case.model.directory, device="cpu").compat(BLOCK)
     with pytest.raises(HttpRefusal) as refusal:
         case.pair.target.open(PROMPTS["edges"][0], 384, other)
     assert refusal.value.status == 409
     assert "layout: " in str(refusal.value) and "canonical" in str(refusal.value)
-    assert case.pair.target.report().incoming == before
+    assert case.pair.target.report().incoming["granted"] == 0
 
 
 def test_a_lost_transfer_is_an_error_not_an_answer(case: Case) -> None:

@@ -2,7 +2,7 @@
 
 A process needs some time to reach its size: caches and stores fill. So the first third of a life
 does not count, and never less than `WARM_S`; of the rest, the second half may not be larger than
-the first.
+the first, unless an older process of its kind stays at a size that this one has not reached.
 
     0 ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── its end
 """
@@ -58,6 +58,30 @@ class Growth:
             if name not in longest or growth.seconds > longest[name].seconds:
                 longest[name] = growth
         return longest
+
+
+def grown(growth: Mapping[str, Growth]) -> list[str]:
+    """Who has grown, and will, for all that can be seen."""
+
+    def may_reach(name: str, one: Growth) -> int:
+        elders = [
+            other.own_bytes[1]
+            for its, other in growth.items()
+            if _kind(its) == _kind(name) and other.seconds > one.seconds and other.flat
+        ]
+        return max(elders, default=0)
+
+    return [
+        name
+        for name, one in growth.items()
+        if not one.flat and one.own_bytes[1] > may_reach(name, one)
+    ]
+
+
+def _kind(name: str) -> str:
+    """Kvds, gateways and relays say what they are; an engine's name is its node's."""
+    first = name.partition("-")[0]
+    return first if first in ("kvd", "gateway", "wan") else "node"
 
 
 def _growth(life: Sequence[tuple[float, Held]]) -> Growth:
