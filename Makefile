@@ -2,7 +2,8 @@
 # make up     serve the demo's deployment
 # make check  lint, types and tests              make format  rewrite in the house style
 # make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
-# make test-slow  the rest of the tests        make clean  forget the environment
+# make test-slow  what takes long              make test-grid  all models, lengths and seeds
+# make clean  forget the environment
 # make test-vllm  the connector against real vLLM servers, in an environment of its own
 # make soak   traffic with a fault every 10 s (MINUTES=30)
 # make agree  the case study, served and simulated on the same requests (an idle machine)
@@ -19,7 +20,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak agree test test-slow test-vllm bench-vllm check lint types format bench fuzz clean
+.PHONY: setup demo up soak agree test test-slow test-grid test-vllm bench-vllm check lint types format bench fuzz clean
 
 setup: $(READY)
 
@@ -42,10 +43,13 @@ up: setup
 	$(BIN)/prfaas up
 
 test: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow and not grid'
 
 test-slow: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
+
+test-grid: setup
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m grid
 
 MINUTES ?= 30
 soak: setup

@@ -40,8 +40,9 @@ async def told(stage: Stage, gateway: int, question: Question, *, stream: bool) 
 
 
 async def gone(stage: Stage, names: Collection[str]) -> bool:
-    """And known to be."""
-    return not any([await stage.in_use([name]) for name in names])
+    """And known to be, at every gateway."""
+    used = [await stage.used_by(gateway) for gateway in range(len(GATEWAYS))]
+    return not any(used_by.intersection(names) for used_by in used)
 
 
 @pytest.mark.slow

@@ -159,12 +159,13 @@ class Stage:
 
     async def in_use(self, names: Collection[str]) -> bool:
         """Whether every gateway is there and counts on these nodes."""
-        for number in range(len(self.targets)):
-            clusters = (await self.state(number))["clusters"]
-            known = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
-            if not all(name in known and known[name].get("in_use") for name in names):
-                return False
-        return True
+        return all([set(names) <= await self.used_by(n) for n in range(len(self.targets))])
+
+    async def used_by(self, gateway: int) -> set[str]:
+        """The nodes it counts on."""
+        clusters = (await self.state(gateway))["clusters"]
+        nodes = [node for cluster in clusters for node in cluster["nodes"]]
+        return {node["node"] for node in nodes if node.get("in_use")}
 
 
 @asynccontextmanager

@@ -18,12 +18,12 @@ from prfaas.testing.token_identical import Generation
 
 PAPER = ("kimi-linear", "qwen3-next", "mimo", "gpt-oss", "qwen3")
 ALL = (*PAPER, "falcon-h1", "gemma3")
-slow = pytest.mark.slow  # the whole grid; a part of it runs with every change
+grid = pytest.mark.grid  # the whole of it; a part runs with every change
 
 
 def archs(names: Sequence[str], *always: str) -> list[Any]:
     """Parameters for every name, of which only some run always."""
-    return [name if name in always else pytest.param(name, marks=slow) for name in names]
+    return [name if name in always else pytest.param(name, marks=grid) for name in names]
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def exported(arch: str, prompt: list[int], tokens: int, **options: int) -> Memor
     return MemorySegments.load(spec, sink.dump())
 
 
-@pytest.mark.parametrize("length", (150, *(pytest.param(n, marks=models.slow) for n in LENGTHS)))
+@pytest.mark.parametrize("length", (150, *(pytest.param(n, marks=models.grid) for n in LENGTHS)))
 @pytest.mark.parametrize("arch", models.archs(models.ALL, *models.PAPER))
 def test_chunked_prefill_and_decode(arch: str, length: int) -> None:
     prompt = models.prompt(arch, length)
@@ -53,7 +53,7 @@ def test_chunked_prefill_and_decode(arch: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "length", (150, *(pytest.param(n, marks=models.slow) for n in LENGTHS[1:]))
+    "length", (150, *(pytest.param(n, marks=models.grid) for n in LENGTHS[1:]))
 )
 @pytest.mark.parametrize("arch", models.archs(models.ALL, *models.PAPER))
 def test_state_as_bytes_and_back(arch: str, length: int) -> None:
@@ -113,7 +113,7 @@ def test_prefill_from_a_cached_prefix(arch: str, chunk_tokens: int) -> None:
     assert tokens == models.reference(arch, prompt, NEW_TOKENS).tokens
 
 
-@pytest.mark.parametrize("seed", (0, *(pytest.param(n, marks=models.slow) for n in range(1, 5))))
+@pytest.mark.parametrize("seed", (0, *(pytest.param(n, marks=models.grid) for n in range(1, 5))))
 @pytest.mark.parametrize("arch", models.archs(models.PAPER, "kimi-linear", "mimo"))
 def test_in_a_batch_that_others_join_and_leave(arch: str, seed: int) -> None:
     """Token-identical to one process, for requests of many lengths on few rows."""
