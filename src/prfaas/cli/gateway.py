@@ -10,7 +10,7 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.heap import steady_heap
+from prfaas.cli.heap import BODY_BYTES, steady_heap
 from prfaas.cli.logs import log_at, log_level_option
 from prfaas.cli.secret import read_secret
 from prfaas.cli.wiring import Study
@@ -59,7 +59,7 @@ def gateway(
       curl localhost:8080/prfaas/v1/state
     """
     log_at(log_level)
-    steady_heap()
+    steady_heap(BODY_BYTES)
     deployment = _with_flags(load_deployment(file), host, port, policy, advise)
     section = deployment.gateway
     options = GatewayOptions(
