@@ -74,7 +74,8 @@ class Lives:
                         answer = await self._attempt(stack, ask, prompt, booking, story)
                     except Failed as failure:
                         tries.failed(failure, booking)
-                        request = request._replace(unhandable=failure.unhandable)
+                        if failure.unhandable:  # and stays so, whatever the next one fails of
+                            request = request._replace(unhandable=True)
                     except Later as later:
                         tries.put_off(later)
                     else:
@@ -160,12 +161,12 @@ class Lives:
         except PeerError as error:
             if hand_off is not None and _renders_otherwise(ask, error):
                 _LOG.warning(
-                    "%s refused a chat that was handed to it (%s); it gets it again, to compute "
-                    "alone. Is [gateway] tokenizer the engines' own?",
+                    "%s refused a chat that was handed to it (%s); a decode node gets it again, to "
+                    "compute alone. Is [gateway] tokenizer the engines' own?",
                     route.decode,
                     error,
                 )
-                raise Failed(str(error), unhandable=True) from None
+                raise Failed(str(error), route.decode, unhandable=True) from None
             refused_by(error)
             if isinstance(error, ConnectionLost):
                 self._router.engine_failed(route.decode)
