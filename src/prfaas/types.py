@@ -83,13 +83,18 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: str
     at_s: float  # sender's monotonic clock
     connections: int
-    goodput_bps: float  # acknowledged payload bits per second over the report's interval
+    goodput_bps: float  # payload bits that arrived, per second of the report's interval
     backlog_bytes: int  # handed to the link, not yet acknowledged
     in_flight_bytes: int
-    drain_s: float | None = None  # of the backlog, as fast as bytes last passed; None: none did
+    # How long the oldest byte of the backlog has waited, beyond the path's own round trip and less
+    # the time in which the sender was not able to run.
+    waited_s: float = 0.0
+    late_s: float = 0.0  # of the report's interval: how long the sender was not able to run
     rtt_s: float | None = None
-    delivery_bps: float | None = None  # acknowledged while there was a backlog, if long enough
-    retransmitted_segments: int | None = None  # since the previous report
+    # What arrived while bytes stood waiting, per second; None: too few did to tell a rate.
+    delivery_bps: float | None = None
+    # Since the previous report, without those that the receiver had already.
+    retransmitted_segments: int | None = None
     congestion_window_bytes: int | None = None
 
 

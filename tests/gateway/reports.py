@@ -29,6 +29,7 @@ def report(
     revision: str = "1",
     links: tuple[LinkStats, ...] = (),
     registered: bool = True,
+    late_s: float = 0.0,
 ) -> Report:
     pool = PoolReport(
         compat=compat(revision),
@@ -52,6 +53,7 @@ def report(
         arrivals=ArrivalStats(0, 0, 0, 0, 0, 0),
         links=links,
         next_seq={},
+        late_s=late_s,
     )
 
 

@@ -2,22 +2,38 @@ from __future__ import annotations
 
 import msgspec
 
-from prfaas.gateway.linking import STALLED_S, LinkReports, combined
+from prfaas.gateway.linking import CONNECTING_S, STALLED_S, LinkReports, combined
 from prfaas.gateway.membership import Member, Membership
 from prfaas.types import LinkStats
 from tests.gateway.backs import FAR, HOME, deployment
 from tests.gateway.reports import report
 
-STATS = LinkStats("d:7400", 1.0, 4, 1e9, 500, 300, 0.1, 0.02, 2e9, 3, 100)
+STATS = LinkStats(
+    "d:7400",
+    at_s=1.0,
+    connections=4,
+    goodput_bps=1e9,
+    backlog_bytes=500,
+    in_flight_bytes=300,
+    waited_s=1.0,
+    late_s=0.1,
+    rtt_s=0.02,
+    delivery_bps=2e9,
+    retransmitted_segments=3,
+    congestion_window_bytes=100,
+)
 OUT = (FAR, HOME)
 
 
 def test_senders_of_one_link_add_up() -> None:
-    other = msgspec.structs.replace(STATS, drain_s=0.4, rtt_s=0.01, delivery_bps=None)
+    other = msgspec.structs.replace(STATS, waited_s=0.4, late_s=0.2, rtt_s=0.01, delivery_bps=None)
     total = combined([STATS, other], 50.0)
     assert (total.at_s, total.connections, total.goodput_bps) == (50.0, 8, 2e9)
     assert (total.backlog_bytes, total.in_flight_bytes) == (1000, 600)
-    assert (total.drain_s, total.rtt_s, total.delivery_bps) == (0.4, 0.01, 2e9)
+    assert (total.waited_s, total.late_s, total.rtt_s) == (1.0, 0.2, 0.01)
+    assert total.delivery_bps == 3e9, "one sender's bytes wait, so the link is full of both's"
+    quiet = msgspec.structs.replace(STATS, delivery_bps=None)
+    assert combined([quiet, quiet], 50.0).delivery_bps is None
     assert (total.retransmitted_segments, total.congestion_window_bytes) == (6, 200)
 
 
@@ -25,6 +41,24 @@ def test_without_connections_a_link_is_cut_only_when_something_waits() -> None:
     broken = msgspec.structs.replace(STATS, connections=0)
     assert combined([broken], 1.0).connections == 0
     assert combined([msgspec.structs.replace(broken, backlog_bytes=0)], 1.0).connections > 0
+    just_ready = msgspec.structs.replace(broken, waited_s=CONNECTING_S / 2)
+    assert combined([just_ready], 1.0).connections > 0, "connections are made when they are needed"
+
+
+def test_what_waited_for_a_late_receiver_did_not_wait_for_the_path() -> None:
+    subject, members = two_clusters()
+    d, _, p = members
+    members.heard(p, report("p", links=(STATS,)), 0.0)
+
+    def heard(late_s: float, at_s: float) -> LinkStats:
+        members.heard(d, report("d", late_s=late_s), 0.0)
+        stats = msgspec.structs.replace(STATS, at_s=at_s)
+        members.heard(p, report("p", links=(stats,)), 0.0)
+        return subject.new(list(members), at_s)[OUT]
+
+    assert (heard(0.0, 2.0).waited_s, heard(0.0, 3.0).delivery_bps) == (1.0, 2e9)
+    assert (heard(0.75, 4.0).waited_s, heard(0.75, 5.0).delivery_bps) == (0.25, 2e9)
+    assert (heard(1.5, 6.0).waited_s, heard(1.5, 7.0).delivery_bps) == (0.0, None)
 
 
 def two_clusters(via: str | None = None) -> tuple[LinkReports, Membership]:

@@ -19,7 +19,7 @@ SEGMENT_BITS = 1448 * 8
 LADDERS = {
     "loss": DEFAULT_RULES.loss,
     "queueing": DEFAULT_RULES.queueing,
-    "drain": DEFAULT_RULES.drain_s,
+    "waiting": DEFAULT_RULES.waiting_s,
     "utilisation": DEFAULT_RULES.utilisation,
 }
 
@@ -32,7 +32,7 @@ def report(at_s: float, **fields: Any) -> LinkStats:
         "goodput_bps": 0.5e9,
         "backlog_bytes": 5_000_000,
         "in_flight_bytes": 3_000_000,
-        "drain_s": 0.08,
+        "waited_s": 0.08,
         "rtt_s": 0.060,
         "delivery_bps": 0.5e9,
         "retransmitted_segments": 0,
@@ -97,7 +97,7 @@ def test_loss_turns_within_two_seconds_and_back(
 def test_loss_shows_on_a_slow_link_too() -> None:
     """A loss-based sender at 1% and 60 ms is down to 20 Mbit/s."""
     link = Link()
-    slow: dict[str, Any] = {"goodput_bps": 20e6, "delivery_bps": 20e6, "drain_s": 0.2}
+    slow: dict[str, Any] = {"goodput_bps": 20e6, "delivery_bps": 20e6, "waited_s": 0.2}
     slow["backlog_bytes"] = 500_000
     link.tell_for(5, **slow)
     assert link.until({BUILDING, CONGESTED}, 2.0, **slow, retransmitted_segments=4) <= 2.0
@@ -115,8 +115,8 @@ def test_the_usual_loss_of_a_long_path_is_clear() -> None:
 def test_one_lost_packet_is_no_trend() -> None:
     link = Link(0.5)
     idle: dict[str, Any] = {"goodput_bps": 1e5, "backlog_bytes": 0, "in_flight_bytes": 0}
-    link.tell_for(2, **idle, drain_s=0.0)
-    link.tell(**idle, drain_s=0.0, retransmitted_segments=1)
+    link.tell_for(2, **idle, waited_s=0.0)
+    link.tell(**idle, waited_s=0.0, retransmitted_segments=1)
     assert link.health.verdict is CLEAR
 
 
@@ -126,6 +126,7 @@ def test_one_lost_packet_is_no_trend() -> None:
 def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: Verdict) -> None:
     link = Link()
     link.tell_for(2)
+    assert link.tell(rtt_s=rtt_s) is CLEAR, "one report is no standing queue"
     assert link.tell_for(1, rtt_s=rtt_s) is verdict
     assert link.health.cause == ("queueing" if verdict else "")
     assert link.tell_for(3) is CLEAR
@@ -135,7 +136,7 @@ def test_a_short_path_may_double_its_rtt() -> None:
     link = Link()
     link.tell(rtt_s=0.0002)
     assert link.tell_for(3, rtt_s=0.0012) is CLEAR
-    assert link.tell_for(1, rtt_s=0.030) is CONGESTED
+    assert link.tell_for(1.25, rtt_s=0.030) is CONGESTED
 
 
 def test_a_longer_route_is_accepted_in_time_and_a_busy_quarter_hour_is_not() -> None:
@@ -148,35 +149,35 @@ def test_a_longer_route_is_accepted_in_time_and_a_busy_quarter_hour_is_not() -> 
 def test_an_idle_connection_remembers_an_old_rtt() -> None:
     link = Link()
     link.tell_for(2)
-    assert link.tell_for(1, rtt_s=0.3) is CONGESTED
+    assert link.tell_for(1.25, rtt_s=0.3) is CONGESTED
     idle: dict[str, Any] = {"goodput_bps": 0.0, "backlog_bytes": 0, "in_flight_bytes": 0}
-    assert link.tell_for(4, rtt_s=0.3, drain_s=0.0, delivery_bps=None, **idle) is CLEAR
+    assert link.tell_for(4, rtt_s=0.3, waited_s=0.0, delivery_bps=None, **idle) is CLEAR
 
 
-def test_a_backlog_that_does_not_drain() -> None:
+def test_bytes_that_wait_longer_and_longer() -> None:
     link = Link()
     link.tell_for(2)
-    growing: dict[str, Any] = {"backlog_bytes": 100_000_000, "delivery_bps": None}
-    assert link.tell_for(1.5, drain_s=1.0, **growing) is BUILDING
-    assert link.health.cause == "drain"
-    assert link.tell_for(2, drain_s=4.0, **growing) is CONGESTED
+    for waited_s in (0.2, 0.45, 0.7):
+        assert link.tell(waited_s=waited_s) is CLEAR
+    assert link.tell(waited_s=0.95) is BUILDING
+    assert link.health.cause == "waiting"
+    assert link.tell_for(1, waited_s=2.5) is CONGESTED
     assert link.tell_for(5) is CLEAR
 
 
 def test_a_stopped_link_is_congested_and_recovers() -> None:
     link = Link()
     link.tell_for(2)
-    stopped: dict[str, Any] = {"goodput_bps": 0.0, "drain_s": math.inf, "delivery_bps": 0.0}
-    assert link.tell_for(1, **stopped) is CONGESTED
-    link.tell_for(60, **stopped)
+    stopped: dict[str, Any] = {"goodput_bps": 0.0, "delivery_bps": None}
+    for tick in range(240):
+        link.tell(**stopped, waited_s=0.25 * tick)
+    assert link.health.verdict is CONGESTED
     assert link.until({CLEAR}, 7.0) <= 6.0
 
 
-def test_a_transfer_that_has_just_begun_is_no_backlog() -> None:
-    """No goodput yet, so an endless drain; the kernel already knows the delivery rate."""
+def test_a_full_link_on_which_no_byte_waits_is_clear() -> None:
     link = Link()
-    link.tell(drain_s=math.inf, goodput_bps=0.0, delivery_bps=0.9e9, backlog_bytes=20_000_000)
-    assert link.health.verdict is CLEAR
+    assert link.tell_for(10, goodput_bps=0.99e9, waited_s=0.0) is CLEAR
 
 
 def test_a_link_that_fills_warns_before_any_queue_stands() -> None:
@@ -237,7 +238,7 @@ reports = st.fixed_dictionaries(
         "goodput_bps": st.floats(0, 2e9),
         "backlog_bytes": st.integers(0, 10**10),
         "in_flight_bytes": st.integers(0, 10**8),
-        "drain_s": st.floats(0, 100) | st.just(math.inf),
+        "waited_s": st.floats(0, 100),
         "rtt_s": st.none() | st.floats(1e-5, 2),
         "delivery_bps": st.none() | st.floats(0, 2e9),
         "retransmitted_segments": st.none() | st.integers(0, 20_000),
@@ -277,12 +278,12 @@ def test_worse_signals_never_give_a_better_verdict(
     health = after(history, capacity_bps)
     at_s = (health.at_s or 10.0) + 0.3
     better = report(at_s, **fields)
-    # A longer RTT is part of the drain time as a sender sees it, so both grow together.
+    # A longer RTT than the path's own makes bytes wait as long, so both grow together.
     extra_rtt_s = None if better.rtt_s is None else better.rtt_s * slower - better.rtt_s
     worse = msgspec.structs.replace(
         better,
         rtt_s=None if extra_rtt_s is None or better.rtt_s is None else better.rtt_s + extra_rtt_s,
-        drain_s=better.drain_s + longer_s + (extra_rtt_s or 0.0),
+        waited_s=better.waited_s + longer_s + (extra_rtt_s or 0.0),
         delivery_bps=None,
         retransmitted_segments=None
         if better.retransmitted_segments is None
@@ -293,7 +294,7 @@ def test_worse_signals_never_give_a_better_verdict(
     assert judge(health, worse, worse_capacity).verdict >= verdict
 
 
-@pytest.mark.parametrize("signal", ["loss", "queueing", "drain", "utilisation"])
+@pytest.mark.parametrize("signal", ["loss", "queueing", "waiting", "utilisation"])
 def test_a_slow_swing_within_the_band_changes_nothing(signal: str) -> None:
     """Slower than the calm, so that only the distance of `enter` and `leave` can hold it."""
     border = LADDERS[signal].building
@@ -309,17 +310,17 @@ def test_a_slow_swing_within_the_band_changes_nothing(signal: str) -> None:
 
 
 def test_a_short_halt_is_no_stop() -> None:
-    """BBR measures the empty path: one report with a tenth of the goodput."""
+    """BBR measures the empty path: for one report next to nothing passes, and bytes wait."""
     link = Link()
-    link.tell_for(5, drain_s=0.13, delivery_bps=None)
-    link.tell(goodput_bps=0.05e9, drain_s=1.3, delivery_bps=None)
-    link.tell_for(5, drain_s=0.13, delivery_bps=None)
+    link.tell_for(5)
+    link.tell(goodput_bps=0.05e9, waited_s=0.35)
+    link.tell_for(5)
     assert set(link.verdicts) == {CLEAR}
 
 
 @settings(deadline=None, max_examples=100)
 @given(
-    st.sampled_from(["loss", "queueing", "drain", "utilisation"]),
+    st.sampled_from(["loss", "queueing", "waiting", "utilisation"]),
     st.integers(0, 1),
     st.integers(0, 2**32),
     st.floats(0.25, 0.5),
@@ -350,8 +351,8 @@ def _at(signal: str, value: float, every_s: float) -> dict[str, Any]:
         return {"retransmitted_segments": round(segments * value / (1 - value))}
     if signal == "queueing":
         return {"rtt_s": 0.060 + value * (0.060 + DEFAULT_RULES.rtt_noise_s)}
-    if signal == "drain":
-        return {"drain_s": value + 0.060, "delivery_bps": None}
+    if signal == "waiting":
+        return {"waited_s": value}
     return {"goodput_bps": value * CAPACITY_BPS}
 
 

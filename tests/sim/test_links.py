@@ -124,14 +124,14 @@ def test_reports() -> None:
     bench.run()
     busy, half, idle = said
     assert busy.goodput_bps == half.goodput_bps == pytest.approx(100 * M)
-    assert busy.backlog_bytes == pytest.approx(25 * M) and busy.drain_s == pytest.approx(2.0)
+    assert busy.backlog_bytes == pytest.approx(25 * M) and busy.waited_s == pytest.approx(1.0)
     assert busy.delivery_bps == 100 * M
-    assert idle.backlog_bytes == 0 and idle.drain_s == 0 and idle.delivery_bps is None
+    assert idle.backlog_bytes == 0 and idle.waited_s == 0 and idle.delivery_bps is None
     bench.link.set_bps(0.0)
     bench.copy("b", 11.0, 300 * M)
     bench.events.run_before(20.0)
     cut = bench.link.report("pd", 0.02)
-    assert cut.connections == 0 and cut.drain_s is None and cut.goodput_bps == 0
+    assert cut.connections == 0 and cut.waited_s == pytest.approx(10.0) and cut.goodput_bps == 0
 
 
 prefills = st.tuples(

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import TransferFailed
+from prfaas.lateness import never_late
 from prfaas.transport.departures import (
+    Backlog,
     Departures,
     Nothing,
     SendAbort,
@@ -48,6 +50,10 @@ def begin(link: Departures, transfer: Outgoing, *, ready: bool = True) -> None:
     if ready:
         for i, segment in enumerate(transfer.manifest.segments):
             link.ready(transfer, {f"s{i}": [memoryview(bytes(segment.nbytes))]}, 0.0)
+
+
+def backlog(link: Departures, now: float) -> Backlog:
+    return link.backlog(now, never_late)
 
 
 def take_frame(link: Departures, now: float = 0.0) -> SendFrame:
@@ -107,7 +113,7 @@ def test_the_in_flight_budget_holds_frames_back() -> None:
     link.acknowledged(transfer.transfer_id, first.frame.sequence, 1.0)
     take_frame(link)
     assert isinstance(link.take(0.0, QUANTUM), Nothing)
-    assert link.backlog(0.0).in_flight_bytes == 2 * QUANTUM
+    assert backlog(link, 0.0).in_flight_bytes == 2 * QUANTUM
 
 
 def test_pacing_spreads_frames_evenly_and_saves_up_nothing() -> None:
@@ -186,22 +192,44 @@ def test_done_waits_for_the_last_reader() -> None:
     link.left(transfer)
     with pytest.raises(TransferFailed, match="aborted: changed my mind"):
         transfer.done.result(0)
-    assert link.backlog(0.0).in_flight_bytes == 0
+    assert backlog(link, 0.0).in_flight_bytes == 0
 
 
-def test_busy_is_the_time_with_a_backlog() -> None:
+def test_bytes_wait_from_when_they_are_ready() -> None:
     link, transfer = departures(), outgoing(1, [2 * QUANTUM])
     link.add(transfer)
-    assert link.backlog(2.0).busy_s == 0, "nothing is ready yet"
+    assert backlog(link, 2.0).delivered.waited_s == 0, "nothing is ready yet"
     link.ready(transfer, {"s0": [memoryview(bytes(2 * QUANTUM))]}, 3.0)
-    assert link.backlog(5.0).busy_s == 2, "not opened, so nothing is in flight, but it waits"
+    assert backlog(link, 5.0).delivered.waited_s == 2, "it waits also before the transfer is open"
     assert isinstance(link.take(5.0, QUANTUM), SendOpen)
     link.opened(transfer.transfer_id, 6.0)
     frames = [link.take(6.0, QUANTUM) for _ in range(2)]
     for frame in frames:
         assert isinstance(frame, SendFrame)
         link.acknowledged(transfer.transfer_id, frame.frame.sequence, 8.0)
-    assert link.backlog(20.0).busy_s == 5
+    assert backlog(link, 20.0).delivered.waited_s == 0
+
+
+def test_parts_of_frames_count_as_delivered_once() -> None:
+    link, transfer = departures(), outgoing(1, [2 * QUANTUM])
+    begin(link, transfer)
+    first, second = take_frame(link), take_frame(link)
+
+    def delivered() -> int:
+        return backlog(link, 1.0).delivered.total_bytes
+
+    link.progressed(transfer.transfer_id, first.frame.sequence, 100, 1.0)
+    assert delivered() == 100
+    link.progressed(transfer.transfer_id, first.frame.sequence, 90, 1.0)  # an older message
+    link.progressed(transfer.transfer_id, first.frame.sequence, 10 * QUANTUM, 1.0)  # a false one
+    assert delivered() == QUANTUM and transfer.acknowledged_bytes == 0
+    link.acknowledged(transfer.transfer_id, first.frame.sequence, 1.0)
+    assert delivered() == QUANTUM == transfer.acknowledged_bytes
+    link.progressed(transfer.transfer_id, second.frame.sequence, 50, 1.0)
+    link.lost(second)
+    link.progressed(transfer.transfer_id, second.frame.sequence, 60, 1.0)
+    assert delivered() == QUANTUM + 50
+    assert transfer.outstanding_bytes == QUANTUM, "what was lost has to arrive again"
 
 
 def test_a_commit_counts_every_byte() -> None:
@@ -211,7 +239,7 @@ def test_a_commit_counts_every_byte() -> None:
     take_frame(link)
     link.ended(transfer.transfer_id, Ended(True), 3.0)
     assert transfer.done.result(0) is None
-    assert link.backlog(4.0) == (0, 2 * QUANTUM, 0, 0, 3.0)
+    assert backlog(link, 4.0) == (0, 0, 0, (2 * QUANTUM, 0.0, None))
     link.ended(
         transfer.transfer_id, Ended(False, "late"), 5.0
     )  # of a transfer that is gone: nothing
@@ -245,8 +273,8 @@ def test_every_byte_leaves_whatever_gets_lost(sizes: list[list[int]], seed: int)
             else:
                 arrived[answer.transfer.transfer_id] |= set(answer.frame.pieces)
                 link.acknowledged(answer.transfer.transfer_id, answer.frame.sequence, 0.0)
-    backlog = link.backlog(0.0)
-    assert backlog.pending_bytes == backlog.in_flight_bytes == 0
+    left = backlog(link, 0.0)
+    assert left.pending_bytes == left.in_flight_bytes == 0
     for transfer in transfers:
         assert transfer.acknowledged_bytes == transfer.total_bytes
         pieces = arrived[transfer.transfer_id]

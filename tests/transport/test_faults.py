@@ -27,6 +27,7 @@ from prfaas.transport.wire import (
     auth_of,
     encode_data,
     encode_message,
+    parse_progress,
     parse_sequences,
 )
 from tests.transport.ends import (
@@ -457,6 +458,9 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
         answer = peer.answer()
         assert answer.header.kind is Kind.ACK
         assert parse_sequences(answer.body) == (0,)
+        progress = peer.answer()
+        assert progress.header.kind is Kind.PROGRESS and progress.header.sequence == 1
+        assert parse_progress(progress.body) == 50, "how much of the slow frame has come"
         peer.send(frames[1][-50:])
         assert decode(peer.answer().body, Ended).committed
     assert owner.wait() is None

@@ -152,7 +152,7 @@ def test_stats_tell_what_has_happened() -> None:
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
         stats = link.stats()
         assert stats.goodput_bps > 0
-        assert (stats.backlog_bytes, stats.in_flight_bytes, stats.drain_s) == (0, 0, 0)
+        assert (stats.backlog_bytes, stats.in_flight_bytes, stats.waited_s) == (0, 0, 0)
         assert stats.rtt_s is not None and stats.rtt_s > 0
         # Mostly none, but on a busy machine the kernel probes, and sends what was not lost again.
         assert stats.retransmitted_segments is not None

@@ -1,47 +1,27 @@
 from __future__ import annotations
 
-import pytest
-
-from prfaas.transport.meter import LEAST_BUSY_S, Meter
+from prfaas.lateness import never_late
+from prfaas.transport.delivery import Delivered
+from prfaas.transport.meter import Meter
 from prfaas.types import LinkStats
 
 
-def said(
-    meter: Meter, now: float, *, acknowledged: int, busy_s: float, backlog: int = 0
-) -> LinkStats:
+def said(meter: Meter, now: float, delivered: Delivered, late_s: float = 0.0) -> LinkStats:
     return meter.report(
         now,
         [],
-        acknowledged_bytes=acknowledged,
-        backlog_bytes=backlog,
+        delivered=delivered,
+        backlog_bytes=2000,
         in_flight_bytes=0,
-        busy_s=busy_s,
+        late_since=(lambda _since_s: late_s) if late_s else never_late,
     )
 
 
-def test_goodput_is_of_all_time_and_delivery_of_the_busy_part() -> None:
+def test_goodput_is_of_the_time_since_the_last_report() -> None:
     meter = Meter("b:7400", 10.0)
-    stats = said(meter, 11.0, acknowledged=1000, busy_s=0.25, backlog=2000)
-    assert stats.goodput_bps == 8000
-    assert stats.delivery_bps == pytest.approx(32_000)
-    assert stats.drain_s == pytest.approx(0.5)
-    idle = said(meter, 12.0, acknowledged=1000, busy_s=0.25)
-    assert (idle.goodput_bps, idle.delivery_bps, idle.drain_s) == (0, None, 0)
-
-
-def test_a_transfer_that_has_just_begun_is_no_stop() -> None:
-    meter = Meter("b:7400", 0.0)
-    first = said(meter, 1.0, acknowledged=0, busy_s=LEAST_BUSY_S / 2, backlog=5000)
-    assert first.drain_s == 0 and first.delivery_bps is None, "nothing is known yet"
-    later = said(meter, 2.0, acknowledged=1000, busy_s=0.6, backlog=1000)
-    assert later.drain_s == pytest.approx(0.6 - LEAST_BUSY_S / 2)
-    again = said(meter, 3.0, acknowledged=1000, busy_s=0.7, backlog=1000)
-    # What passed before counts with the tenth of a second in which nothing did.
-    assert again.drain_s == pytest.approx(0.6) and again.delivery_bps is None
-
-
-def test_a_stop_has_no_drain() -> None:
-    meter = Meter("b:7400", 0.0)
-    said(meter, 1.0, acknowledged=1000, busy_s=1.0, backlog=9000)
-    stopped = said(meter, 2.0, acknowledged=1000, busy_s=2.0, backlog=9000)
-    assert stopped.drain_s is None and stopped.delivery_bps == 0
+    first = said(meter, 11.0, Delivered(1000, 0.5, 32_000.0), late_s=0.25)
+    assert (first.goodput_bps, first.delivery_bps, first.waited_s) == (8000, 32_000, 0.5)
+    assert (first.late_s, first.backlog_bytes) == (0.25, 2000)
+    assert said(meter, 13.0, Delivered(3000, 0.0, None)).goodput_bps == 8000
+    idle = said(meter, 14.0, Delivered(3000, 0.0, None))
+    assert (idle.goodput_bps, idle.delivery_bps, idle.waited_s) == (0, None, 0)

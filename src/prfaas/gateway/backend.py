@@ -83,6 +83,7 @@ class Back:
         yield from self._moves.metrics()
         yield from self._book.metrics(self.router.plan)
         yield pace_metric(self.router)
+        yield from self.router.loop_log.metrics()
 
     def plan(self) -> dict[str, Any]:
         return shown_plan(self.router.plan, self._clock.now())

@@ -12,10 +12,13 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.gateway.membership import Member
+from prfaas.kvd.report import LATE_WINDOW_S
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
 STALLED_S = 2.5  # bytes wait so long, and none arrives: nothing passes any more
+# A link whose bytes have waited less may have no connection yet: making one takes round trips.
+CONNECTING_S = 0.5
 
 
 class LinkReports:
@@ -47,18 +50,26 @@ class LinkReports:
                 elif stats.retransmitted_segments:
                     # Counted when this report was new.
                     stats = msgspec.structs.replace(stats, retransmitted_segments=0)
-                found.setdefault(link_id, []).append(stats)
+                late_s = self._receivers_late_s(link_id, stats.peer, members)
+                found.setdefault(link_id, []).append(discounted(stats, late_s))
         return {way: self._judged(way, combined(found[way], now_s), now_s) for way in fresh}
 
     def _judged(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
         """Connections may stand although nothing passes: their ends notice much later."""
-        if not stats.backlog_bytes or stats.goodput_bps:
+        if not stats.backlog_bytes or stats.goodput_bps or not stats.waited_s:
             self._stalled.pop(link_id, None)
             return stats
         since_s = self._stalled.setdefault(link_id, now_s)
         if now_s - since_s < STALLED_S:
             return stats
         return msgspec.structs.replace(stats, connections=0)
+
+    def _receivers_late_s(self, link_id: LinkId, peer: str, members: Sequence[Member]) -> float:
+        """How late the process behind `peer` was lately; behind a relay that leads to several, the
+        latest of them."""
+        known = [m for m in members if m.report is not None and m.cluster == link_id[1]]
+        at_peer = [m for m in known if m.report and peer in (m.report.data_address, m.via)]
+        return max((m.report.late_s for m in at_peer or known if m.report), default=0.0)
 
     def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
         for link_id, via in self._via.items():
@@ -77,19 +88,43 @@ def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
     next transfer will show."""
     backlog = sum(s.backlog_bytes for s in stats)
     connections = sum(s.connections for s in stats)
+    waited_s = max(s.waited_s for s in stats)
+    works = not backlog or waited_s < CONNECTING_S
     return LinkStats(
         peer=stats[0].peer,
         at_s=now_s,
-        connections=connections if connections or backlog else 1,
+        connections=connections or int(works),
         goodput_bps=sum(s.goodput_bps for s in stats),
         backlog_bytes=backlog,
         in_flight_bytes=sum(s.in_flight_bytes for s in stats),
-        drain_s=max(_known(s.drain_s for s in stats), default=None),
+        waited_s=waited_s,
+        late_s=max(s.late_s for s in stats),
         rtt_s=min(_known(s.rtt_s for s in stats), default=None),
-        delivery_bps=_sum(s.delivery_bps for s in stats),
+        delivery_bps=_delivery_bps(stats),
         retransmitted_segments=_whole(s.retransmitted_segments for s in stats),
         congestion_window_bytes=_whole(s.congestion_window_bytes for s in stats),
     )
+
+
+def discounted(stats: LinkStats, receiver_late_s: float) -> LinkStats:
+    """Bytes that waited while their receiver was not able to run did not wait for the path."""
+    if not receiver_late_s:
+        return stats
+    # A rate that was taken while the receiver was mostly late is the receiver's.
+    unsure = receiver_late_s > LATE_WINDOW_S / 2
+    return msgspec.structs.replace(
+        stats,
+        waited_s=max(0.0, stats.waited_s - receiver_late_s),
+        delivery_bps=None if unsure else stats.delivery_bps,
+    )
+
+
+def _delivery_bps(stats: Sequence[LinkStats]) -> float | None:
+    """Once bytes stand waiting at one sender, the link is full: what the others get through it is
+    a part of what it carries."""
+    if all(s.delivery_bps is None for s in stats):
+        return None
+    return sum(s.goodput_bps if s.delivery_bps is None else s.delivery_bps for s in stats)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -19,7 +19,7 @@ from prfaas.kvd.pulling import PULL_S
 from prfaas.kvd.report import Report
 from prfaas.types import BlockHash, NodeId
 
-LONGEST_DRAIN_S = 0.5  # a sender that needs longer for what it has gets no more to do
+LONGEST_WAIT_S = 0.5  # a sender whose bytes have waited longer gets no more to do
 LOOK_EVERY_S = 0.25
 AGAIN_S = 30.0  # a prefix goes to the same node at most once in so long: it may not stay there
 
@@ -94,7 +94,4 @@ class Replicating:
 
 def is_calm(report: Report) -> bool:
     """Whether what this kvd has to send, over the fabric and between clusters, leaves soon."""
-    return all(
-        link.backlog_bytes == 0 or (link.drain_s is not None and link.drain_s <= LONGEST_DRAIN_S)
-        for link in report.links
-    )
+    return all(link.backlog_bytes == 0 or link.waited_s <= LONGEST_WAIT_S for link in report.links)

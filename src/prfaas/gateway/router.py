@@ -21,6 +21,7 @@ from prfaas.config import Deployment
 from prfaas.gateway.ask import Refusal
 from prfaas.gateway.booking import Booking
 from prfaas.gateway.linking import LinkReports
+from prfaas.gateway.loop_log import LoopLog
 from prfaas.gateway.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.node_client import Load
 from prfaas.gateway.record import Recorder
@@ -72,6 +73,7 @@ class Router:
         longest = min(deployment.model.max_tokens, _LONGEST_LOOKUP)
         self.costs = costs_of(problem, longest)
         self.links = LinkReports(deployment)
+        self.loop_log = LoopLog()
         self.state = State(deployment.scheduler)
         self.plan: Plan | None = None  # until somebody can decode
         self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
@@ -423,6 +425,7 @@ class Router:
                 log.warning("link %s -> %s is cut", *link_id)
                 self._cut_s[link_id] = now
         self.state = adjust(self.state, self._view({}), now)
+        self.loop_log.tell(self.state)
         self.manager.sweep()
         if self.held:
             self.ask_again()

@@ -189,10 +189,12 @@ def _link(way: LinkId, link: LinkView, states: Any) -> dict[str, Any]:
         "to": way[1],
         "up": link.up,
         "verdict": known.health.verdict.value,
+        "cause": known.health.cause,
         "capacity_bps": link.capacity_bps,
         "believed_bps": known.bps,
         "goodput_bps": 0.0 if stats is None else stats.goodput_bps,
         "backlog_bytes": 0 if stats is None else stats.backlog_bytes,
+        "waited_s": 0.0 if stats is None else stats.waited_s,
         "rtt_s": link.rtt_s if stats is None or stats.rtt_s is None else stats.rtt_s,
         "pending_bytes": link.pending_bytes,
     }

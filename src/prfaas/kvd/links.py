@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 
 from prfaas.errors import InputError
+from prfaas.lateness import LateSince, never_late
 from prfaas.transport.address import parse_address
 from prfaas.transport.link import ConnectionBudget, Link, LinkOptions
 from prfaas.types import LinkStats
@@ -14,11 +15,17 @@ class Links:
     """All links share one budget of connections."""
 
     def __init__(
-        self, options: LinkOptions, *, tls: ssl.SSLContext | None, budget: ConnectionBudget
+        self,
+        options: LinkOptions,
+        *,
+        tls: ssl.SSLContext | None,
+        budget: ConnectionBudget,
+        late_since: LateSince = never_late,
     ) -> None:
         self._options = options
         self._tls = tls
         self._budget = budget
+        self._late_since = late_since
         self._links: dict[str, Link] = {}
         self.reports: tuple[LinkStats, ...] = ()  # of the last sample
 
@@ -29,7 +36,13 @@ class Links:
                 host, port = parse_address(address, "data_address")
             except InputError as error:
                 raise InputError(error.problem, where="grant", fix=error.fix) from None
-            link = Link((host, port), options=self._options, tls=self._tls, budget=self._budget)
+            link = Link(
+                (host, port),
+                options=self._options,
+                tls=self._tls,
+                budget=self._budget,
+                late_since=self._late_since,
+            )
             self._links[address] = link
         return link
 

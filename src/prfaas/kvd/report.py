@@ -18,9 +18,14 @@ from prfaas.kvd.messages import GroupShape, shapes_of
 from prfaas.kvd.outgoing import OutgoingTransfers
 from prfaas.kvd.role import Role
 from prfaas.kvd.store import Store
+from prfaas.lateness import LatenessMonitor
 from prfaas.transport.arrivals import ArrivalStats
 from prfaas.transport.listener import Listener
 from prfaas.types import Compat, LinkStats, NodeId
+
+# A report says how late the kvd was within the last seconds: long enough for what a gateway that
+# looks twice a second may have missed.
+LATE_WINDOW_S = 2.0
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -52,6 +57,7 @@ class Report(msgspec.Struct, frozen=True):
     arrivals: ArrivalStats
     links: tuple[LinkStats, ...]
     next_seq: dict[NodeId, int]  # of each node's cache events
+    late_s: float = 0.0  # of the last LATE_WINDOW_S: how long this process was not able to run
 
 
 class Reporter:
@@ -66,6 +72,7 @@ class Reporter:
         events: EventLog,
         links: Links,
         listener: Listener,
+        lateness: LatenessMonitor,
     ) -> None:
         self.role = Role()
         self._instance = instance
@@ -77,6 +84,7 @@ class Reporter:
         self._events = events
         self._links = links
         self._listener = listener
+        self._lateness = lateness
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(self))
 
@@ -94,6 +102,7 @@ class Reporter:
             arrivals=self._listener.stats(),
             links=self._links.reports,
             next_seq=self._events.nodes,
+            late_s=round(self._lateness.within(LATE_WINDOW_S), 4),
         )
 
     def metrics(self) -> bytes:
@@ -144,6 +153,11 @@ class _Metrics(Collector):
         held = _gauge("held_leases", "Leases that engine processes hold.")
         held.add_metric([], report.held_leases)
         yield held
+        late = _gauge(
+            "late_seconds", "Seconds of the last two in which this process could not run."
+        )
+        late.add_metric([], report.late_s)
+        yield late
         if report.pool is not None:
             yield from _pool_metrics(report.pool)
         yield from _link_metrics(report.links)
@@ -168,13 +182,16 @@ def _pool_metrics(pool: PoolReport) -> Iterator[Metric]:
 
 
 def _link_metrics(links: tuple[LinkStats, ...]) -> Iterator[Metric]:
-    goodput = _gauge("link_goodput_bps", "Acknowledged payload, last second.", "peer")
-    backlog = _gauge("link_backlog_bytes", "Not yet acknowledged.", "peer")
+    goodput = _gauge("link_goodput_bps", "Payload bits that arrived, per second.", "peer")
+    backlog = _gauge("link_backlog_bytes", "Bytes that are not acknowledged yet.", "peer")
+    waited = _gauge("link_waited_seconds", "How long the oldest byte has waited.", "peer")
     for link in links:
+        waited.add_metric([link.peer], link.waited_s)
         goodput.add_metric([link.peer], link.goodput_bps)
         backlog.add_metric([link.peer], link.backlog_bytes)
     yield goodput
     yield backlog
+    yield waited
 
 
 def _counter(name: str, text: str, value: int) -> CounterMetricFamily:

@@ -27,6 +27,7 @@ from prfaas.kvd.outgoing import OutgoingTransfers
 from prfaas.kvd.pins import Pins
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.store import Store, StoreOptions
+from prfaas.lateness import LatenessMonitor
 from prfaas.transport.address import Address
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -92,6 +93,8 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         except OSError as error:
             raise InputError(f"{options.listen}: {error.strerror}", where="--listen") from None
         stack.callback(listener.close)
+        lateness = LatenessMonitor(clock)
+        stack.callback(lateness.close)
         data = _reachable(Address(*listener.address), options.advertise)
         instance = uuid.uuid4().hex
         events = EventLog(instance)
@@ -100,13 +103,23 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             LinkOptions(connections=options.connections, tls_name=SERVICE_NAME if tls else None),
             tls=client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None,
             budget=ConnectionBudget(_CONNECTIONS),
+            late_since=lateness.since,
         )
         address = options.via or str(data)
         incoming = IncomingTransfers(store, listener, address, options.transfers, clock)
         outgoing = OutgoingTransfers(store, links, clock)
         engines = Engines(store, incoming, outgoing, Pins(store, clock), events, address)
         reporter = Reporter(
-            instance, address, store, incoming, outgoing, engines, events, links, listener
+            instance,
+            address,
+            store,
+            incoming,
+            outgoing,
+            engines,
+            events,
+            links,
+            listener,
+            lateness,
         )
         client = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(options.key)))
         side = GatewaySide(store, incoming, outgoing, events, reporter, client)

@@ -5,8 +5,12 @@ constant stand beside it in `CongestionRules`. Four signals, each with a ladder 
 
     loss          retransmitted / sent segments           the path drops
     queueing      RTT above the path's own minimum        a queue stands somewhere on the path
-    drain         time to drain the sender's backlog      more is offered than the link carries
-    utilisation   goodput / capacity                      the next transfer will meet a full link
+    waiting       age of the oldest byte not arrived      more is offered than the link carries
+    utilisation   goodput / capacity, while bytes wait    the next transfer will meet a full link
+
+Each is evidence about the path. A sender or a receiver that is late itself makes bytes wait, too:
+reports subtract that (`LinkStats.waited_s`). A delay of a few tenths of a second, or a high RTT in
+a single report, is not a queue that stands.
 
 The worst signal counts. A verdict worsens as soon as a signal passes a border's `enter`; it
 improves only after every signal has stayed below that border's `leave` for `calm_s`.
@@ -69,20 +73,18 @@ class CongestionRules:
     # Short paths double their RTT by scheduling noise alone: this much is added to the minimum
     # before a share of it is taken.
     rtt_noise_s: float = 0.02
-    # Half a second is a few chunks of a hand-off that wait; two seconds are felt in a request's
-    # time to first token.
-    drain_s: Ladder = Ladder(Border(0.5, 0.3), Border(2.0, 1.2))
+    # The queueing delay is the least of this long: one late acknowledgement is no standing queue.
+    standing_s: float = 0.9
+    # BBR halts for 0.2 s every 10 s to measure the empty path, and a process on the path may stop
+    # for a few tenths of a second: less than this is no evidence. Two seconds are felt in a
+    # request's time to first token.
+    waiting_s: Ladder = Ladder(Border(0.75, 0.4), Border(2.0, 1.2))
     # A full link is no congestion yet, so this signal alone never says so. Above 85% the wait for
     # a shared link grows steeply (at random arrivals, as 1 / (1 - utilisation)).
     utilisation: Ladder = Ladder(Border(0.85, 0.75), _NEVER)
     # Loss and utilisation are averaged over so long: one odd report turns nothing, a real change
     # shows after two.
     smoothing_s: float = 0.5
-    # The drain over longer: BBR halts for 0.2 s every 10 s to measure the empty path, which makes
-    # the goodput of one report look like a stop.
-    drain_smoothing_s: float = 1.0
-    # A stopped link has an endless drain; capped, so that it is forgotten in a few reports.
-    drain_cap_s: float = 4.0
     # A recovery takes a few round trips, and BBR probes for bandwidth every 8: calm must outlast
     # both at WAN distances.
     calm_s: float = 2.0
@@ -110,12 +112,18 @@ class LinkHealth:
     changed_at_s: float | None = None
     at_s: float | None = None
     min_rtt_s: float | None = None
-    loss: float | None = None  # smoothed, as the next two
-    drain_s: float | None = None
+    rtts: tuple[tuple[float, float], ...] = ()  # time and RTT of the reports within `standing_s`
+    loss: float | None = None  # smoothed, as the next
     utilisation: float | None = None
     # Since when no signal has held this verdict; None while one does, and before the first report.
     below_building_since_s: float | None = None
     below_congested_since_s: float | None = None
+
+    @property
+    def described(self) -> str:
+        """For people: the verdict and the signal that holds it."""
+        verdict = self.verdict.name.lower()
+        return f"{verdict} ({self.cause})" if self.cause else verdict
 
 
 def judge(
@@ -148,14 +156,13 @@ def _observe(
     loss = _loss(stats, elapsed_s, rules)
     if loss is not None:
         loss = smooth(state.loss or 0.0, loss, rules.smoothing_s)
-    drain_s = smooth(state.drain_s, _drain(stats, rules), rules.drain_smoothing_s)
     utilisation = _utilisation(stats, capacity_bps)
     return replace(
         state,
         at_s=stats.at_s,
         min_rtt_s=_min_rtt(state.min_rtt_s, stats.rtt_s, elapsed_s or 0.0, rules),
+        rtts=_recent_rtts(state.rtts, stats, rules),
         loss=loss,
-        drain_s=drain_s,
         utilisation=smooth(state.utilisation, utilisation, rules.smoothing_s),
     )
 
@@ -176,15 +183,16 @@ def _min_rtt(
     return old_s + (rtt_s - old_s) * -math.expm1(-elapsed_s / rules.min_rtt_memory_s)
 
 
-def _drain(stats: LinkStats, rules: CongestionRules) -> float:
-    # None: there is a backlog, and nothing of it was acknowledged since the last report.
-    drain_s = rules.drain_cap_s if stats.drain_s is None else stats.drain_s
-    if stats.delivery_bps:
-        # Of several senders that share a link the slowest has its own drain; together they are
-        # done when all bytes have passed.
-        drain_s = min(drain_s, stats.backlog_bytes * 8 / stats.delivery_bps)
-    # Even an empty path takes a round trip to acknowledge what was just sent.
-    return min(max(0.0, drain_s - (stats.rtt_s or 0.0)), rules.drain_cap_s)
+def _recent_rtts(
+    known: tuple[tuple[float, float], ...], stats: LinkStats, rules: CongestionRules
+) -> tuple[tuple[float, float], ...]:
+    # An idle connection keeps the RTT of its last packets, however long ago that was.
+    if stats.rtt_s is None or (stats.backlog_bytes == 0 and stats.in_flight_bytes == 0):
+        return ()
+    # The newest that is older than the window stays: it says how long the RTT has been so.
+    newer = [one for one in known if one[0] > stats.at_s - rules.standing_s]
+    older = [one for one in known if one[0] <= stats.at_s - rules.standing_s]
+    return (*older[-1:], *newer, (stats.at_s, stats.rtt_s))
 
 
 def _utilisation(stats: LinkStats, capacity_bps: float | None) -> float | None:
@@ -197,14 +205,14 @@ def _signals(
     signals = []
     if seen.loss is not None:
         signals.append(("loss", seen.loss, rules.loss))
-    # An idle connection keeps the RTT of its last packets, however long ago that was.
-    idle = stats.backlog_bytes == 0 and stats.in_flight_bytes == 0
-    if stats.rtt_s is not None and seen.min_rtt_s is not None and not idle:
-        queueing = (stats.rtt_s - seen.min_rtt_s) / (seen.min_rtt_s + rules.rtt_noise_s)
+    if seen.rtts and seen.min_rtt_s is not None:
+        before, *within = seen.rtts
+        stands = stats.at_s - before[0] >= rules.standing_s
+        standing_s = min(rtt_s for _, rtt_s in within) if stands else seen.min_rtt_s
+        queueing = (standing_s - seen.min_rtt_s) / (seen.min_rtt_s + rules.rtt_noise_s)
         signals.append(("queueing", queueing, rules.queueing))
-    if seen.drain_s is not None:
-        signals.append(("drain", seen.drain_s, rules.drain_s))
-    if seen.utilisation is not None:
+    signals.append(("waiting", stats.waited_s, rules.waiting_s))
+    if seen.utilisation is not None and stats.waited_s > 0:
         signals.append(("utilisation", seen.utilisation, rules.utilisation))
     return signals
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prfaas.scheduler.adaptive import cheapest, wait_for
-from prfaas.scheduler.congestion import Verdict, judge
+from prfaas.scheduler.congestion import DEFAULT_RULES, Verdict, judge
 from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route, offloadable, stays_because
@@ -159,9 +159,10 @@ def adjust(state: State, view: View, now_s: float) -> State:
     """The state after a round of reports: a verdict on every link, and the threshold raised while
     PrfaaS' egress or queue surges, back to the plan's when it is calm."""
     links = {link_id: _heard(link_id, link, state) for link_id, link in view.links.items()}
-    factor = _factor(state, links, view, now_s)
-    changed_s = state.changed_s if factor == state.threshold_factor else now_s
-    return State(state.rules, links, factor, changed_s)
+    factor, cause = _factor(state, links, view, now_s)
+    if factor == state.threshold_factor:
+        return State(state.rules, links, factor, state.changed_s, state.cause)
+    return State(state.rules, links, factor, now_s, cause)
 
 
 def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
@@ -170,37 +171,53 @@ def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
     if stats is None or stats.at_s == known.health.at_s:
         return known
     health = judge(known.health, stats, link.capacity_bps)
-    if health.verdict is Verdict.CLEAR:
-        # A few bytes on an empty path pass no faster than round trips allow: that says nothing.
-        return LinkState(health)
-    # What passes while work is waiting is what the link can carry. It is believed until the
-    # verdict is clear again, so that a slow link is not forgotten in the first quiet second.
-    bps = stats.delivery_bps if stats.backlog_bytes else None
-    if not bps and known.bps is None and stats.backlog_bytes and health.drain_s:
-        bps = stats.backlog_bytes * 8 / health.drain_s  # nothing has passed yet: at most so much
-    return LinkState(health, bps or known.bps)
+    if stats.delivery_bps is not None:
+        # What is delivered while bytes stand waiting is what the link can carry.
+        return LinkState(health, stats.delivery_bps, stats.at_s)
+    if not stats.goodput_bps and health.cause == "waiting" and stats.waited_s > 0:
+        # Nothing arrives although bytes wait: had the link carried more than this, it would have.
+        most_bps = stats.backlog_bytes * 8 / stats.waited_s
+        bps = most_bps if known.bps is None else min(known.bps, most_bps)
+        return LinkState(health, bps, stats.at_s)
+    # A slow link is not forgotten in the first quiet second: it is believed to be slow until the
+    # verdict is clear and nothing has stood waiting for as long as a verdict needs to improve.
+    if known.bps_at_s is not None and (
+        health.verdict is not Verdict.CLEAR or stats.at_s - known.bps_at_s < DEFAULT_RULES.calm_s
+    ):
+        return LinkState(health, known.bps, known.bps_at_s)
+    return LinkState(health)
 
 
-def _factor(state: State, links: dict[LinkId, LinkState], view: View, now_s: float) -> float:
+def _factor(
+    state: State, links: dict[LinkId, LinkState], view: View, now_s: float
+) -> tuple[float, str]:
+    """What the plan's threshold is multiplied by, and why."""
     rules = state.rules.paper
     if state.rules.policy != "paper" or rules.limit == 1 or now_s < state.changed_s + rules.hold_s:
-        return state.threshold_factor
+        return state.threshold_factor, state.cause
     to = view.local.cluster
-    egress_surges = any(
-        links[remote.cluster, to].health.verdict is not Verdict.CLEAR for remote in view.remotes
-    )
+    surging = [
+        remote.cluster
+        for remote in view.remotes
+        if links[remote.cluster, to].health.verdict is not Verdict.CLEAR
+    ]
     waits = [
         wait for remote in view.remotes if (wait := shortest_wait_s(remote, now_s)) is not None
     ]
     local_s = shortest_wait_s(view.local, now_s)
     if not waits or local_s is None:
-        return 1.0  # one side alone can prefill: there is nothing to shift
+        return 1.0, "only one side can prefill, so there is nothing to shift"
     excess_s = min(waits) - local_s
-    if egress_surges or excess_s > rules.surge_wait_s:
-        return min(state.threshold_factor * rules.step, rules.limit)
+    raised = min(state.threshold_factor * rules.step, rules.limit)
+    if surging:
+        health = links[surging[0], to].health
+        return raised, f"the link {surging[0]} -> {to} is {health.described}"
+    if excess_s > rules.surge_wait_s:
+        return raised, f"PrfaaS nodes are busy for {excess_s:.1f} s longer than local ones"
     if excess_s < rules.calm_wait_s:
-        return max(state.threshold_factor / rules.step, 1.0)
-    return state.threshold_factor
+        lowered = max(state.threshold_factor / rules.step, 1.0)
+        return lowered, "links are clear and PrfaaS queues are short"
+    return state.threshold_factor, state.cause
 
 
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:

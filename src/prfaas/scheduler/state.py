@@ -13,7 +13,10 @@ from prfaas.scheduler.view import LinkId
 @dataclass(frozen=True, slots=True)
 class LinkState:
     health: LinkHealth = LinkHealth()
-    bps: float | None = None  # what it carried while work was waiting; None: no reason for doubt
+    # What the link delivered while bytes stood waiting; None: there is no reason to doubt the
+    # configured bandwidth.
+    bps: float | None = None
+    bps_at_s: float | None = None  # when that was last seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +27,4 @@ class State:
     links: Mapping[LinkId, LinkState] = field(default_factory=dict)
     threshold_factor: float = 1.0  # the plan's threshold times this counts
     changed_s: float = float("-inf")  # when the factor last changed
+    cause: str = ""  # why it changed then

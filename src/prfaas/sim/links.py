@@ -24,6 +24,8 @@ from prfaas.types import LinkStats
 # Less than this is rounding, not a backlog: a clock of 10^6 s is exact to 10^-10 s, in which a link
 # of 10^11 bits per second carries ten bits.
 _LEAST_BITS = 100.0
+# As in `transport.delivery`: what arrives is a rate of the link only while bytes wait this long.
+STANDING_S = 0.2
 
 
 class Flow:
@@ -58,6 +60,7 @@ class FluidLink:
         self._reported_s = 0.0
         self._reported_bits = 0.0
         self._total_bits = 0.0
+        self._empty_s = events.now_s  # of the last report without a backlog
 
     # Transfers ------------------------------------------------------------------------------------
 
@@ -117,9 +120,15 @@ class FluidLink:
         self._reported_s, self._reported_bits = now, self._total_bits
         backlog_bits = self._drain_bits + sum(flow.backlog_bits for flow in self._producing)
         waiting = backlog_bits > _LEAST_BITS
-        drain_s: float | None = 0.0
+        waited_s = 0.0
         if waiting:
-            drain_s = backlog_bits / goodput if goodput > 0 else None
+            # The oldest bit has waited no longer than it takes to carry the backlog, nor than since
+            # the last report that found none.
+            waited_s = now - self._empty_s
+            if self.bps > 0:
+                waited_s = min(waited_s, backlog_bits / self.bps)
+        else:
+            self._empty_s = now
         return LinkStats(
             peer=peer,
             at_s=now,
@@ -127,9 +136,9 @@ class FluidLink:
             goodput_bps=goodput,
             backlog_bytes=int(backlog_bits / 8) if waiting else 0,
             in_flight_bytes=0,
-            drain_s=drain_s,
+            waited_s=waited_s,
             rtt_s=rtt_s,
-            delivery_bps=self.bps if waiting and self.bps > 0 else None,
+            delivery_bps=self.bps if waited_s > STANDING_S and self.bps > 0 else None,
         )
 
     def settle(self) -> None:

@@ -61,21 +61,35 @@ class Channel:
         except (OSError, ValueError) as error:
             raise _lost(error) from None
 
-    def send(self, views: list[memoryview], nbytes: int) -> None:
-        """All of it (`nbytes` together), or ConnectionLost."""
+    def send(
+        self,
+        views: list[memoryview],
+        nbytes: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """All of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever the
+        bytes take longer than a tick."""
         sent = self._send_some(views)
         if sent != nbytes:
             views = list(views)
             _drop(views, sent)
-            self._send_all(views)
+            if meanwhile is not None:
+                meanwhile()
+            self._send_all(views, meanwhile=meanwhile)
 
     @property
     def can_send_files(self) -> bool:
         """TLS encrypts in this process: it must see the bytes."""
         return not self._tls
 
-    def send_files(self, head: memoryview, ranges: list[FileRange]) -> None:
-        """`head` and then parts of files, which the kernel sends from its own pages."""
+    def send_files(
+        self,
+        head: memoryview,
+        ranges: list[FileRange],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """`head` and then parts of files, which the kernel sends from its own pages. `meanwhile`
+        is called whenever the bytes take longer than a tick."""
         self._send_all([head], socket.MSG_MORE)
         quiet_until = self._clock.now() + self._silence_s
         for part in ranges:
@@ -91,15 +105,17 @@ class Channel:
                 nbytes -= sent
                 if nbytes:
                     quiet_until = self._still_moving(sent, quiet_until)
+                    if meanwhile is not None:
+                        meanwhile()
 
     def receive(
         self,
         views: list[memoryview],
         nbytes: int,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[int], None] | None = None,
     ) -> None:
         """Fills all of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever
-        the bytes take longer than a tick."""
+        the bytes take longer than a tick, with how many have come."""
         got = self._receive_some(views)
         if got != nbytes:
             self._receive_rest(list(views), got, meanwhile)
@@ -141,28 +157,37 @@ class Channel:
         self,
         views: list[memoryview],
         got: int,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[int], None] | None = None,
     ) -> None:
         quiet_until = self._clock.now() + self._silence_s
+        total = 0
         while True:
             _drop(views, got)
             if not views:
                 return
+            total += got
             if meanwhile is not None:
-                meanwhile()
+                meanwhile(total)
             if got:
                 quiet_until = self._clock.now() + self._silence_s
             elif self._clock.now() >= quiet_until:
                 raise ConnectionLost(f"peer sent nothing for {self._silence_s:g} s")
             got = self._receive_some(views)
 
-    def _send_all(self, views: list[memoryview], flags: int = 0) -> None:
+    def _send_all(
+        self,
+        views: list[memoryview],
+        flags: int = 0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         quiet_until = self._clock.now() + self._silence_s
         while views:
             sent = self._send_some(views, flags)
             _drop(views, sent)
             if views:
                 quiet_until = self._still_moving(sent, quiet_until)
+                if meanwhile is not None:
+                    meanwhile()
 
     def _still_moving(self, sent: int, quiet_until: float) -> float:
         """When silence will be too long; ConnectionLost when it is."""

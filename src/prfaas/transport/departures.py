@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import TransferFailed
+from prfaas.lateness import LateSince
+from prfaas.transport.delivery import Delivered, Delivery
 from prfaas.transport.laid import FileSlice
 from prfaas.transport.messages import Ended
 from prfaas.transport.outgoing import Outgoing, OutgoingFrame
@@ -47,10 +49,9 @@ Work: TypeAlias = SendOpen | SendProbe | SendAbort | SendFrame
 
 class Backlog(NamedTuple):
     transfers: int
-    acknowledged_bytes: int  # since the beginning
     pending_bytes: int
     in_flight_bytes: int
-    busy_s: float  # since the beginning: how long there was a backlog
+    delivered: Delivered
 
 
 class Departures:
@@ -72,9 +73,7 @@ class Departures:
         self._turns: dict[int, deque[Outgoing]] = {}  # per priority
         self._aborts: deque[SendAbort] = deque()
         self._in_flight_bytes = 0
-        self._acknowledged_bytes = 0
-        self._busy_s = 0.0
-        self._counted_s = 0.0  # until then, `_busy_s` is
+        self._delivery = Delivery()
         self._rate_bps = rate_bps
         self._may_send_s = 0.0  # pacing: not before
         self._trouble = ""  # what connections last complained of
@@ -96,15 +95,15 @@ class Departures:
         now: float,
     ) -> None:
         with self._lock:
-            self._count(now)
             if transfer.ended is None:
+                before = transfer.pending_bytes
                 transfer.ready(segments)
+                self._delivery.became_ready(transfer.pending_bytes - before, now)
 
     def take(self, now: float, frame_bytes: int) -> Work | Nothing:
         """What to send next. A frame (of about `frame_bytes`) is in flight from now on: it must be
         acknowledged or lost. When its bytes are read no more the caller says `left`."""
         with self._lock:
-            self._count(now)
             if self._aborts:
                 abort = self._aborts.popleft()
                 abort.transfer.senders += 1
@@ -133,12 +132,29 @@ class Departures:
     def acknowledged(self, transfer_id: bytes, sequence: int, now: float) -> None:
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            self._count(now)
             if transfer is not None:
+                outstanding = self._outstanding()
+                known = transfer.arriving_bytes(sequence)
                 nbytes = transfer.acknowledged(sequence)
                 self._in_flight_bytes -= nbytes
-                self._acknowledged_bytes += nbytes
+                self._delivery.arrived(nbytes - known, outstanding, now)
                 transfer.progress_s = now
+
+    def progressed(self, transfer_id: bytes, sequence: int, nbytes: int, now: float) -> None:
+        """A part of a frame has arrived. It is not verified: it counts for rates alone."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                outstanding = self._outstanding()
+                more = transfer.progressed(sequence, nbytes)
+                if more:
+                    self._delivery.arrived(more, outstanding, now)
+                    transfer.progress_s = now
+
+    def answered(self, seconds: float, now: float) -> None:
+        """The receiver answered a message of no size after so long."""
+        with self._lock:
+            self._delivery.answered(seconds, now)
 
     def lost(self, work: Work) -> None:
         """Sent on a connection that broke, or refused by the receiver: to be sent again."""
@@ -162,12 +178,12 @@ class Departures:
 
     def ended(self, transfer_id: bytes, result: Ended, now: float) -> None:
         with self._lock:
-            self._count(now)
             transfer = self._transfers.get(transfer_id)
             finished = None
             if transfer is not None:
                 if result.committed:  # the last frame is answered with the commit itself
-                    self._acknowledged_bytes += transfer.total_bytes - transfer.acknowledged_bytes
+                    left = transfer.outstanding_bytes
+                    self._delivery.arrived(left, self._outstanding(), now)
                     transfer.acknowledged_bytes = transfer.total_bytes
                 finished = self._end(transfer, "" if result.committed else result.reason)
         _set(finished)
@@ -208,27 +224,20 @@ class Departures:
         with self._lock:
             return bool(self._transfers or self._aborts)
 
-    def backlog(self, now: float) -> Backlog:
+    def backlog(self, now: float, late_since: LateSince) -> Backlog:
         with self._lock:
-            self._count(now)
             pending = sum(transfer.pending_bytes for transfer in self._transfers.values())
             return Backlog(
                 len(self._transfers),
-                self._acknowledged_bytes,
                 pending,
                 self._in_flight_bytes,
-                self._busy_s,
+                self._delivery.report(self._outstanding(), now, late_since),
             )
 
     # Called with the lock held --------------------------------------------------------------------
 
-    def _count(self, now: float) -> None:
-        """Before anything changes the backlog. Threads may be here in another order than that in
-        which they read the clock."""
-        if now > self._counted_s:
-            if self._in_flight_bytes or any(t.pending_bytes for t in self._transfers.values()):
-                self._busy_s += now - self._counted_s
-            self._counted_s = now
+    def _outstanding(self) -> int:
+        return sum(t.outstanding_bytes for t in self._transfers.values() if t.ended is None)
 
     def _take_frame(self, now: float, frame_bytes: int) -> SendFrame | Nothing | None:
         transfer = self._next_transfer()

@@ -20,6 +20,7 @@ from itertools import islice
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, InputError, WireError
+from prfaas.lateness import LateSince, never_late
 from prfaas.transport.channel import TICK_S, Channel, connect
 from prfaas.transport.departures import (
     Departures,
@@ -53,6 +54,7 @@ from prfaas.transport.wire import (
     auth_of,
     encode_data,
     encode_message,
+    parse_progress,
     parse_sequences,
 )
 from prfaas.types import Grant, LinkStats
@@ -169,10 +171,14 @@ class Link:
         tls: ssl.SSLContext | None = None,
         budget: ConnectionBudget | None = None,
         clock: Clock | None = None,
+        late_since: LateSince = never_late,
     ) -> None:
+        """`late_since`: how late this process was, so that its delays are not taken for the
+        path's."""
         self.address = address
         self.options = options or LinkOptions()
         self.clock = clock or MonotonicClock()
+        self._late_since = late_since
         self.closing = threading.Event()
         self.departures = Departures(
             in_flight_limit=self.options.in_flight_bytes,
@@ -240,16 +246,16 @@ class Link:
     def stats(self) -> LinkStats:
         """What has happened since the last call."""
         now = self.clock.now()
-        backlog = self.departures.backlog(now)
+        backlog = self.departures.backlog(now, self._late_since)
         with self._lock:
             channels = [c.channel for c in self._connections if c.channel is not None]
         return self._meter.report(
             now,
             channels,
-            acknowledged_bytes=backlog.acknowledged_bytes,
+            delivered=backlog.delivered,
             backlog_bytes=backlog.pending_bytes + backlog.in_flight_bytes,
             in_flight_bytes=backlog.in_flight_bytes,
-            busy_s=backlog.busy_s,
+            late_since=self._late_since,
         )
 
     def wake(self) -> None:
@@ -323,6 +329,8 @@ class _Connection:
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
         # Sent from a file and not answered: the kernel may still read those pages.
         self._in_kernel: set[tuple[bytes, int]] = set()
+        self._asked_s: dict[tuple[bytes, Kind], float] = {}  # messages of no size, not answered yet
+        self._decoder = Decoder()
         self._heard_s = 0.0
         self._frame_size = FrameSize(link.options)
         self._poked, self._poke = socket.socketpair()
@@ -388,7 +396,7 @@ class _Connection:
         """Until there has been no work for a while, or ConnectionLost, or WireError."""
         clock, options = self._link.clock, self._link.options
         channel.watch(self._poked)
-        decoder = Decoder()
+        self._decoder = Decoder()
         self._heard_s = worked_s = clock.now()
         while not self._link.closing.is_set():
             now = clock.now()
@@ -410,16 +418,25 @@ class _Connection:
             if self._poked.fileno() in readable:
                 self._swallow_pokes()
             if channel.fileno() in readable:
-                for frame in decoder.feed(channel.receive_available()):
-                    self._answered(frame)
-                self._heard_s = clock.now()
+                self._hear(channel)
             elif not self._sent:
                 self._heard_s = now
             elif now - self._heard_s >= options.silence_s:
                 raise ConnectionLost(f"no answer for {options.silence_s:g} s")
 
+    def _hear(self, channel: Channel) -> None:
+        for frame in self._decoder.feed(channel.receive_available()):
+            self._answered(frame)
+        self._heard_s = self._link.clock.now()
+
     def _send(self, channel: Channel, work: Work) -> None:
         transfer = work.transfer
+
+        def hear_meanwhile() -> None:
+            # A frame that leaves slowly is answered while it leaves: the receiver says how much of
+            # it, and of those before it, has arrived.
+            if channel.fileno() in channel.wait(0):
+                self._hear(channel)
 
         def send(kind: Kind, body: bytes = b"") -> None:
             whole = encode_message(kind, body, transfer_id=transfer.transfer_id, auth=transfer.auth)
@@ -442,15 +459,18 @@ class _Connection:
                     began_s = self._link.clock.now()
                     if by_file:
                         self._in_kernel.add((transfer.transfer_id, frame.sequence))
-                        channel.send_files(memoryview(head), frame.ranges)
+                        channel.send_files(memoryview(head), frame.ranges, hear_meanwhile)
                     else:
-                        channel.send([memoryview(head), *frame.views], len(head) + frame.nbytes)
+                        views = [memoryview(head), *frame.views]
+                        channel.send(views, len(head) + frame.nbytes, hear_meanwhile)
                     self._frame_size.took(frame.nbytes, self._link.clock.now() - began_s)
                 case SendOpen():
                     self._sent[transfer.transfer_id, 0, Kind.OPENED] = work
+                    self._asked_s[transfer.transfer_id, Kind.OPENED] = self._link.clock.now()
                     send(Kind.OPEN, encode(transfer.manifest))
                 case SendProbe():
                     self._sent[transfer.transfer_id, 0, Kind.ALIVE] = work
+                    self._asked_s[transfer.transfer_id, Kind.ALIVE] = self._link.clock.now()
                     send(Kind.PROBE)
                 case SendAbort(_, reason):
                     send(Kind.ABORT, encode(Reason(reason[:1000])))
@@ -465,6 +485,10 @@ class _Connection:
             for sequence in parse_sequences(frame.body):
                 if self._settle(transfer_id, sequence, Kind.ACK) is not None:
                     self._departures.acknowledged(transfer_id, sequence, now)
+        elif header.kind is Kind.PROGRESS:
+            nbytes = parse_progress(frame.body)
+            if (transfer_id, header.sequence, Kind.ACK) in self._sent:
+                self._departures.progressed(transfer_id, header.sequence, nbytes, now)
         elif header.kind is Kind.NACK:
             work = self._settle(transfer_id, header.sequence, Kind.ACK)
             if work is not None:
@@ -476,10 +500,12 @@ class _Connection:
             self._departures.ended(transfer_id, decode(frame.body, Ended), now)
         elif self._settle(transfer_id, header.sequence, header.kind) is None:
             pass  # of a transfer that has ended meanwhile
-        elif header.kind is Kind.OPENED:
-            self._departures.opened(transfer_id, now)
-        elif header.kind is Kind.ALIVE:
-            self._departures.alive(transfer_id, now)
+        else:
+            self._departures.answered(now - self._asked_s.pop((transfer_id, header.kind), now), now)
+            if header.kind is Kind.OPENED:
+                self._departures.opened(transfer_id, now)
+            elif header.kind is Kind.ALIVE:
+                self._departures.alive(transfer_id, now)
 
     def _settle(self, transfer_id: bytes, sequence: int, expected: Kind) -> Work | None:
         """What was answered; the kernel holds its bytes no more."""
@@ -494,6 +520,7 @@ class _Connection:
         if channel is not None:
             channel.close(forget=bool(self._in_kernel))
         lost, self._sent = self._sent, {}
+        self._asked_s.clear()
         for work in lost.values():
             self._departures.lost(work)
         for (transfer_id, sequence, kind), work in lost.items():

@@ -32,6 +32,7 @@ from prfaas.transport.wire import (
     Kind,
     Piece,
     encode_message,
+    encode_progress,
     encode_sequences,
     intact,
     parse_header,
@@ -42,6 +43,7 @@ from prfaas.types import Grant, TransferId
 log = logging.getLogger(__name__)
 
 _ACK_DELAY_S = 5e-3
+_PROGRESS_EVERY_S = 0.1  # of a frame that takes longer than a tick to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class _Session:
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._scratch = memoryview(bytearray())
         self._greeted = False
+        self._reads_progress = False  # the peer
+        self._progress_s = 0.0  # when the peer was last told
         self._proven = False
         self._acks: list[int] = []  # sequences not yet acknowledged, all of one transfer
         self._acks_of = NO_TRANSFER
@@ -255,7 +259,7 @@ class _Session:
             return
         body = self._body(header)
         if header.kind is Kind.HELLO:
-            decode(body, Hello)
+            self._reads_progress = decode(body, Hello).progress
             self._greeted = True
             self._answer(Kind.WELCOME, header, encode(HELLO))
             return
@@ -318,7 +322,9 @@ class _Session:
         began_s = self._clock.now()
         try:
             views = self._targets(pieces, claims)
-            self._channel.receive(views, header.body_bytes - table.nbytes, self._flush)
+            self._channel.receive(
+                views, header.body_bytes - table.nbytes, partial(self._arriving, header)
+            )
             verified = intact(self._head, header, table, views)
         finally:
             result = self._arrivals.settle(transfer, claims, verified=verified)
@@ -330,6 +336,15 @@ class _Session:
             self._answer(Kind.NACK, header, encode(Reason("another connection is writing it")))
         else:
             self._acknowledge(header, began_s)
+
+    def _arriving(self, header: Header, nbytes: int) -> None:
+        """A frame takes long to come. Its sender learns how far it is: a rate cannot be told from
+        whole frames where one frame takes seconds."""
+        self._flush()
+        now = self._clock.now()
+        if self._reads_progress and now - self._progress_s >= _PROGRESS_EVERY_S:
+            self._progress_s = now
+            self._answer(Kind.PROGRESS, header, encode_progress(nbytes))
 
     def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
         """Where the payload goes: the owner's buffers, or scratch for what came before."""

@@ -22,9 +22,11 @@ class Hello(msgspec.Struct, frozen=True):
 
     software: str
     max_payload_bytes: int
+    # Whether this side reads PROGRESS frames. Peers of before that frame do not say so.
+    progress: bool = False
 
 
-HELLO = Hello(f"prfaas {__version__}", MAX_PAYLOAD_BYTES)
+HELLO = Hello(f"prfaas {__version__}", MAX_PAYLOAD_BYTES, progress=True)
 
 
 class ManifestSegment(msgspec.Struct, frozen=True, array_like=True):

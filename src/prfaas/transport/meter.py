@@ -1,7 +1,7 @@
-"""How a link is doing, from its sender's side: TCP_INFO of each connection, and what was
-acknowledged. The verdict (clear, building, congested) is the scheduler's.
+"""How a link is doing, from its sender's side: TCP_INFO of each connection, and what has arrived.
+The verdict (clear, building, congested) is the scheduler's.
 
-Rates are of what the receiver has acknowledged. The kernel's own delivery rate is of the first hop:
+Rates are of what the receiver says has arrived. The kernel's own delivery rate is of the first hop:
 in front of a relay or a proxy it says nothing of the path.
 """
 
@@ -14,20 +14,22 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from prfaas.errors import ConnectionLost
+from prfaas.lateness import LateSince
 from prfaas.transport.channel import Channel
+from prfaas.transport.delivery import Delivered
 from prfaas.types import LinkStats
 
-# struct tcp_info of Linux: 8 bytes of small fields, then 24 u32.
-_TCP_INFO = struct.Struct("=8B24I")
+# struct tcp_info of Linux, up to `tcpi_dsack_dups`: 8 bytes of small fields, 24 u32, and then the
+# fields that came with later kernels.
+_TCP_INFO = struct.Struct("=8B24I4Q6I4Q2I2QI")
+_LEAST_BYTES = struct.calcsize("=8B24I")  # what every kernel tells
 _SND_MSS, _RTT_US, _CWND, _TOTAL_RETRANS = 8 + 2, 8 + 15, 8 + 18, 8 + 23
-# A rate needs so much time in which there was a backlog: in less the first acknowledgement may have
-# had no chance to come.
-LEAST_BUSY_S = 0.2
+_DSACK_DUPS = 8 + 24 + 4 + 6 + 4 + 2 + 2
 
 
 class TcpInfo(NamedTuple):
     rtt_s: float
-    retransmitted_segments: int  # since the connection began
+    retransmitted_segments: int  # since the connection began, where they were needed
     congestion_window_bytes: int
 
 
@@ -39,26 +41,16 @@ def tcp_info(channel: Channel) -> TcpInfo | None:
         raw = channel.option(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except ConnectionLost:
         return None
-    if len(raw) < _TCP_INFO.size:
+    if len(raw) < _LEAST_BYTES:
         return None
-    fields = _TCP_INFO.unpack(raw)
+    fields = _TCP_INFO.unpack(raw.ljust(_TCP_INFO.size, b"\0"))
+    # A host that is busy acknowledges late, and its peer sends again what had arrived. The receiver
+    # reports those (D-SACK): they are no loss of the path.
     return TcpInfo(
         rtt_s=fields[_RTT_US] / 1e6,
-        retransmitted_segments=fields[_TOTAL_RETRANS],
+        retransmitted_segments=max(0, fields[_TOTAL_RETRANS] - fields[_DSACK_DUPS]),
         congestion_window_bytes=fields[_CWND] * fields[_SND_MSS],
     )
-
-
-class _Passed(NamedTuple):
-    nbytes: int
-    busy_s: float
-
-    @property
-    def bps(self) -> float:
-        return self.nbytes * 8 / self.busy_s
-
-    def and_then(self, more: _Passed) -> _Passed:
-        return _Passed(self.nbytes + more.nbytes, self.busy_s + more.busy_s)
 
 
 class Meter:
@@ -67,42 +59,34 @@ class Meter:
     def __init__(self, peer: str, now: float) -> None:
         self._peer = peer
         self._at_s = now
-        self._acknowledged_bytes = 0
-        self._busy_s = 0.0
-        self._passed = _Passed(0, 0.0)  # in the last reports that make up LEAST_BUSY_S
-        self._retransmitted: dict[int, int] = {}  # per connection, by id
+        self._delivered_bytes = 0
+        self._retransmitted: dict[int, int] = {}  # segments per connection, by id
 
     def report(
         self,
         now: float,
         connections: Iterable[Channel],
         *,
-        acknowledged_bytes: int,
+        delivered: Delivered,
         backlog_bytes: int,
         in_flight_bytes: int,
-        busy_s: float,
+        late_since: LateSince,
     ) -> LinkStats:
-        """`acknowledged_bytes` and `busy_s` count from the link's beginning, `backlog_bytes`
-        includes what is in flight."""
+        """`backlog_bytes` includes what is in flight."""
         elapsed = max(now - self._at_s, 1e-6)
-        passed = _Passed(acknowledged_bytes - self._acknowledged_bytes, busy_s - self._busy_s)
-        goodput_bps = passed.nbytes * 8 / elapsed
-        self._at_s, self._acknowledged_bytes, self._busy_s = now, acknowledged_bytes, busy_s
-        busy = passed.busy_s >= LEAST_BUSY_S
-        # A transfer that has just begun has no rate of its own: that of the time before counts too.
-        self._passed = passed if busy else self._passed.and_then(passed)
+        goodput_bps = (delivered.total_bytes - self._delivered_bytes) * 8 / elapsed
+        late_s = late_since(self._at_s)
+        self._at_s, self._delivered_bytes = now, delivered.total_bytes
         open_now = list(connections)
         infos = {id(channel): info for channel in open_now if (info := tcp_info(channel))}
         retransmitted = None
         if infos:
+            # What was sent again may turn out later to have been needless: never below zero.
             retransmitted = sum(
-                info.retransmitted_segments - self._retransmitted.get(key, 0)
+                max(0, info.retransmitted_segments - self._retransmitted.get(key, 0))
                 for key, info in infos.items()
             )
         self._retransmitted = {key: info.retransmitted_segments for key, info in infos.items()}
-        drain_s: float | None = 0.0
-        if backlog_bytes and self._passed.busy_s >= LEAST_BUSY_S:
-            drain_s = backlog_bytes * 8 / self._passed.bps if self._passed.nbytes else None
         return LinkStats(
             peer=self._peer,
             at_s=now,
@@ -110,9 +94,10 @@ class Meter:
             goodput_bps=goodput_bps,
             backlog_bytes=backlog_bytes,
             in_flight_bytes=in_flight_bytes,
-            drain_s=drain_s,
+            waited_s=delivered.waited_s,
+            late_s=late_s,
             rtt_s=min((i.rtt_s for i in infos.values()), default=None),
-            delivery_bps=passed.bps if busy else None,
+            delivery_bps=delivered.delivery_bps,
             retransmitted_segments=retransmitted,
             congestion_window_bytes=(
                 sum(i.congestion_window_bytes for i in infos.values()) if infos else None

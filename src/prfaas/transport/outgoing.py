@@ -50,6 +50,7 @@ class Outgoing:
         self._views: dict[int, Laid] = {}
         self._pending: deque[Piece] = deque()
         self._in_flight: dict[int, OutgoingFrame] = {}
+        self._arriving: dict[int, int] = {}  # bytes that have arrived of frames in flight
         self._next_sequence = 1  # 0 is for frames without pieces
 
     @property
@@ -100,9 +101,28 @@ class Outgoing:
         self.in_flight_bytes += nbytes
         return frame
 
+    @property
+    def outstanding_bytes(self) -> int:
+        """Ready, and not known to have arrived."""
+        return self.pending_bytes + self.in_flight_bytes - sum(self._arriving.values())
+
+    def progressed(self, sequence: int, nbytes: int) -> int:
+        """So much of a frame in flight has arrived; how many bytes more than known before."""
+        frame = self._in_flight.get(sequence)
+        if frame is None:
+            return 0
+        before = self._arriving.get(sequence, 0)
+        self._arriving[sequence] = max(before, min(nbytes, frame.nbytes))
+        return self._arriving[sequence] - before
+
+    def arriving_bytes(self, sequence: int) -> int:
+        """What `progressed` has said of a frame."""
+        return self._arriving.get(sequence, 0)
+
     def acknowledged(self, sequence: int) -> int:
         """Bytes that have arrived with this frame; 0 for one that is not under way."""
         frame = self._in_flight.pop(sequence, None)
+        self._arriving.pop(sequence, None)
         if frame is None:
             return 0
         self.in_flight_bytes -= frame.nbytes
@@ -112,6 +132,7 @@ class Outgoing:
     def lost(self, sequence: int) -> None:
         """The frame did not arrive, or not intact: its pieces are the next to go."""
         frame = self._in_flight.pop(sequence, None)
+        self._arriving.pop(sequence, None)
         if frame is not None:
             self.in_flight_bytes -= frame.nbytes
             self.pending_bytes += frame.nbytes

@@ -64,6 +64,7 @@ class Kind(enum.IntEnum):
     ABORT = 10  # sender gives up
     ENDED = 11  # the transfer is over: committed, or aborted and why
     MEASURE = 12  # bytes to be thrown away: `prfaas doctor` measures the path with them
+    PROGRESS = 13  # so many bytes of a DATA frame have arrived; sent only while a frame is slow
 
 
 class Codec(enum.IntEnum):
@@ -222,6 +223,17 @@ def parse_sequences(body: bytes) -> tuple[int, ...]:
     if rest or not 1 <= count <= MAX_ACKS:
         raise WireError(f"an ACK of {len(body)} bytes")
     return struct.unpack(f"<{count}Q", body)
+
+
+def encode_progress(nbytes: int) -> bytes:
+    """The body of a PROGRESS: payload bytes of the frame that have arrived so far."""
+    return struct.pack("<Q", nbytes)
+
+
+def parse_progress(body: bytes) -> int:
+    if len(body) != 8:
+        raise WireError(f"a PROGRESS of {len(body)} bytes")
+    return int.from_bytes(body, "little")
 
 
 class Decoder:
