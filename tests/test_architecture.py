@@ -22,6 +22,7 @@ ROWS = [
     {"__main__"},
 ]
 WITHIN_ROW = {
+    ("lateness", "clock"),
     ("kvspec", "errors"),
     ("config", "errors"),
     ("catalog", "errors"),
