@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.gateway.budget import RetryBudget
@@ -197,4 +198,5 @@ def _link(way: LinkId, link: LinkView, states: Any) -> dict[str, Any]:
         "waited_s": 0.0 if stats is None else stats.waited_s,
         "rtt_s": link.rtt_s if stats is None or stats.rtt_s is None else stats.rtt_s,
         "pending_bytes": link.pending_bytes,
+        "stats": None if stats is None else msgspec.to_builtins(stats),
     }

@@ -1,0 +1,337 @@
+"""The link sensor, live: no false alarm on a calm link, and a throttled link is known in time.
+
+\b
+    prfaas bench link_sensor [--calm-s 300] [--trials 20] [--share 0.05] [--record FILE]
+
+The case study's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway),
+with a WAN that the load fills to about a tenth. First the load runs for --calm-s: every verdict
+that is worse than clear is a false alarm. Then, --trials times under the same load, the relay drops
+to --share of its rate while the KV of a long prompt travels: how long until the gateway believes a
+rate within a factor of two of the truth, counted from the drop, which comes before the first byte
+that waits. Prints JSON:
+
+\b
+  calm      how full the link was, verdicts worse than clear and their causes, how late kvds were
+  trials    of each: seconds until the belief was right, the rate believed 3 s after the drop, truth
+  verdicts  no false alarm; every trial right within 3 s
+
+--record writes what the gateway was told of the link, one JSON line per report: the recorded
+streams that tests judge anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import random
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+import msgspec
+import numpy as np
+import uvloop
+from rich.progress import Progress
+
+from prfaas.cli.child import tether
+from prfaas.cli.demo_scene import watched
+from prfaas.cli.output import print_json, rounded
+from prfaas.cli.small_case import SmallCase, small_case
+from prfaas.cli.up_prepare import Wan
+from prfaas.cli.wiring import Study
+from prfaas.clock import MonotonicClock
+from prfaas.config import Deployment, load_deployment
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.children import Child, ChildDied
+from prfaas.launch.commands import ways
+from prfaas.launch.running import Hosts, launched_gateway, launched_hosts
+from prfaas.measure.client import connect
+from prfaas.measure.open_loop import Ask, offer
+from prfaas.measure.prompts import Prompts
+from prfaas.scheduler.plan import best_for
+from prfaas.sim.arrivals import Arrivals, poisson
+
+CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
+SCALES = Scales(time=1.0, bytes=1 / 128, output=1 / 32)
+LOOK_S = 0.05
+WARM_S = 15.0  # the first prompts have been handed off by then
+KNOWN_WITHIN_S = 3.0
+FACTOR = 2.0
+LONG_TOKENS = 100_000  # its KV travels for some seconds
+GIVEN_UP_S = 60.0
+RECOVERED_S = 60.0  # until the link is clear again after a trial; longer is a hang
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    at_s: float
+    verdict: int
+    cause: str
+    believed_bps: float | None
+    stats: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the gateway says of the link, look by look."""
+
+    looks: list[Look] = field(default_factory=list)
+    record: TextIO | None = None
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, at_s: float, link: dict[str, Any]) -> None:
+        stats = link["stats"]
+        before = self.looks[-1].stats if self.looks else None
+        if self.record is not None and stats is not None and stats != before:
+            capacity = {"capacity_bps": link["capacity_bps"]}
+            self.record.write(msgspec.json.encode(stats | capacity).decode() + "\n")
+        self.looks.append(Look(at_s, link["verdict"], link["cause"], link["believed_bps"], stats))
+        self.looked.set()
+
+    async def until(self, holds: Callable[[Look], bool]) -> None:
+        while not holds(self.looks[-1]):
+            await self.looked.wait()
+            self.looked.clear()
+
+    def since(self, at_s: float) -> list[Look]:
+        return [look for look in self.looks if look.at_s >= at_s]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    truth_bps: float
+    right_after_s: float | None  # since the drop; None: never within the trial
+    believed_bps: float | None  # at the end of `KNOWN_WITHIN_S`
+    verdict: int  # then
+
+    @property
+    def held(self) -> bool:
+        return (
+            self.right_after_s is not None
+            and self.right_after_s <= KNOWN_WITHIN_S
+            and near(self.believed_bps, self.truth_bps)
+        )
+
+
+def near(believed_bps: float | None, truth_bps: float) -> bool:
+    return believed_bps is not None and truth_bps / FACTOR <= believed_bps <= truth_bps * FACTOR
+
+
+def trial_of(looks: list[Look], dropped_s: float, truth_bps: float) -> Trial:
+    right = [look.at_s for look in looks if near(look.believed_bps, truth_bps)]
+    last = [look for look in looks if look.at_s <= dropped_s + KNOWN_WITHIN_S][-1]
+    return Trial(
+        truth_bps,
+        right[0] - dropped_s if right else None,
+        last.believed_bps,
+        last.verdict,
+    )
+
+
+@asynccontextmanager
+async def loaded(
+    hosts: Hosts, case: SmallCase, rps: float, seconds: float, seed: int, record: TextIO | None
+) -> AsyncIterator[tuple[Callable[[], Awaitable[None]], Watch]]:
+    """A gateway under an open-loop load: how to send a long prompt beside it, and a watch on its
+    link."""
+    clock = MonotonicClock()
+    watch = Watch(record=record)
+    arrivals = poisson(case.problem.workload, rps, max(1, round(rps * seconds)), seed)
+    async with (
+        launched_gateway(hosts, case.deployment) as live,
+        connect(live.gateway_url, clock) as target,
+    ):
+        assert target.model is not None
+        ask = Ask(target.model, salt=secrets.token_hex(8))
+
+        async def look() -> None:
+            while True:
+                state = await live.state()
+                (link,) = (link for link in state["links"] if link["from"] != link["to"])
+                watch.add(clock.now(), link)
+                await asyncio.sleep(LOOK_S)
+
+        async def send_long() -> None:
+            arrivals = Arrivals(
+                np.zeros(1), np.array([LONG_TOKENS]), np.zeros(1, np.int64), np.ones(1, np.int64)
+            )
+            name = Ask(ask.model, salt=secrets.token_hex(8))
+            await offer(target, arrivals, name, Prompts(), clock, give_up_s=GIVEN_UP_S)
+
+        tasks = [
+            asyncio.create_task(look()),
+            asyncio.create_task(
+                offer(target, arrivals, ask, Prompts(), clock, give_up_s=float(arrivals.at_s[-1]))
+            ),
+        ]
+        try:
+            await asyncio.sleep(WARM_S)
+            yield send_long, watch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def calm_run(
+    hosts: Hosts, case: SmallCase, rps: float, seconds: float, seed: int, record: TextIO | None
+) -> dict[str, Any]:
+    clock = MonotonicClock()
+    async with loaded(hosts, case, rps, seconds + WARM_S, seed, record) as (_, watch):
+        began_s = clock.now()
+        with Progress(transient=True) as bar:
+            job = bar.add_task("calm link", total=seconds)
+            while clock.now() - began_s < seconds:
+                await asyncio.sleep(1.0)
+                bar.update(job, completed=clock.now() - began_s)
+        looks = watch.since(began_s)
+    reports = {look.stats["at_s"]: look.stats for look in looks if look.stats is not None}
+    false = [look for look in looks if look.verdict > 0]
+    (link,) = case.deployment.links[:1]
+    full_bps = link.gbps * 1e9
+    return {
+        "seconds": seconds,
+        "reports": len(reports),
+        "utilisation": sum(r["goodput_bps"] for r in reports.values())
+        / max(1, len(reports))
+        / full_bps,
+        "false_alarm_looks": len(false),
+        "false_alarm_causes": sorted({look.cause for look in false}),
+        "longest_wait_s": max((r["waited_s"] for r in reports.values()), default=0.0),
+        "latest_sender_s": max((r["late_s"] for r in reports.values()), default=0.0),
+    }
+
+
+async def trial_runs(
+    hosts: Hosts,
+    case: SmallCase,
+    rps: float,
+    trials: int,
+    share: float,
+    seed: int,
+    record: TextIO | None,
+) -> list[Trial]:
+    clock = MonotonicClock()
+    dice = random.Random(seed)
+    (way,) = ways(hosts.deployment)
+    relay: Child = hosts.children.named(way.name)
+    found: list[Trial] = []
+    most_s = WARM_S + trials * (KNOWN_WITHIN_S + RECOVERED_S)
+    async with loaded(hosts, case, rps, most_s, seed + 1, record) as (send_long, watch):
+        with Progress(transient=True) as bar:
+            for _ in bar.track(range(trials), description="throttled link"):
+                await asyncio.sleep(dice.uniform(0.5, 2.0))
+                sending = asyncio.ensure_future(send_long())
+                async with asyncio.timeout(GIVEN_UP_S):
+                    await watch.until(travels)
+                relay.tell(f"gbps {way.link.gbps * share:g}")
+                dropped_s = clock.now()
+                await asyncio.sleep(KNOWN_WITHIN_S + 1.0)
+                truth_bps = way.link.gbps * share * 1e9
+                found.append(trial_of(watch.since(dropped_s), dropped_s, truth_bps))
+                relay.tell(f"gbps {way.link.gbps:g}")
+                async with asyncio.timeout(RECOVERED_S):
+                    await sending
+                    await watch.until(recovered)
+    return found
+
+
+def travels(look: Look) -> bool:
+    """Whether enough is on its way for a sender to notice that it goes no further."""
+    return look.stats is not None and look.stats["goodput_bps"] > 2e6
+
+
+def recovered(look: Look) -> bool:
+    waits = look.stats is not None and look.stats["waited_s"] > 0.1
+    return look.verdict == 0 and look.believed_bps is None and not waits
+
+
+@click.command(help=__doc__)
+@click.option("--calm-s", default=300.0, show_default=True, help="Length of the calm run; 0: none.")
+@click.option("--trials", default=20, show_default=True, help="Times the link is throttled.")
+@click.option("--share", default=0.05, show_default=True, help="What is left of a throttled link.")
+@click.option("--load", default=0.3, show_default=True, help="Share of what the plan can carry.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--record", type=click.Path(path_type=Path), help="Write link reports to this file.")
+@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
+def main(
+    calm_s: float,
+    trials: int,
+    share: float,
+    load: float,
+    seed: int,
+    record: Path | None,
+    logs: Path | None,
+) -> None:
+    if not (0 < share < 0.5 and load > 0 and calm_s >= 0 and trials >= 0):
+        raise InputError("nothing to measure", fix="give --share between 0 and 0.5, --load above 0")
+    stated = load_deployment(CASE_STUDY)
+    with tempfile.TemporaryDirectory(prefix="prfaas-link-sensor-") as name:
+        folder = logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        planned = small_case(stated, CASE_STUDY, folder, SCALES)
+        plan = best_for(planned.problem)
+        rps = load * plan.capacity_rps
+        # The load fills a tenth of this: what the plan sends at full load, as its share.
+        gbps = round(planned_egress_gbps(stated) * load * 10, 3)
+        case = small_case(stated, CASE_STUDY, folder, SCALES, wan=Wan(gbps=gbps))
+
+        async def measure() -> tuple[dict[str, Any] | None, list[Trial]]:
+            out = None if record is None else record.open("w")
+            try:
+                async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
+                    calm = None
+                    if calm_s:
+                        work = calm_run(hosts, case, rps, calm_s, seed, out)
+                        calm = await watched(hosts.children, work)
+                    runs = []
+                    if trials:
+                        runs = await watched(
+                            hosts.children,
+                            trial_runs(hosts, case, rps, trials, share, seed, out),
+                        )
+                    return calm, runs
+            finally:
+                if out is not None:
+                    out.close()
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            calm, runs = runner.run(measure())
+    print_json(
+        {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "link_gbps": gbps,
+            "offered_rps": round(rps, 3),
+            "calm": None if calm is None else rounded(calm, 4),
+            "trials": [rounded(asdict(run), 3) for run in runs],
+            "verdicts": {
+                "no verdict is worse than clear on a calm link": None
+                if calm is None
+                else not calm["false_alarm_looks"],
+                f"the rate is known within {KNOWN_WITHIN_S:g} s": f"{sum(r.held for r in runs)} of "
+                f"{len(runs)}",
+            },
+        }
+    )
+
+
+def planned_egress_gbps(stated: Deployment) -> float:
+    """What the PrfaaS cluster sends at the planned capacity."""
+    return Study(CASE_STUDY, "paper").plan(stated).prfaas_pd.egress_bps / 1e9
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, ChildDied, PeerError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
