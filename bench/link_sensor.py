@@ -1,22 +1,24 @@
 """The link sensor, live: no false alarm on a calm link, and a throttled link is known in time.
 
 \b
-    prfaas bench link_sensor [--calm-s 300] [--trials 20] [--share 0.05] [--record FILE]
+    prfaas bench link_sensor [--calm-s 300] [--stalls 6] [--trials 20] [--record FOLDER]
 
 The case study's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway),
 with a WAN that the load fills to about a tenth. First the load runs for --calm-s: every verdict
-that is worse than clear is a false alarm. Then, --trials times under the same load, the relay drops
-to --share of its rate while the KV of a long prompt travels: how long until the gateway believes a
-rate within a factor of two of the truth, counted from the drop, which comes before the first byte
-that waits. Prints JSON:
+that is worse than clear is a false alarm. Then, --stalls times, kvds are stopped for a second while
+they send or receive: that is not the link's doing, so a verdict is a false alarm, too. Then,
+--trials times, the relay drops to --share of its rate while the KV of a long prompt travels: how
+long until the gateway believes a rate within a factor of two of the truth, counted from the drop,
+which comes before the first byte that waits. Prints JSON:
 
 \b
   calm      how full the link was, verdicts worse than clear and their causes, how late kvds were
+  stalls    of each: which kvd was stopped, and the worst verdict afterwards
   trials    of each: seconds until the belief was right, the rate believed 3 s after the drop, truth
   verdicts  no false alarm; every trial right within 3 s
 
---record writes what the gateway was told of the link, one JSON line per report: the recorded
-streams that tests judge anew.
+--record writes what the gateway was told of the link in each part, one JSON line per report:
+recorded streams that tests judge anew.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import random
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,6 +69,8 @@ KNOWN_WITHIN_S = 3.0
 FACTOR = 2.0
 LONG_TOKENS = 100_000  # its KV travels for some seconds
 GIVEN_UP_S = 60.0
+STALL_S = 1.0
+AFTER_S = 3.0  # a verdict would have come by then
 RECOVERED_S = 60.0  # until the link is clear again after a trial; longer is a hang
 
 
@@ -119,6 +123,13 @@ class Trial:
             and self.right_after_s <= KNOWN_WITHIN_S
             and near(self.believed_bps, self.truth_bps)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    stopped: str  # all kvds that send, or all that receive
+    worst_verdict: int
+    cause: str
 
 
 def near(believed_bps: float | None, truth_bps: float) -> bool:
@@ -210,6 +221,43 @@ async def calm_run(
     }
 
 
+async def stall_runs(
+    hosts: Hosts, case: SmallCase, rps: float, stalls: int, seed: int, record: TextIO | None
+) -> list[Stall]:
+    found: list[Stall] = []
+    clock = MonotonicClock()
+    local = case.deployment.of_kind("pd")[0].name
+    senders = [child for child in hosts.children if is_kvd(child) and local not in child.name]
+    receivers = [child for child in hosts.children if is_kvd(child) and local in child.name]
+    most_s = WARM_S + stalls * (STALL_S + AFTER_S + GIVEN_UP_S)
+    async with loaded(hosts, case, rps, most_s, seed + 2, record) as (send_long, watch):
+        with Progress(transient=True) as bar:
+            for number in bar.track(range(stalls), description="stopped processes"):
+                kind, some = ("receivers", receivers) if number % 2 else ("senders", senders)
+                sending = asyncio.ensure_future(send_long())
+                async with asyncio.timeout(GIVEN_UP_S):
+                    await watch.until(travels)
+                began_s = clock.now()
+                for child in some:
+                    child.freeze()
+                try:
+                    await asyncio.sleep(STALL_S)
+                finally:
+                    for child in some:
+                        child.thaw()
+                await asyncio.sleep(AFTER_S)
+                worst = max(watch.since(began_s), key=lambda look: look.verdict)
+                found.append(Stall(kind, worst.verdict, worst.cause))
+                async with asyncio.timeout(RECOVERED_S):
+                    await sending
+                    await watch.until(recovered)
+    return found
+
+
+def is_kvd(child: Child) -> bool:
+    return child.name.startswith("kvd-")
+
+
 async def trial_runs(
     hosts: Hosts,
     case: SmallCase,
@@ -256,14 +304,16 @@ def recovered(look: Look) -> bool:
 
 @click.command(help=__doc__)
 @click.option("--calm-s", default=300.0, show_default=True, help="Length of the calm run; 0: none.")
+@click.option("--stalls", default=6, show_default=True, help="Times that kvds are stopped.")
 @click.option("--trials", default=20, show_default=True, help="Times the link is throttled.")
 @click.option("--share", default=0.05, show_default=True, help="What is left of a throttled link.")
 @click.option("--load", default=0.3, show_default=True, help="Share of what the plan can carry.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--record", type=click.Path(path_type=Path), help="Write link reports to this file.")
+@click.option("--record", type=click.Path(path_type=Path), help="Folder for link reports.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
 def main(
     calm_s: float,
+    stalls: int,
     trials: int,
     share: float,
     load: float,
@@ -280,31 +330,30 @@ def main(
         planned = small_case(stated, CASE_STUDY, folder, SCALES)
         plan = best_for(planned.problem)
         rps = load * plan.capacity_rps
-        # The load fills a tenth of this: what the plan sends at full load, as its share.
-        gbps = round(planned_egress_gbps(stated) * load * 10, 3)
+        # The load is to fill a tenth. What is not offloaded while the deployment warms up, and the
+        # difference between the plan and a short sample, make it a little less than planned.
+        gbps = round(planned_egress_gbps(stated) * load * 8, 3)
         case = small_case(stated, CASE_STUDY, folder, SCALES, wan=Wan(gbps=gbps))
 
-        async def measure() -> tuple[dict[str, Any] | None, list[Trial]]:
-            out = None if record is None else record.open("w")
-            try:
-                async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
-                    calm = None
-                    if calm_s:
+        async def measure() -> tuple[dict[str, Any] | None, list[Stall], list[Trial]]:
+            calm, stopped, runs = None, [], []
+            async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
+                if calm_s:
+                    with recording(record, "calm") as out:
                         work = calm_run(hosts, case, rps, calm_s, seed, out)
                         calm = await watched(hosts.children, work)
-                    runs = []
-                    if trials:
-                        runs = await watched(
-                            hosts.children,
-                            trial_runs(hosts, case, rps, trials, share, seed, out),
-                        )
-                    return calm, runs
-            finally:
-                if out is not None:
-                    out.close()
+                if stalls:
+                    with recording(record, "stalls") as out:
+                        stalling = stall_runs(hosts, case, rps, stalls, seed, out)
+                        stopped = await watched(hosts.children, stalling)
+                if trials:
+                    with recording(record, "throttled") as out:
+                        throttling = trial_runs(hosts, case, rps, trials, share, seed, out)
+                        runs = await watched(hosts.children, throttling)
+            return calm, stopped, runs
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            calm, runs = runner.run(measure())
+            calm, stopped, runs = runner.run(measure())
     print_json(
         {
             "machine": platform.machine(),
@@ -312,16 +361,30 @@ def main(
             "link_gbps": gbps,
             "offered_rps": round(rps, 3),
             "calm": None if calm is None else rounded(calm, 4),
+            "stalls": [asdict(stall) for stall in stopped],
             "trials": [rounded(asdict(run), 3) for run in runs],
             "verdicts": {
                 "no verdict is worse than clear on a calm link": None
                 if calm is None
                 else not calm["false_alarm_looks"],
+                "no verdict follows from a process that stops": not any(
+                    stall.worst_verdict for stall in stopped
+                ),
                 f"the rate is known within {KNOWN_WITHIN_S:g} s": f"{sum(r.held for r in runs)} of "
                 f"{len(runs)}",
             },
         }
     )
+
+
+@contextmanager
+def recording(folder: Path | None, part: str) -> Iterator[TextIO | None]:
+    if folder is None:
+        yield None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{part}.jsonl").open("w") as out:
+        yield out
 
 
 def planned_egress_gbps(stated: Deployment) -> float:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from prfaas.gateway.linking import CONNECTING_S, STALLED_S, LinkReports, combined
-from prfaas.gateway.membership import Member, Membership
+from prfaas.gateway.linking import ANSWERS_WITHIN_S, CONNECTING_S, STALLED_S, LinkReports, combined
+from prfaas.gateway.membership import DEAD_AFTER_S, Member, Membership
 from prfaas.types import LinkStats
 from tests.gateway.backs import FAR, HOME, deployment
 from tests.gateway.reports import report
@@ -51,14 +52,30 @@ def test_what_waited_for_a_late_receiver_did_not_wait_for_the_path() -> None:
     members.heard(p, report("p", links=(STATS,)), 0.0)
 
     def heard(late_s: float, at_s: float) -> LinkStats:
-        members.heard(d, report("d", late_s=late_s), 0.0)
+        members.heard(d, report("d", late_s=late_s), at_s)
         stats = msgspec.structs.replace(STATS, at_s=at_s)
-        members.heard(p, report("p", links=(stats,)), 0.0)
+        members.heard(p, report("p", links=(stats,)), at_s)
         return subject.new(list(members), at_s)[OUT]
 
     assert (heard(0.0, 2.0).waited_s, heard(0.0, 3.0).delivery_bps) == (1.0, 2e9)
     assert (heard(0.75, 4.0).waited_s, heard(0.75, 5.0).delivery_bps) == (0.25, 2e9)
     assert (heard(1.5, 6.0).waited_s, heard(1.5, 7.0).delivery_bps) == (0.0, None)
+
+
+def test_a_receiver_that_does_not_answer_is_late_until_it_is_dead() -> None:
+    subject, members = two_clusters()
+    d, _, p = members
+    members.heard(d, report("d"), 10.0)
+
+    def waited_s(now_s: float) -> float:
+        stats = msgspec.structs.replace(STATS, at_s=now_s)
+        members.heard(p, report("p", links=(stats,)), now_s)
+        return subject.new(list(members), now_s)[OUT].waited_s
+
+    assert waited_s(10.5) == 1.0
+    assert waited_s(10.0 + ANSWERS_WITHIN_S + 0.4) == pytest.approx(0.6)
+    assert waited_s(12.0) == 0.0
+    assert waited_s(10.0 + ANSWERS_WITHIN_S + DEAD_AFTER_S) == 1.0, "its silence explains nothing"
 
 
 def two_clusters(via: str | None = None) -> tuple[LinkReports, Membership]:

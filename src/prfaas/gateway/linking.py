@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from prfaas.config import Deployment
-from prfaas.gateway.membership import Member
+from prfaas.gateway.membership import DEAD_AFTER_S, Member
 from prfaas.kvd.report import LATE_WINDOW_S
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
@@ -19,6 +19,8 @@ from prfaas.types import ClusterId, LinkStats
 STALLED_S = 2.5  # bytes wait so long, and none arrives: nothing passes any more
 # A link whose bytes have waited less may have no connection yet: making one takes round trips.
 CONNECTING_S = 0.5
+# Kvds are asked twice a second; one that has not answered for longer than this is late.
+ANSWERS_WITHIN_S = 0.75
 
 
 class LinkReports:
@@ -50,7 +52,7 @@ class LinkReports:
                 elif stats.retransmitted_segments:
                     # Counted when this report was new.
                     stats = msgspec.structs.replace(stats, retransmitted_segments=0)
-                late_s = self._receivers_late_s(link_id, stats.peer, members)
+                late_s = self._receivers_late_s(link_id, stats.peer, members, now_s)
                 found.setdefault(link_id, []).append(discounted(stats, late_s))
         return {way: self._judged(way, combined(found[way], now_s), now_s) for way in fresh}
 
@@ -64,12 +66,14 @@ class LinkReports:
             return stats
         return msgspec.structs.replace(stats, connections=0)
 
-    def _receivers_late_s(self, link_id: LinkId, peer: str, members: Sequence[Member]) -> float:
-        """How late the process behind `peer` was lately; behind a relay that leads to several, the
-        latest of them."""
+    def _receivers_late_s(
+        self, link_id: LinkId, peer: str, members: Sequence[Member], now_s: float
+    ) -> float:
+        """How late the process at `peer` was lately; where a relay leads to several, the latest of
+        them."""
         known = [m for m in members if m.report is not None and m.cluster == link_id[1]]
         at_peer = [m for m in known if m.report and peer in (m.report.data_address, m.via)]
-        return max((m.report.late_s for m in at_peer or known if m.report), default=0.0)
+        return max((_late_s(m, now_s) for m in at_peer or known), default=0.0)
 
     def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
         for link_id, via in self._via.items():
@@ -104,6 +108,14 @@ def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
         retransmitted_segments=_whole(s.retransmitted_segments for s in stats),
         congestion_window_bytes=_whole(s.congestion_window_bytes for s in stats),
     )
+
+
+def _late_s(receiver: Member, now_s: float) -> float:
+    """As it says itself or, where it does not answer, as long as it has been silent. A member that
+    stays silent is dead, and its silence explains nothing any more."""
+    said_s = 0.0 if receiver.report is None else receiver.report.late_s
+    silent_s = now_s - receiver.kvd_heard_s - ANSWERS_WITHIN_S
+    return max(said_s, silent_s if silent_s < DEAD_AFTER_S else 0.0)
 
 
 def discounted(stats: LinkStats, receiver_late_s: float) -> LinkStats:
