@@ -95,8 +95,7 @@ class Watch:
         stats = link["stats"]
         before = self.looks[-1].stats if self.looks else None
         if self.record is not None and stats is not None and stats != before:
-            capacity = {"capacity_bps": link["capacity_bps"]}
-            self.record.write(msgspec.json.encode(stats | capacity).decode() + "\n")
+            self.record.write(msgspec.json.encode(rounded(stats, 4)).decode() + "\n")
         self.looks.append(Look(at_s, link["verdict"], link["cause"], link["believed_bps"], stats))
         self.looked.set()
 
@@ -337,17 +336,18 @@ def main(
 
         async def measure() -> tuple[dict[str, Any] | None, list[Stall], list[Trial]]:
             calm, stopped, runs = None, [], []
+            bps = case.deployment.links[0].gbps * 1e9
             async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
                 if calm_s:
-                    with recording(record, "calm") as out:
+                    with recording(record, "calm", bps, share) as out:
                         work = calm_run(hosts, case, rps, calm_s, seed, out)
                         calm = await watched(hosts.children, work)
                 if stalls:
-                    with recording(record, "stalls") as out:
+                    with recording(record, "stalls", bps, share) as out:
                         stalling = stall_runs(hosts, case, rps, stalls, seed, out)
                         stopped = await watched(hosts.children, stalling)
                 if trials:
-                    with recording(record, "throttled") as out:
+                    with recording(record, "throttled", bps, share) as out:
                         throttling = trial_runs(hosts, case, rps, trials, share, seed, out)
                         runs = await watched(hosts.children, throttling)
             return calm, stopped, runs
@@ -378,12 +378,15 @@ def main(
 
 
 @contextmanager
-def recording(folder: Path | None, part: str) -> Iterator[TextIO | None]:
+def recording(folder: Path | None, part: str, bps: float, share: float) -> Iterator[TextIO | None]:
+    """A file of reports; its first line says what the link could carry."""
     if folder is None:
         yield None
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{part}.jsonl").open("w") as out:
+        head = {"capacity_bps": round(bps), "throttled_bps": round(bps * share)}
+        out.write(msgspec.json.encode(head).decode() + "\n")
         yield out
 
 

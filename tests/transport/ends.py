@@ -6,17 +6,21 @@ import gc
 import mmap
 import os
 import random
+import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
+from prfaas.transport.address import Address
 from prfaas.transport.grants import new_grant
 from prfaas.transport.laid import FileSlice
-from prfaas.transport.link import Link, Transfer
+from prfaas.transport.link import Link, LinkOptions, Transfer
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
-from prfaas.types import Grant
-from tests.waiting import PATIENCE_S
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
+from prfaas.types import Grant, LinkStats
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Owner:
@@ -111,3 +115,28 @@ def nothing_leaks() -> Iterator[None]:
     alive = [thread.name for thread in threading.enumerate()]
     assert threading.active_count() <= threads, alive
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def slow_path_is_measured(
+    listener: Listener, options: LinkOptions, tls: ssl.SSLContext | None = None
+) -> None:
+    """One frame takes a quarter of a minute here. Its receiver says how far it is, and its sender
+    hears that while it is still sending."""
+    contents = segments(1 << 20)
+    relay = Relay(
+        Address("127.0.0.1", 0), Address(*listener.address), Conditions(rate_bps=500_000.0)
+    )
+    with closing(relay.start()), Link(tuple(relay.address), options=options, tls=tls) as link:
+        transfer = send(link, expect(listener, contents, Owner()), contents)
+        known: list[LinkStats] = []
+
+        def rate_is_known() -> bool:
+            stats = link.stats()
+            if stats.delivery_bps:
+                known.append(stats)
+            return bool(known)
+
+        wait_until(rate_is_known)
+        assert known[0].waited_s > 0 and known[0].backlog_bytes == 1 << 20
+        assert transfer.acknowledged_bytes == 0, "the frame has not arrived yet"
+        transfer.abort("seen enough")

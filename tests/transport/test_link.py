@@ -19,6 +19,7 @@ from tests.transport.ends import (
     on_file,
     segments,
     send,
+    slow_path_is_measured,
 )
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -159,6 +160,11 @@ def test_stats_tell_what_has_happened() -> None:
         assert stats.congestion_window_bytes is not None and stats.congestion_window_bytes > 0
         assert stats.delivery_bps is None  # it was over too soon to tell
         assert link.stats().goodput_bps == 0  # nothing since
+
+
+def test_a_slow_path_is_measured_before_a_frame_has_arrived() -> None:
+    with Listener() as listener:
+        slow_path_is_measured(listener, LinkOptions(connections=1))
 
 
 def test_a_grant_is_used_once_and_within_its_bytes() -> None:

@@ -13,7 +13,14 @@ from prfaas.transport.certs import CertificateSet, make_certificates
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
-from tests.transport.ends import Owner, expect, nothing_leaks, segments, send
+from tests.transport.ends import (
+    Owner,
+    expect,
+    nothing_leaks,
+    segments,
+    send,
+    slow_path_is_measured,
+)
 from tests.transport.proxy import Proxy
 from tests.waiting import PATIENCE_S
 
@@ -32,6 +39,12 @@ def server(made: CertificateSet) -> ssl.SSLContext:
 
 def client(made: CertificateSet) -> ssl.SSLContext:
     return client_context(made.ca, made.client, made.client_key)
+
+
+def test_a_slow_path_is_measured_before_a_frame_has_arrived(made: CertificateSet) -> None:
+    options = LinkOptions(connections=1, tls_name=SERVICE_NAME)
+    with Listener(tls=server(made)) as listener:
+        slow_path_is_measured(listener, options, client(made))
 
 
 @pytest.mark.parametrize("cut", [1 << 30, 5000])

@@ -23,6 +23,22 @@ _TIMEVAL = struct.Struct("@ll")
 _IOV_MAX = 1_024  # buffers that one system call takes
 
 
+_TLS_SEND_BYTES = 64 << 10  # in one call
+
+
+class _EveryTick:
+    """Calls a function when a tick has passed since the last call, or since the beginning."""
+
+    def __init__(self, call: Callable[[], None] | None, began_s: float) -> None:
+        self._call = call
+        self._due_s = began_s + TICK_S
+
+    def at(self, now: float) -> None:
+        if self._call is not None and now >= self._due_s:
+            self._due_s = now + TICK_S
+            self._call()
+
+
 class Channel:
     """Not thread-safe: one thread at a time sends and receives. `close` may come from any."""
 
@@ -69,13 +85,12 @@ class Channel:
     ) -> None:
         """All of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever the
         bytes take longer than a tick."""
+        began_s = self._clock.now()
         sent = self._send_some(views)
         if sent != nbytes:
             views = list(views)
             _drop(views, sent)
-            if meanwhile is not None:
-                meanwhile()
-            self._send_all(views, meanwhile=meanwhile)
+            self._send_all(views, 0, _EveryTick(meanwhile, began_s))
 
     @property
     def can_send_files(self) -> bool:
@@ -90,7 +105,8 @@ class Channel:
     ) -> None:
         """`head` and then parts of files, which the kernel sends from its own pages. `meanwhile`
         is called whenever the bytes take longer than a tick."""
-        self._send_all([head], socket.MSG_MORE)
+        called = _EveryTick(meanwhile, self._clock.now())
+        self._send_all([head], socket.MSG_MORE, called)
         quiet_until = self._clock.now() + self._silence_s
         for part in ranges:
             fd, offset, nbytes = part.fd, part.offset, part.nbytes
@@ -105,8 +121,7 @@ class Channel:
                 nbytes -= sent
                 if nbytes:
                     quiet_until = self._still_moving(sent, quiet_until)
-                    if meanwhile is not None:
-                        meanwhile()
+                    called.at(self._clock.now())
 
     def receive(
         self,
@@ -177,8 +192,8 @@ class Channel:
     def _send_all(
         self,
         views: list[memoryview],
-        flags: int = 0,
-        meanwhile: Callable[[], None] | None = None,
+        flags: int,
+        meanwhile: _EveryTick,
     ) -> None:
         quiet_until = self._clock.now() + self._silence_s
         while views:
@@ -186,8 +201,7 @@ class Channel:
             _drop(views, sent)
             if views:
                 quiet_until = self._still_moving(sent, quiet_until)
-                if meanwhile is not None:
-                    meanwhile()
+                meanwhile.at(self._clock.now())
 
     def _still_moving(self, sent: int, quiet_until: float) -> float:
         """When silence will be too long; ConnectionLost when it is."""
@@ -201,7 +215,8 @@ class Channel:
     def _send_some(self, views: list[memoryview], flags: int = 0) -> int:
         try:
             if self._tls:
-                return self._sock.send(views[0])
+                # All of a large view would be one call, however long it takes.
+                return self._sock.send(views[0][:_TLS_SEND_BYTES])
             some = views if len(views) <= _IOV_MAX else views[:_IOV_MAX]
             return self._sock.sendmsg(some, (), flags)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
@@ -227,14 +242,18 @@ class Channel:
         return got
 
     def _receive_records(self, view: memoryview) -> int:
-        """TLS hands out one record (16 KiB) a call: a tight loop until the view is full."""
+        """TLS hands out one record (16 KiB) a call: a tight loop until the view is full, or a tick
+        has passed."""
         receive_into, size, at = self._sock.recv_into, view.nbytes, 0
+        until_s = self._clock.now() + TICK_S
         try:
             while at < size:
                 got = receive_into(view[at:])
                 if got == 0:
                     raise ConnectionLost("closed by peer")
                 at += got
+                if self._clock.now() >= until_s:
+                    break
         except ssl.SSLWantReadError:
             pass  # a tick without a record; what came before counts
         return at
