@@ -206,10 +206,12 @@ def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> N
     fuller = after(20, full, goodput_bps=0.95e8)
     assert fuller.threshold_factor == 2.0
     request = Request(1, int(THRESHOLD * 1.9))
-    assert not routed(request, view(), fuller).offloaded
+    waiting = view(pending_bytes=1e8)
+    assert not routed(request, waiting, fuller).offloaded
+    assert routed(request, view(), fuller).offloaded, "an idle remote cluster is sooner"
     calm = after(30, fuller, goodput_bps=0.1e8)
     assert calm.threshold_factor == 1.0
-    assert routed(request, view(), calm).offloaded
+    assert routed(request, waiting, calm).offloaded
 
 
 def test_a_queue_at_prfaas_raises_the_threshold() -> None:
