@@ -78,17 +78,23 @@ def alternatives(
     return found
 
 
-def wait_for(request: Request, option: Option, state: State) -> Hold:
-    """Late binding: a node is given little more than it needs to stay busy. Those who wait go in
-    order of arrival, save that a long prefill lets shorter ones pass that come soon after it: few
-    long ones hold most of the work, so nearly everybody waits less. How soon grows with the square
-    of its length, so that ordinary requests keep their order and nobody waits for ever."""
-    patience = state.rules.adaptive.patience
+def wait_for(request: Request, option: Option, view: View, state: State) -> Hold:
+    """Late binding: a node is given little more than it needs to stay busy. Requests that wait go
+    in order of arrival, except that a long prefill lets shorter ones pass that arrive soon after
+    it: few long ones hold most of the work, so most requests wait less. How soon grows with the
+    square of the prefill's length, so that ordinary requests keep their order. It is bounded by a
+    share of the wait that the request finds. In a burst many shorter requests follow, and without
+    the bound the longest prefills would be the last of all."""
+    rules = state.rules.adaptive
+    wait_s = option.start_s - view.now_s
+    if option.cluster in view.held:
+        wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
+    lead_s = min(rules.patience * option.prefill_s**2, rules.overtaken_share * wait_s)
     return Hold(
         "every queue there is long enough",
         option.cluster,
         option.prefill_s,
-        request.arrived_s + patience * option.prefill_s**2,
+        request.arrived_s + lead_s,
     )
 
 

@@ -47,7 +47,7 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
         and option.start_s - view.now_s > state.rules.adaptive.queue_s
         and not has_room(option.cluster, view, state)
     ):
-        return wait_for(request, option, state)
+        return wait_for(request, option, view, state)
     way = as_route(request, option, view, state, reason)
     return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
 
