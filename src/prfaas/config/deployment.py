@@ -178,7 +178,7 @@ class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
+    policy: Literal["paper", "adaptive", "local", "remote"] = "adaptive"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
     replan: ReplanSection = ReplanSection()
     correction: CorrectionSection = CorrectionSection()
