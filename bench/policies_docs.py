@@ -23,9 +23,11 @@ DOCS = Path(__file__).parents[1] / "docs"
 COLOURS = {"paper": BLUE, "adaptive": ORANGE, "local": GREY, "remote": GREEN}
 TITLES = {
     "throughput_rps": "throughput",
+    "served_rps": "of the window's arrivals",
     "goodput_rps": "goodput",
     "ttft_mean_s": "mean TTFT",
     "ttft_p90_s": "P90 TTFT",
+    "ttft_p99_s": "P99 TTFT",
 }
 Row = dict[str, Any]
 

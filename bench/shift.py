@@ -88,6 +88,7 @@ def deployment() -> Deployment:
         ],
         "links": [{"from": "far", "to": "pd", "gbps": 25, "rtt_ms": 20}],
         "scheduler": {
+            "policy": "paper",
             "replan": {
                 **{"every_s": 60.0, "window_s": 3600.0, "warmup_s": 60.0, "dwell_s": 300.0},
                 **{"block_requests": 100, "threshold_step": 0.05},

@@ -193,7 +193,7 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
         ('"h200"', '"b200"', "clusters.0.accelerator: no profile of case-study-1t on 8 x b200"),
         ("gpus_per_instance = 8", "gpus_per_instance = 4", "on 4 x h200"),
         ("per_s = 40", "per_s = 400", "slo.output_tokens_per_s: no measured decode batch"),
-        ("[slo]", "[scheduler]\nthreshold_tokens = 131073\n[slo]", "above the longest prompt"),
+        ("[scheduler]", "[scheduler]\nthreshold_tokens = 131073", "above the longest prompt"),
         ('"case-study-1t"', '"case-study-1t"\nkv_dtype = "int3"', "model.kv_dtype: unknown dtype"),
         ('"case-study-1t"', '"x"\nconfig = "none.json"', "none.json: no such file"),
         (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from prfaas.config import load_deployment, parse_deployment
+from prfaas.config.deployment import SchedulerSection
 from prfaas.errors import InputError
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -25,6 +26,11 @@ def varied(path: str, value: Any) -> dict[str, Any]:
     else:
         at[key] = value
     return raw
+
+
+def test_the_default_policy_is_adaptive_and_the_case_study_names_the_papers() -> None:
+    assert SchedulerSection().policy == "adaptive"
+    assert load_deployment(CASE_STUDY).scheduler.policy == "paper"
 
 
 def test_the_case_study_is_valid() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from prfaas.config import Deployment, load_deployment, parse_deployment
-from prfaas.config.deployment import Key, Node
+from prfaas.config.deployment import Key, Node, SchedulerSection
 from prfaas.config.write import deployment_toml, toml
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -56,7 +56,9 @@ def test_nodes_and_keys() -> None:
 
 
 def test_what_has_its_default_is_left_out() -> None:
-    text = deployment_toml(load_deployment(CASE_STUDY))
+    deployment = load_deployment(CASE_STUDY)
+    assert "[scheduler]" in deployment_toml(deployment), "it names its policy"
+    text = deployment_toml(msgspec.structs.replace(deployment, scheduler=SchedulerSection()))
     assert "scheduler" not in text and "via" not in text and "from = " in text
 
 

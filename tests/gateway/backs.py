@@ -57,7 +57,7 @@ def deployment(
             },
         ],
         "links": [{"from": FAR, "to": HOME, "gbps": 10, "rtt_ms": 1}, *links],
-        "scheduler": {"threshold_tokens": THRESHOLD, **scheduler},
+        "scheduler": {"policy": "paper", "threshold_tokens": THRESHOLD, **scheduler},
     }
     return parse_deployment(raw, "test.toml")
 

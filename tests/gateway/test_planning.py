@@ -57,6 +57,14 @@ def test_roles_are_recorded_and_survive_the_planner(emulated: Hosts) -> None:
         assert roles_at_kvds(emulated) == recorded, "nothing to change"
 
 
+def test_policy_local_plans_without_the_prfaas_cluster(emulated: Hosts) -> None:
+    async def plan() -> dict[str, Any]:
+        async with serving(emulated.deployment(policy="local")) as back:
+            return back.plan()
+
+    assert asyncio.run(plan())["instances"] == {HOME: 3}
+
+
 def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Hosts) -> None:
     async def main() -> None:
         async with serving(emulated.deployment()) as back:

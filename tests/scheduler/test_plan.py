@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from prfaas.cli.wiring import Study
+from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
 from prfaas.planner.plan import Planner
@@ -14,11 +17,12 @@ from prfaas.scheduler.plan import (
     Solver,
     best_for,
     first_plan,
+    hardware_for,
     staffed,
     with_instances,
 )
 from prfaas.types import NodeId
-from tests.planner.builders import case_study, problem
+from tests.planner.builders import CASE_STUDY, case_study, problem
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -44,6 +48,22 @@ def test_the_first_plan_is_the_exact_readings_optimum(system: str) -> None:
         assert plan.threshold_tokens == 0
     if system == "homogeneous":
         assert plan.threshold_tokens == given.workload.max_new_tokens
+
+
+def test_policy_local_is_planned_as_if_there_were_no_prfaas_cluster() -> None:
+    deployment = load_deployment(CASE_STUDY)
+    alone = msgspec.structs.replace(
+        deployment,
+        clusters=[cluster for cluster in deployment.clusters if cluster.kind == "pd"],
+        links=[link for link in deployment.links if link.source == link.target],
+    )
+    study = Study(CASE_STUDY, "exact")
+    whole = study.problem(deployment)
+    local = plan_of(hardware_for("local", whole))
+    assert local == plan_of(study.problem(alone))
+    for policy in ("paper", "adaptive", "remote"):
+        assert hardware_for(policy, whole) == whole
+    assert local.n_prefill > plan_of(whole).n_prefill, "it has no help with its prefills"
 
 
 def test_a_given_split_keeps_its_nodes_and_chooses_the_threshold() -> None:

@@ -12,7 +12,7 @@ from prfaas.scheduler.state import State
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
 from prfaas.sim.links import STANDING_S
-from prfaas.types import LinkStats
+from prfaas.types import ClusterId, LinkStats
 from tests.scheduler.views import (
     FAR,
     LOCAL,
@@ -217,10 +217,12 @@ def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> N
     fuller = after(20, full, goodput_bps=0.95e8, backlog_bytes=1_000_000)
     assert fuller.threshold_factor == 2.0
     request = Request(1, int(THRESHOLD * 1.9))
-    assert not routed(request, view(), fuller).offloaded
+    waiting = view(pending_bytes=1e8)
+    assert not routed(request, waiting, fuller).offloaded
+    assert routed(request, view(), fuller).offloaded, "an idle remote cluster is sooner"
     calm = after(30, fuller, goodput_bps=0.1e8)
     assert calm.threshold_factor == 1.0
-    assert routed(request, view(), calm).offloaded
+    assert routed(request, waiting, calm).offloaded
 
 
 def test_a_queue_at_prfaas_raises_the_threshold() -> None:
@@ -288,6 +290,27 @@ def test_under_pressure_adaptive_keeps_to_the_plan() -> None:
     longest = route(Request(3, 5000, 89.0), busy, PLAN, how)
     assert isinstance(longest, Hold) and longest.precedence > long.precedence
     assert long.precedence > 89.0 + short.work_s
+
+
+@given(
+    st.integers(1, 5000),
+    st.floats(110, 400),
+    st.dictionaries(st.sampled_from([NEAR, FAR]), st.floats(0, 2000)),
+)
+def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
+    tokens: int, free_at_s: float, held_s: dict[ClusterId, float]
+) -> None:
+    """However long it is, and however many shorter ones follow."""
+    held = {cluster: HeldWork().more(7, work_s) for cluster, work_s in held_s.items()}
+    busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, free_at_s), held=held)
+    how = state("adaptive")
+    hold = route(Request(1, tokens, 90.0), busy, PLAN, how)
+    assert isinstance(hold, Hold) and hold.cluster is not None
+    nodes = 2  # that prefill, in either cluster
+    wait_s = free_at_s - busy.now_s + held_s.get(hold.cluster, 0.0) / nodes
+    lead_s = hold.precedence - 90.0
+    assert 0 <= lead_s <= how.rules.adaptive.overtaken_share * wait_s + 1e-9
+    assert lead_s <= how.rules.adaptive.patience * hold.work_s**2 + 1e-9
 
 
 def test_what_is_held_back_counts_as_a_queue() -> None:

@@ -45,6 +45,7 @@ def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:
     far, near = deployment.clusters
     rules = msgspec.structs.replace(
         deployment.scheduler,
+        policy="paper",  # the length of a prompt alone decides where it is prefilled
         threshold_tokens=round((lengths.short * lengths.long) ** 0.5),
     )
     return msgspec.structs.replace(

@@ -161,7 +161,9 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least_price_s: AmountOrZero = 2.0  # the plan counts for so much even when nobody waits
     copy_margin_s: AmountOrZero = 0.05  # a copied prefix must save more than this
     queue_s: AmountOrZero = 0.5  # nodes with more work than this get no more; the router keeps it
-    patience: AmountOrZero = 8.0  # times (prefill seconds)^2: how long others may overtake it
+    # A waiting prefill lets shorter ones pass that arrive within patience * (its seconds)^2 ...
+    patience: AmountOrZero = 2.0
+    overtaken_share: AmountOrZero = 0.5  # ... and within this share of the wait that it found
 
 
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,7 +178,7 @@ class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: Literal["paper", "adaptive", "local", "remote"] = "paper"
+    policy: Literal["paper", "adaptive", "local", "remote"] = "adaptive"
     threshold_tokens: CountOrZero | None = None  # fixed instead of optimised
     replan: ReplanSection = ReplanSection()
     correction: CorrectionSection = CorrectionSection()

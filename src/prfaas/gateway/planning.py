@@ -25,8 +25,8 @@ from prfaas.gateway.router import Router
 from prfaas.kvd.role import Role as Recorded
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term import replan
-from prfaas.scheduler.plan import Plan, Role, staffed, with_instances, with_paces
-from prfaas.types import NodeId
+from prfaas.scheduler.plan import Plan, Role, hardware_for, staffed, with_instances, with_paces
+from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Planning:
     ) -> None:
         self._router = router
         self._evacuations = evacuations
-        self._problem = problem
+        self._problem = hardware_for(deployment.scheduler.policy, problem)
         self._plans = deployment.gateway.plans
         self.book = PlanBook(advises=deployment.gateway.advise)
         self._rules = deployment.scheduler.replan
@@ -69,7 +69,8 @@ class Planning:
 
     async def _look(self) -> None:
         local = self._router.live(self._router.local)
-        remotes = tuple(len(self._router.live(cluster)) for cluster in self._router.remotes)
+        counted = [ClusterId(remote.pool.cluster) for remote in self._problem.remotes]
+        remotes = tuple(len(self._router.live(cluster)) for cluster in counted)
         if local and self._may_begin():
             plan = await self._next(local, remotes)
             if plan is not None:

@@ -14,38 +14,16 @@ at once. Where every queue is long enough, a request waits at the router (`wait_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from prfaas.scheduler.congestion import Verdict
-from prfaas.scheduler.options import (
-    Option,
-    Prefix,
-    across,
-    believed_bps,
-    best_option,
-    decode_node,
-    handoff_bps,
-    within,
-)
+from prfaas.scheduler.forecast import forecast
+from prfaas.scheduler.options import Option, Prefix, across, believed_bps, best_option, within
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
-
-
-class Forecast(NamedTuple):
-    """An option's time to first token, in its parts."""
-
-    wait_s: float
-    prefill_s: float
-    transfer_s: float  # exposed, round trip included
-    decode_s: float  # wait for a slot, and one step
-
-    @property
-    def ttft_s(self) -> float:
-        return sum(self)
 
 
 def cheapest(
@@ -100,40 +78,23 @@ def alternatives(
     return found
 
 
-def forecast(request: Request, option: Option, view: View, state: State) -> Forecast:
-    """What the request would see if it went this way now."""
-    costs, now = view.costs, view.now_s
-    bps = handoff_bps(option, view, state)
-    placed = decode_node(request, view, bps)
-    held = 0
-    slot_s = 0.0
-    if placed is not None:
-        decode, held = placed
-        if decode.active >= decode.slots:
-            slot_s = (decode.active - decode.slots + 1) / decode.slots * costs.mean_hold_s
-    transfer_tokens = request.prompt_tokens - held
-    end = option.end_s
-    exposed = costs.exposed_s(request.prompt_tokens, transfer_tokens, option.prefill_s, bps)
-    if option.cluster != view.local.cluster:
-        link = view.links[option.cluster, view.local.cluster]
-        # All that is promised to the link already goes first, or shares it.
-        nbytes = costs.handoff_bytes(request.prompt_tokens, transfer_tokens)
-        drained = now + (link.pending_bytes + nbytes) * 8 / bps
-        exposed = max(exposed, drained - end) + link.rtt_s
-    return Forecast(option.start_s - now, option.prefill_s, exposed, slot_s + costs.t_decode_s)
-
-
-def wait_for(request: Request, option: Option, state: State) -> Hold:
-    """Late binding: a node is given little more than it needs to stay busy. Those who wait go in
-    order of arrival, save that a long prefill lets shorter ones pass that come soon after it: few
-    long ones hold most of the work, so nearly everybody waits less. How soon grows with the square
-    of its length, so that ordinary requests keep their order and nobody waits for ever."""
-    patience = state.rules.adaptive.patience
+def wait_for(request: Request, option: Option, view: View, state: State) -> Hold:
+    """Late binding: a node is given little more than it needs to stay busy. Requests that wait go
+    in order of arrival, except that a long prefill lets shorter ones pass that arrive soon after
+    it: few long ones hold most of the work, so most requests wait less. How soon grows with the
+    square of the prefill's length, so that ordinary requests keep their order. It is bounded by a
+    share of the wait that the request finds. In a burst many shorter requests follow, and without
+    the bound the longest prefills would be the last of all."""
+    rules = state.rules.adaptive
+    wait_s = option.start_s - view.now_s
+    if option.cluster in view.held:
+        wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
+    lead_s = min(rules.patience * option.prefill_s**2, rules.overtaken_share * wait_s)
     return Hold(
         "every queue there is long enough",
         option.cluster,
         option.prefill_s,
-        request.arrived_s + patience * option.prefill_s**2,
+        request.arrived_s + lead_s,
     )
 
 

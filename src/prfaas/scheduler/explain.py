@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prfaas.scheduler.adaptive import Forecast, alternatives, forecast
+from prfaas.scheduler.adaptive import alternatives
+from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
 from prfaas.scheduler.short_term import reachable, route

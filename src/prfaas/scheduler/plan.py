@@ -54,7 +54,8 @@ class Plan:
 def first_plan(
     problem: Problem, nodes: Sequence[NodeId], rules: ReplanSection, now_s: float = 0.0
 ) -> Plan:
-    """The optimum for the traffic the deployment file states. `nodes`: of the PD cluster."""
+    """The optimum for the traffic the deployment file states, on the hardware that the policy uses
+    (`hardware_for`). `nodes`: of the PD cluster."""
     return staffed(
         problem, dict.fromkeys(nodes), rules, now_s, reason="the deployment's stated traffic"
     )
@@ -93,6 +94,13 @@ def staffed(
         converted_s={},
         reason=reason,
     )
+
+
+def hardware_for(policy: str, problem: Problem) -> Problem:
+    """What a plan for `policy` counts on. Under `local` the PD cluster prefills everything itself,
+    so its split is that of the PD cluster alone, as if there were no PrfaaS cluster. Every other
+    policy uses all clusters."""
+    return replace(problem, remotes=()) if policy == "local" else problem
 
 
 def with_instances(problem: Problem, remotes: Sequence[int], local: int) -> Problem:

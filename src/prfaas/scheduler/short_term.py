@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from prfaas.scheduler.adaptive import cheapest, wait_for
 from prfaas.scheduler.congestion import DEFAULT_RULES, Verdict, judge
+from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route, offloadable, stays_because
@@ -21,6 +22,9 @@ from prfaas.scheduler.state import LinkState, State
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
+
+_SHORT = "short: at most the threshold is uncached"
+_LONG = "long: more than the threshold is uncached"
 
 
 def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hold:
@@ -43,7 +47,7 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
         and option.start_s - view.now_s > state.rules.adaptive.queue_s
         and not has_room(option.cluster, view, state)
     ):
-        return wait_for(request, option, state)
+        return wait_for(request, option, view, state)
     way = as_route(request, option, view, state, reason)
     return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
 
@@ -70,24 +74,44 @@ def reachable(request: Request, view: View) -> list[ClusterView]:
 def _paper(
     request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
-    threshold = plan.threshold_tokens * state.threshold_factor
+    """Short requests stay local, long ones are offloaded (section 3.4.3). A raised threshold keeps
+    a request local only if its forecast TTFT there is at most the forecast of the remote option
+    that the plan's own threshold would have chosen. So raising the threshold never makes a request
+    later than leaving it alone would, whatever made the loop raise it."""
     prefixes: dict[ClusterId, Prefix | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
-    if request.prompt_tokens - counted <= threshold:
-        wanted: Sequence[ClusterView] = (view.local,)
-        other = remotes
-        reason = "short: at most the threshold is uncached"
-    else:
-        wanted, other = remotes, (view.local,)
-        reason = "long: more than the threshold is uncached"
+    uncached = request.prompt_tokens - counted
+    if uncached <= plan.threshold_tokens:
+        return _preferred(request, view, (view.local,), remotes, prefixes, _SHORT)
+    if uncached > plan.threshold_tokens * state.threshold_factor:
+        return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
+    near = _soonest(request, view, (view.local,), prefixes)
+    far = _soonest(request, view, remotes, prefixes)
+    if near is not None and far is not None:
+        near_s = forecast(request, near, view, state).ttft_s
+        if near_s <= forecast(request, far, view, state).ttft_s:
+            return near, "the raised threshold keeps it: local prefill is no later than remote"
+        return far, "long: the raised threshold would keep it, but local prefill is later"
+    return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
+
+
+def _preferred(
+    request: Request,
+    view: View,
+    wanted: Sequence[ClusterView],
+    other: Sequence[ClusterView],
+    prefixes: dict[ClusterId, Prefix | None],
+    reason: str,
+) -> tuple[Option | None, str]:
+    """The soonest option of the wanted clusters. Locality is a preference, never a reason to
+    refuse: where no wanted cluster can prefill, the soonest option of the others."""
     found = _soonest(request, view, wanted, prefixes)
     if found is not None:
         return found, reason
-    # Nobody of the wanted side is there: locality is a preference, never a reason to refuse.
     found = _soonest(request, view, other, prefixes)
     if found is None:
         return None, "no node prefills"
-    return found, stays_because(request) or f"{reason}, but nobody there can take it"
+    return found, stays_because(request) or f"{reason}, but no node there can take it"
 
 
 def _count_prefixes(

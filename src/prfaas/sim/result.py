@@ -110,6 +110,12 @@ class Result:
         """First tokens per second of the measured window."""
         return self._rate(np.ones(len(self.requests.arrival_s), dtype=bool))
 
+    @property
+    def served_rps(self) -> float:
+        """Likewise, of requests that also arrived in the measured window. A backlog from before the
+        window counts for the throughput of the policy that had built it, and not for this."""
+        return self._rate(self.requests.arrival_s >= self.window_s[0])
+
     def goodput_rps(self, ttft_s: Array | float, tpot_s: float) -> float:
         """First tokens per second of requests that kept both promises."""
         rows = self.requests

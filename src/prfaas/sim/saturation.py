@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import best_for, hardware_for
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -21,7 +21,8 @@ def saturated_rps(problem: Problem, arrivals: Arrivals, config: SimConfig) -> fl
     """All of `arrivals`, faster than they can be served, over the time until the last first token.
     That counts the slowest stage's whole work: a stage that ran dry early gains nothing. Without
     faults."""
-    offered_rps = _OVERLOAD * best_for(problem).capacity_rps
+    planned = hardware_for(config.scheduler.policy, problem)
+    offered_rps = _OVERLOAD * best_for(planned).capacity_rps
     flooded = arrivals.scaled(offered_rps / arrivals.mean_rps)
     calm = replace(config, links={}, faults=(), timeline=False)
     rows = simulate(problem, flooded, calm).requests

@@ -46,7 +46,7 @@ class _Upheaval:
         live = {name for name, n in world.nodes.items() if n.alive and n.cluster == world.local}
         remotes = tuple(
             sum(n.alive for n in world.nodes.values() if n.cluster == remote.pool.cluster)
-            for remote in world.problem.remotes
+            for remote in world.plan.problem.remotes
         )
         window = world.traffic.window(world.events.now_s, remotes, live)
         new = replan(window, world.plan)

@@ -19,7 +19,7 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.congestion import Verdict
 from prfaas.scheduler.costs import costs_of
-from prfaas.scheduler.plan import Plan, Role, first_plan
+from prfaas.scheduler.plan import Plan, Role, first_plan, hardware_for
 from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
@@ -78,7 +78,9 @@ class World:
             names = node_names(pool.cluster, pool.instances)
             members.append((ClusterId(pool.cluster), names, pool.profile))
         self.local = local
-        self.plan: Plan = first_plan(problem, members[0][1], config.scheduler.replan)
+        rules = config.scheduler
+        planned = hardware_for(rules.policy, problem)
+        self.plan: Plan = first_plan(planned, members[0][1], rules.replan)
         self.plans = [PlanChange(0.0, self.plan)]
         self.state = State(config.scheduler)
         self.costs = costs_of(problem, max(self._prompts))
