@@ -11,7 +11,7 @@ from prfaas.errors import InputError, TransferFailed
 from prfaas.transport.address import Address
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import MIGRATION, ConnectionBudget, Link, LinkOptions
-from prfaas.transport.listener import Listener
+from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
 from tests.transport.ends import (
@@ -100,7 +100,13 @@ def test_many_transfers_share_the_connections() -> None:
 def test_forty_thousand_small_segments() -> None:
     contents = segments(*[512] * 40_000)
     owner = Owner()
-    with Listener() as listener, Link(listener.address) as link:
+    # So long a manifest keeps a busy machine occupied for a while on both sides.
+    receiving = ListenerOptions(silence_s=PATIENCE_S, unproven_s=PATIENCE_S)
+    sending = LinkOptions(open_s=PATIENCE_S, silence_s=PATIENCE_S, stall_s=PATIENCE_S)
+    with (
+        Listener(options=receiving) as listener,
+        Link(listener.address, options=sending) as link,
+    ):
         send(link, expect(listener, contents, owner), contents).done.result(PATIENCE_S)
         assert owner.memory == contents
 
