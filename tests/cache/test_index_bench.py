@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 BENCH = Path(__file__).parents[2] / "bench" / "index.py"
 
 
@@ -14,7 +16,7 @@ def run_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=2 * PATIENCE_S,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -172,5 +173,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
 
 
-IndexMachine.TestCase.settings = settings(SEEDED, max_examples=150, stateful_step_count=60)
+IndexMachine.TestCase.settings = settings(SEEDED, max_examples=60, stateful_step_count=60)
 TestIndex = IndexMachine.TestCase
+
+
+@pytest.mark.slow
+class TestIndexLonger(IndexMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(SEEDED, max_examples=150, stateful_step_count=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -227,5 +228,10 @@ class PoolMachine(RuleBasedStateMachine):
             self.arena.close()
 
 
-PoolMachine.TestCase.settings = settings(SEEDED, max_examples=200, stateful_step_count=80)
+PoolMachine.TestCase.settings = settings(SEEDED, max_examples=80, stateful_step_count=80)
 TestPool = PoolMachine.TestCase
+
+
+@pytest.mark.slow
+class TestPoolLonger(PoolMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(SEEDED, max_examples=200, stateful_step_count=80)

@@ -19,6 +19,7 @@ from prfaas.cache.replay import Replayed, replay
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from tests.cache.builders import SPECS
+from tests.waiting import PATIENCE_S
 
 BENCH = Path(__file__).parents[2] / "bench" / "cache.py"
 KEYS = {
@@ -141,7 +142,7 @@ def run_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 

@@ -15,6 +15,7 @@ from prfaas import __version__
 from prfaas.cli.output import with_progress
 from prfaas.testing import FakeClock
 from tests.cli.runner import Result
+from tests.waiting import PATIENCE_S
 
 Run = Callable[..., Result]
 COMMAND = Path(sys.executable).with_name("prfaas")
@@ -23,7 +24,11 @@ CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
 def test_a_real_process_ends_with_2_and_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [COMMAND, "plan", "none.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [COMMAND, "plan", "none.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -36,7 +41,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert ended.stdout == "{\n"
     assert ended.stderr == ""
@@ -49,7 +54,7 @@ def test_output_that_cannot_be_written_is_said() -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
     assert ended.returncode == 1
     assert ended.stderr == "error: cannot write the output: No space left on device\n"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 Run = Callable[..., Result]
 EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator", "h20")
@@ -91,6 +91,6 @@ def test_a_node_that_leaves_lets_gateways_fetch_its_prefixes() -> None:
 
 def test_a_kvd_that_cannot_start_says_why() -> None:
     node = Process("node", *EMULATED, "--", "--memory", "nonsense")
-    assert node.popen.wait(60) == 2
+    assert node.popen.wait(PATIENCE_S) == 2
     node.stop()
     assert "nonsense" in node.output and "the node's kvd did not start" in node.output

@@ -14,10 +14,11 @@ import pytest
 
 from prfaas.transport.address import Address, parse_address
 from tests.cli.runner import Result
+from tests.waiting import PATIENCE_S
 
 Run = Callable[..., Result]
 COMMAND = Path(sys.executable).with_name("prfaas")
-TIMEOUT_S = 30.0
+TIMEOUT_S = PATIENCE_S
 
 
 class Process:

@@ -34,7 +34,7 @@ from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import FullAttention, Segment, handoff_segments
 from prfaas.types import NotNow
 from tests.engine.watching import BrokenSink, GatedSegments, Watched
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 MakeEngine: TypeAlias = Callable[..., Engine]
 LENGTHS = (1, 63, 64, 65, 200)
@@ -63,6 +63,11 @@ def exported(
     done = Watched(engine, job(tokens, sampling=greedy(0), export=export))
     assert done.result()[-1] == Finished("length")
     return state
+
+
+def refused_as_closing(engine: Engine) -> bool:
+    refused = Watched(engine, job(1, sampling=greedy(0))).refused
+    return refused is not None and "closing" in refused.reason
 
 
 def skips(engine: Engine, tokens: int) -> dict[str, int]:
@@ -229,7 +234,7 @@ class EngineContract:
         engine = make_engine(max_waiting=2)
         gate = GatedSegments(engine.spec)
         first = Watched(engine, job(100, 1, export=Export(gate, 100)))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE_S)
         waiting = [Watched(engine, job(100, seed)) for seed in (2, 3)]
         refused = Watched(engine, job(100, 4))
         assert isinstance(refused.refused, NotNow) and refused.refused.retry_after_s > 0
@@ -246,7 +251,7 @@ class EngineContract:
         engine = make_engine()
         gate = GatedSegments(engine.spec)
         first = Watched(engine, job(100, 1, export=Export(gate, 100)))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE_S)
         waiting, other = Watched(engine, job(100, 2)), Watched(engine, job(100, 3))
         engine.cancel("job-100-2")
         gate.open()
@@ -260,7 +265,7 @@ class EngineContract:
         export = Export(gate, 300, checkpoint_tokens=(64,))
         cancelled = Watched(engine, job(300, 1, export=export))
         other = Watched(engine, job(100, 2))
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(PATIENCE_S)
         engine.cancel("job-300-1")
         gate.open()
         assert cancelled.result() == [Finished("cancelled")]
@@ -331,10 +336,20 @@ class EngineContract:
     def test_closing_ends_what_is_under_way(self, make_engine: MakeEngine) -> None:
         before = set(threading.enumerate())
         engine = make_engine(chunk_tokens=64, max_running=2)
-        running = Watched(engine, job(64, 1, sampling=greedy(300)))
-        running.until_token()
+        is_closing = threading.Event()
+
+        def hold(event: Event) -> None:
+            """Keeps the engine in its first step until it is being closed."""
+            if isinstance(event, Token):
+                assert is_closing.wait(PATIENCE_S)
+
+        running = Watched(engine, job(64, 1, sampling=greedy(300)), hold)
         others = [Watched(engine, job(300, seed, sampling=greedy(90))) for seed in (2, 3, 4, 5)]
-        engine.close()
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        wait_until(lambda: refused_as_closing(engine))
+        is_closing.set()
+        closer.join(PATIENCE_S)
         assert set(threading.enumerate()) <= before
         for one in (running, *others):
             last = one.result()[-1]

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from prfaas.clock import MonotonicClock
 from prfaas.engine.emulated import EmulatedEngine, Scales
-from prfaas.engine.profiling import TIMED_STEPS, Measured, Profiler, levelled
-from prfaas.errors import InputError
+from prfaas.engine.profiling import (
+    TIMED_STEPS,
+    WARM_STEPS,
+    Measured,
+    Profiler,
+    levelled,
+    step_together_s,
+)
+from prfaas.errors import EngineError, InputError
 from prfaas.planner.profile import DecodeStep, PrefillTime
-from tests.engine.emulated.builders import PROFILE, SPEC, STEPS, emulated
+from tests.engine.emulated.builders import PROFILE, SPEC, emulated
 
 TIME_SCALE, OUTPUT_SCALE = 0.005, 0.1
 
@@ -58,14 +65,25 @@ def test_it_finds_the_times_and_bytes_of_the_engine(engine: EmulatedEngine) -> N
         assert point.seconds >= expected_s * 0.999
     assert measured.kv_bytes == {100: SPEC.kv_bytes(100), 300: SPEC.kv_bytes(300)}
     assert [step.batch for step in measured.decode] == [1, 8]
-    for step, known in zip(measured.decode, STEPS, strict=True):
-        # The first moment may have been late, the last one not: half of it is a wide berth.
-        assert step.step_s > known.step_s * TIME_SCALE / OUTPUT_SCALE / 2
+    assert all(step.step_s > 0 for step in measured.decode)
     assert measured.context_tokens == 100
     # Nothing was measured that did not take place.
     least_s = sum(point.seconds for point in measured.prefill)
     least_s += sum(TIMED_STEPS * step.step_s for step in measured.decode)
     assert least_s < elapsed_s
+
+
+def test_a_step_is_timed_while_all_sequences_run() -> None:
+    """From the moments of the sequence that came last, without its first steps, until the first
+    sequence has ended."""
+    steps = WARM_STEPS + 4
+    early = [0.5 * at for at in range(4 + steps)]  # alone: half a second per token
+    alone_until_s = early[3]
+    late = [alone_until_s + 2.0 * at for at in range(1, steps + 3)]
+    early[4:] = late[:steps]
+    assert step_together_s([early, late]) == pytest.approx(2.0)
+    with pytest.raises(EngineError, match="never ran together"):
+        step_together_s([[0.0, 1.0], [5.0, 6.0]])
 
 
 def test_first_runs_do_not_count(engine: EmulatedEngine) -> None:

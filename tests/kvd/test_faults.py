@@ -77,7 +77,7 @@ def test_engine_killed_in_the_middle_of_a_prefill(tmp_path: Path) -> None:
 
 
 def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
-    options = TransferOptions(grant_s=3.0)  # long enough for a first frame on a busy machine
+    options = TransferOptions(grant_s=6.0)  # long enough for a first frame on a busy machine
     with kvd(tmp_path, name="d", transfers=options) as there, there.engine() as decode:
         with kvd_process(tmp_path, name="p") as here, here.engine() as prefill:
             grant = there.grant(PROMPT)

@@ -18,9 +18,9 @@ import pytest
 from prfaas.testing import netns
 from prfaas.testing.lossy_net import LossyNet
 from prfaas.testing.netns import NetworkError, add_namespace, inside, why_not
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = PATIENCE_S
 MIB = 1024 * 1024
 RATE_BPS = 200e6
 TOTAL_RETRANSMISSIONS_AT = 100  # tcpi_total_retrans in struct tcp_info
@@ -83,9 +83,9 @@ def test_loss_is_seen_by_the_sender_and_stops(kind: str, request: pytest.Fixture
     net.set_loss(0.0)
     lost = net.lost_packets()
     assert lost > 0
-    # The transfer fits into the queue, so nothing else loses packets. A machine that stands still
-    # for long can make TCP repeat itself for no reason: once in three tries it does not.
-    assert 0 in (send_all(net, 2 * MIB) for _ in range(3))
+    # The transfer fits into the queue, so nothing else loses packets. The sender's count is no
+    # evidence here: TCP sends packets again that were merely late, as on a busy machine.
+    send_all(net, 2 * MIB)
     assert net.lost_packets() == lost
 
 

@@ -38,7 +38,6 @@ def send(host: str, port: str, grant: str, nbytes: str) -> None:
             msgspec.json.decode(grant, type=Grant), {"first": half, "second": half}
         )
         transfer.ready("first", memoryview(bytes(half)))
-        say("sending")
         transfer.done.result(600)
 
 

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from prfaas.errors import InputError, TransferFailed
+from prfaas.transport.address import Address
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import MIGRATION, ConnectionBudget, Link, LinkOptions
-from prfaas.transport.listener import Listener
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
 from tests.transport.ends import (
     Owner,
     expect,
@@ -97,7 +100,13 @@ def test_many_transfers_share_the_connections() -> None:
 def test_forty_thousand_small_segments() -> None:
     contents = segments(*[512] * 40_000)
     owner = Owner()
-    with Listener() as listener, Link(listener.address) as link:
+    # So long a manifest keeps a busy machine occupied for a while on both sides.
+    receiving = ListenerOptions(silence_s=PATIENCE_S, unproven_s=PATIENCE_S)
+    sending = LinkOptions(open_s=PATIENCE_S, silence_s=PATIENCE_S, stall_s=PATIENCE_S)
+    with (
+        Listener(options=receiving) as listener,
+        Link(listener.address, options=sending) as link,
+    ):
         send(link, expect(listener, contents, owner), contents).done.result(PATIENCE_S)
         assert owner.memory == contents
 
@@ -109,11 +118,17 @@ def test_a_hand_off_overtakes_a_migration() -> None:
     options = LinkOptions(
         connections=1, frame_bytes=16 << 10, quantum_bytes=16 << 10, in_flight_bytes=1
     )
-    with Listener() as listener, Link(listener.address, options=options) as link:
+    with (
+        Listener() as listener,
+        Relay(Address("127.0.0.1", 0), Address(*listener.address), Conditions()) as relay,
+        Link(relay.address, options=options) as link,
+    ):
+        relay.stall()  # nothing moves until both transfers are queued
         slow = send(link, expect(listener, bulk, Owner()), bulk, priority=MIGRATION)
         fast = send(link, expect(listener, urgent, Owner()), urgent)
         slow.done.add_done_callback(lambda _: order.append("migration"))
         fast.done.add_done_callback(lambda _: order.append("hand-off"))
+        relay.restore()
         slow.done.result(PATIENCE_S)
         fast.done.result(PATIENCE_S)
     assert order == ["hand-off", "migration"]
@@ -139,10 +154,11 @@ def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
             Link(a.address, options=options, budget=budget) as one,
             Link(b.address, options=options, budget=budget) as two,
         ):
-            for link, listener in ((one, a), (two, b)):
+            for link, listener, connections in ((one, a, 3), (two, b, 1)):
                 send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
-            assert one.stats().connections == 3
-            assert two.stats().connections == 1
+                # One connection suffices for the transfer; the others may come up after it.
+                wait_until(lambda: link.stats().connections == connections)  # noqa: B023
+            assert (one.stats().connections, two.stats().connections) == (3, 1)
         assert budget.take() and budget.take() and not budget.take()  # all given back
 
 
@@ -158,7 +174,6 @@ def test_stats_tell_what_has_happened() -> None:
         # Mostly none, but on a busy machine the kernel probes, and sends what was not lost again.
         assert stats.retransmitted_segments is not None
         assert stats.congestion_window_bytes is not None and stats.congestion_window_bytes > 0
-        assert stats.delivery_bps is None  # it was over too soon to tell
         assert link.stats().goodput_bps == 0  # nothing since
 
 

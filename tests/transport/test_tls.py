@@ -15,8 +15,9 @@ import pytest
 from prfaas.errors import InputError
 from prfaas.transport.certs import CertificateSet, make_certificates
 from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
+from tests.waiting import PATIENCE_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from prfaas.clock import Clock
 from prfaas.transport.address import Address
 from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
+from tests.waiting import PATIENCE_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 @dataclass
@@ -29,11 +31,12 @@ class Wan:
 
 
 @contextmanager
-def wan(conditions: Conditions | None = None) -> Iterator[Wan]:
+def wan(conditions: Conditions | None = None, clock: Clock | None = None) -> Iterator[Wan]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT_S)
         target = Address(*listener.getsockname())
-        with Relay(Address("127.0.0.1", 0), target, conditions or Conditions()) as relay:
+        here = Address("127.0.0.1", 0)
+        with Relay(here, target, conditions or Conditions(), clock=clock) as relay:
             yield Wan(relay, listener)
 
 

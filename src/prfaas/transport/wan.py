@@ -276,6 +276,7 @@ class Relay:
         else:
             self._path_clock.stop(now_s)
         if state is PathState.OUT:
+            self._accept_waiting()
             self._close_doors()
         else:
             self._open_doors()
@@ -409,23 +410,33 @@ class Relay:
                 door.listener.close()
                 door.listener = None
 
-    def _accept(self, door: _Door) -> None:
+    def _accept_waiting(self) -> None:
+        """Accepts every connection whose handshake the kernel has completed: an outage keeps
+        connections, but closing a listener resets those that still wait in its queue. The kernel
+        resets a client whose handshake completes between this and the closing; no listener can
+        prevent that."""
+        for door in self._doors:
+            while door.listener is not None and self._accept(door):
+                pass
+
+    def _accept(self, door: _Door) -> bool:
+        """Accepts one connection; False when none waits."""
         assert door.listener is not None
         try:
             client, _ = door.listener.accept()
         except OSError:
-            return  # it left before we came
+            return False  # the client disconnected first
         self._accepted += 1
         if len(self._pairs) >= MAX_CONNECTIONS:
             self._refused += 1
             close(client, reset=True)
-            return
+            return True
         try:
             server = socket.socket(door.family, socket.SOCK_STREAM)
         except OSError:  # out of descriptors
             self._refused += 1
             close(client, reset=True)
-            return
+            return True
         for sock in (client, server):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -435,6 +446,7 @@ class Relay:
         self._pairs.add(pair)
         server.connect_ex(door.target)
         self._selector.register(server, selectors.EVENT_WRITE, lambda: self._connected(pair))
+        return True
 
     def _connected(self, pair: Pair) -> None:
         if pair.server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

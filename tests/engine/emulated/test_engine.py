@@ -153,15 +153,12 @@ def test_late_wake_ups_do_not_add_up(stepped: Stepped) -> None:
 
 
 def test_a_step_takes_as_long_as_its_batch(stepped: Stepped) -> None:
-    both = [
-        Watched(
-            stepped.engine,
-            job(100, seed, prompt=prompt(100), resume=Resume(99, Known(100)), sampling=greedy(5)),
-        )
-        for seed in (1, 2)
-    ]
-    wait_until(lambda: stepped.engine.stats().running >= 1)
-    # Whoever came second joins at the next step. A hand-off's last token rides along with a step.
+    both = []
+    for seed in (1, 2):
+        one = job(100, seed, prompt=prompt(100), resume=Resume(99, Known(100)), sampling=greedy(5))
+        both.append(Watched(stepped.engine, one))
+        wait_until(lambda: stepped.engine.stats().running == 1)
+    # The second one joins at the next step. A hand-off's last token rides along with a step.
     stepped.move(STEPS[0].step_s + 1e-9)
     wait_until(lambda: stepped.engine.stats().running == 2)
     two_s = STEPS[0].step_s + (STEPS[1].step_s - STEPS[0].step_s) / 7

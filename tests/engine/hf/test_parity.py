@@ -21,6 +21,7 @@ from prfaas.engine.memory import MemorySegments
 from prfaas.kvspec import FullAttention
 from prfaas.testing.token_identical import Generation, assert_token_identical
 from tests.engine.hf import models
+from tests.waiting import PATIENCE_S
 
 NEW_TOKENS = 64
 LENGTHS = (1, 5, 63, 64, 65, 128, 200)  # blocks and chunks are 64, windows 64 and 128
@@ -79,7 +80,7 @@ def test_prefill_here_decode_in_another_process(arch: str, tmp_path: Path) -> No
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
     script = [sys.executable, "-m", "tests.engine.hf.decode_elsewhere"]
     arguments = [str(models.checkpoint(arch)), str(tmp_path / "cases"), str(tmp_path / "tokens")]
-    subprocess.run([*script, *arguments], check=True, cwd=ROOT, timeout=110)
+    subprocess.run([*script, *arguments], check=True, cwd=ROOT, timeout=4 * PATIENCE_S)
     answers = pickle.loads((tmp_path / "tokens").read_bytes())
     for (prompt, _, _), tokens in zip(cases, answers, strict=True):
         assert tokens == models.reference(arch, prompt, NEW_TOKENS).tokens, len(prompt)
