@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from prfaas.gateway.ask import Ask
 from prfaas.gateway.backend import Back
 from prfaas.scheduler.congestion import Verdict
-from prfaas.transport.address import Address, parse_address
 from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
 from tests.gateway.backs import (
@@ -26,22 +23,10 @@ from tests.gateway.backs import (
     serving,
     until,
 )
-from tests.gateway.conftest import Hosts
+from tests.gateway.conftest import Hosts, through
 
 SLOW_BPS = 500_000.0  # hand-offs of three long prompts then take some seconds
 LONG = 4 * THRESHOLD  # offloaded while a link that was cut is still under suspicion
-
-
-@pytest.fixture
-def relays(emulated: Hosts) -> Iterator[list[Relay]]:
-    """In front of every kvd at home."""
-    with ExitStack() as stack:
-        relays = []
-        for host in emulated.home:
-            data = parse_address(host.stats(check=False)["data_address"], "data_address")
-            relay = Relay(Address("127.0.0.1", 0), data, Conditions())
-            relays.append(stack.enter_context(closing(relay)).start())
-        yield relays
 
 
 def link_is_up(back: Back) -> bool:
@@ -53,13 +38,6 @@ def wan(back: Back) -> dict[str, Any]:
     (link,) = back.state()["links"]
     found: dict[str, Any] = link
     return found
-
-
-def through(relays: list[Relay], emulated: Hosts) -> list[dict[str, str]]:
-    return [
-        {**node(host), "via": str(relay.address)}
-        for host, relay in zip(emulated.home, relays, strict=True)
-    ]
 
 
 def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Relay]) -> None:
