@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 30.0  # how long a test waits for what must happen; never how long it takes
+HANG_S = 200.0  # for a whole scenario: on the busiest machine, only one that hangs takes so long
 
 
 def wait_until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:

@@ -17,7 +17,7 @@ from openai import OpenAI
 from prfaas.text import Chat, load_words
 from tests.gateway.backs import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import Process, call, text_of
+from tests.node.hosts import START_S, Process, call, text_of
 from tests.waiting import wait_until
 
 SHORT = [{"role": "user", "content": "Why?"}]
@@ -165,6 +165,6 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, section: str, says: s
     path = tmp_path / "deployment.toml"
     path.write_text(f"{published}\n[gateway]\n{section}\n")
     process = Process("gateway", str(path))
-    assert process.popen.wait(60) == 2
+    assert process.popen.wait(START_S) == 2
     process.stop()
     assert says in process.output and process.output.count("\n") == 1

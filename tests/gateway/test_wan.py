@@ -14,6 +14,7 @@ from prfaas.transport.wan import Relay
 from prfaas.transport.wan_path import Conditions
 from tests.gateway.backs import (
     THRESHOLD,
+    Answered,
     answered,
     ask,
     deployment,
@@ -26,7 +27,7 @@ from tests.gateway.backs import (
 from tests.gateway.conftest import Hosts, through
 
 SLOW_BPS = 500_000.0
-VERY_LONG = 32 * THRESHOLD  # at that rate, hand-offs of three such prompts outlast any wait here
+AT_ONCE = 48  # hand-offs of so many long prompts take twenty seconds at that rate
 LONG = 4 * THRESHOLD  # offloaded while a link that was cut is still under suspicion
 
 
@@ -103,17 +104,23 @@ def test_a_slow_wan_is_left_alone_until_it_recovers(
             await until(lambda: wan(back)["verdict"] == Verdict.CLEAR)
             for relay in relays:
                 relay.change(Conditions(rate_bps=SLOW_BPS))
-            asked = [question(VERY_LONG, seed) for seed in (31, 34, 35)]
-            slowly = asyncio.gather(*(answered(back, one) for one in asked))
-            await until(lambda: rate_is_known(back))
+            slowly: list[asyncio.Task[Answered]] = []
+
+            def busy_until_the_rate_is_known() -> bool:
+                missing = AT_ONCE - sum(not task.done() for task in slowly)
+                seeds = range(100 + len(slowly), 100 + len(slowly) + missing)
+                more = [answered(back, question(LONG, seed)) for seed in seeds]
+                slowly.extend(map(asyncio.create_task, more))
+                return rate_is_known(back)
+
+            await until(busy_until_the_rate_is_known)
             meanwhile = question(somewhat_long, 32)
             await until(lambda: not offloads(back, meanwhile))
             at_home = await answered(back, meanwhile)
             assert not at_home.story.offloaded and at_home.story.attempts == 1
-            assert not slowly.done(), "the hand-offs still wait for the link"
             for relay in relays:
                 relay.change(Conditions())
-            stories = [one.story for one in await slowly]
+            stories = [one.story for one in await asyncio.gather(*slowly)]
             assert any(story.offloaded for story in stories)
             assert all(story.attempts == 1 for story in stories), "slow is not lost"
             await until(lambda: wan(back)["verdict"] == Verdict.CLEAR)
