@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,3 +24,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--report", type=Path, help="Put what tests/faults has seen into this file's table."
     )
+
+
+class Complaints(logging.Handler):
+    """What asyncio and uvloop can only log: exceptions that no task retrieved, tasks that were
+    destroyed while pending, connections that were not closed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._found.append(logging.Formatter().format(record))
+
+    def check(self) -> None:
+        found, self._found = self._found, []
+        assert not found, "asyncio has logged:\n" + "\n".join(found)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asyncio_complaints() -> Iterator[Complaints]:
+    handler = Complaints()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    gc.collect()
+    gc.freeze()  # what was imported so far is not looked through again at the end of every module
+    yield handler
+    gc.collect()
+    logger.removeHandler(handler)
+    handler.check()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage_that_complains(asyncio_complaints: Complaints) -> Iterator[None]:
+    """Coroutines, tasks and sockets that were dropped in a reference cycle warn when the garbage
+    collector finds them. It looks for them once per module, so that the warning names the module
+    that dropped them. Once per test would take minutes."""
+    yield
+    gc.collect()
+    asyncio_complaints.check()
+
+
+@pytest.fixture(autouse=True)
+def _no_complaints(asyncio_complaints: Complaints) -> Iterator[None]:
+    yield
+    gc.collect(1)  # young objects only, which is quick
+    asyncio_complaints.check()

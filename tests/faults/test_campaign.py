@@ -8,14 +8,14 @@ import pytest
 
 from prfaas.faults.catalogue import FAULTS, fault
 from prfaas.faults.episode import Seen
-from prfaas.faults.traces import held
-from tests.faults.conftest import EACH, Fire
+from tests.faults.conftest import EACH, Fire, sockets
 
 # One of each kind goes with every change: a dead sender, a dead receiver, a bad link.
 EVERY_TIME = ("prefill-killed-sending", "decode-killed-waiting", "wan-damage")
 # With a real model's tokens, and its imports at each start, those that lose or damage state.
 WITH_TORCH = ("prefill-killed-sending", "decode-killed-waiting", "decode-kvd-killed", "wan-damage")
-# Connections that are pooled, and those of requests that others make meanwhile.
+# Connections that are pooled, those that other kvds send over, and those of requests that others
+# make meanwhile.
 SLACK_SOCKETS = 24
 
 
@@ -52,15 +52,15 @@ def struck(fire: Fire, name: str) -> Seen:
 
 
 def check_sockets(fire: Fire) -> None:
-    """Of all faults so far together: whoever leaks a little at each will be found."""
-    now = held(fire.stage.processes)
+    """Of all faults so far together: a process that leaks a little at each will be found."""
+    now = fire.run(sockets(fire.stage))
     assert now.keys() == fire.at_first.keys(), "as many processes as there were"
     grown = {
-        name: now[name].sockets - fire.at_first[name].sockets
+        name: (fire.at_first[name], now[name])
         for name in now
-        if now[name].sockets > fire.at_first[name].sockets + SLACK_SOCKETS
+        if now[name] > fire.at_first[name] + SLACK_SOCKETS
     }
-    assert not grown
+    assert not grown, "sockets at first, and now"
 
 
 def logs(fire: Fire, pattern: str) -> str:

@@ -62,6 +62,22 @@ def deployment(
     return parse_deployment(raw, "test.toml")
 
 
+def written(raw: dict[str, Any], path: Path) -> Path:
+    """A deployment's file."""
+    path.write_text("".join(f"{name} = {_toml(value)}\n" for name, value in raw.items()))
+    return path
+
+
+def _toml(value: Any) -> str:
+    """A value of a deployment, written into one line."""
+    if isinstance(value, dict):
+        pairs = (f"{key} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
 def problem(made: Deployment) -> Problem:
     return Study(Path("test.toml"), "exact").problem(made)
 

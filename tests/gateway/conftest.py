@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 
 from prfaas.config.deployment import Deployment
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
+from prfaas.transport.address import Address, parse_address
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
 from tests.gateway.backs import deployment, node
 from tests.node.hosts import Host, call
 
@@ -17,6 +21,8 @@ EMULATED = (
     *("--byte-scale", "1e-4"),
 )
 QUICK = (*EMULATED, "--time-scale", "0.02")
+# Longer than any test waits: what a gateway should have given back is not forgiven by a time limit.
+KEEPS = ("--grant-s", "600", "--dispatch-s", "600")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,12 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     save_tokenizer(folder, max_tokens=131072)  # for chats, which decode nodes read themselves
     options = (*QUICK, "--tokenizer", str(folder))
     home = [
-        Host(folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}"))
+        Host(
+            folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}", *KEEPS)
+        )
         for i in range(3)
     ]
-    far = [Host(folder / "far", (*options, "--accelerator", "h200"), ("--node", "far0"))]
+    far = [Host(folder / "far", (*options, "--accelerator", "h200"), ("--node", "far0", *KEEPS))]
     hosts = Hosts(folder, home, far)
     try:
         for host in hosts.all:
@@ -74,3 +82,23 @@ def unassigned(emulated: Hosts) -> Iterator[Hosts]:
     emulated.forget_roles()
     yield emulated
     emulated.forget_roles()
+
+
+@pytest.fixture
+def relays(emulated: Hosts) -> Iterator[list[Relay]]:
+    """One in front of the data port of every kvd at home."""
+    with ExitStack() as stack:
+        relays = []
+        for host in emulated.home:
+            data = parse_address(host.stats(check=False)["data_address"], "data_address")
+            relay = Relay(Address("127.0.0.1", 0), data, Conditions())
+            relays.append(stack.enter_context(closing(relay)).start())
+        yield relays
+
+
+def through(relays: list[Relay], emulated: Hosts) -> list[dict[str, str]]:
+    """The nodes at home, which senders reach through the relays."""
+    return [
+        {**node(host), "via": str(relay.address)}
+        for host, relay in zip(emulated.home, relays, strict=True)
+    ]

@@ -89,8 +89,8 @@ def test_one_for_all_and_a_rest_after_a_failure() -> None:
     move = Move("route", B, A, (BlockHash(b"x"),), BLOCK)
 
     async def main() -> None:
-        async with calling() as calls, asyncio.TaskGroup() as tasks:
-            moves = Moves(subject, calls, Errands(tasks), clock)
+        async with calling() as calls, Errands(0.0) as errands:
+            moves = Moves(subject, calls, errands, clock)
             tally = moves.tallies["route"]
 
             async def tried(which: Move) -> bool:

@@ -15,23 +15,13 @@ import pytest
 from openai import OpenAI
 
 from prfaas.text import Chat, load_words
-from tests.gateway.backs import MODEL, THRESHOLD, prompt
+from tests.gateway.backs import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import Process, call, text_of
+from tests.node.hosts import START_S, Process, call, text_of
 from tests.waiting import wait_until
 
 SHORT = [{"role": "user", "content": "Why?"}]
 LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
-
-
-def toml(value: Any) -> str:
-    """A value of a deployment, written into one line."""
-    if isinstance(value, dict):
-        pairs = (f"{key} = {toml(item)}" for key, item in value.items() if item is not None)
-        return f"{{ {', '.join(pairs)} }}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml, value))}]"
-    return json.dumps(value)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +35,7 @@ def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "tokenizer": str(emulated.tokenizer),
         "keys": [{"file": "key", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}],
     }
-    path = folder / "deployment.toml"
-    path.write_text("".join(f"{name} = {toml(value)}\n" for name, value in raw.items()))
-    process = Process("gateway", str(path), "--advise")
+    process = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
     yield process
     assert process.stop() == 0
 
@@ -177,6 +165,6 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, section: str, says: s
     path = tmp_path / "deployment.toml"
     path.write_text(f"{published}\n[gateway]\n{section}\n")
     process = Process("gateway", str(path))
-    assert process.popen.wait(60) == 2
+    assert process.popen.wait(START_S) == 2
     process.stop()
     assert says in process.output and process.output.count("\n") == 1

@@ -103,8 +103,7 @@ def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> lis
     found = []
 
     async def main() -> None:
-        async with calling() as calls, asyncio.TaskGroup() as tasks:
-            errands = Errands(tasks)
+        async with calling() as calls, Errands(0.0) as errands:
             moves = Moves(subject, calls, errands, clock)
             evacuations = Evacuations(subject, moves, errands, clock, rules)
             replicating = Replicating(subject, moves, evacuations, clock, rules)
@@ -113,7 +112,6 @@ def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> lis
                 replicating.look()
                 assert {(m.source, m.target) for m in moves.under_way} <= {(A, B)}
                 found.append(len(moves.under_way))
-            await errands.end(0.0)
 
     asyncio.run(main())
     return found

@@ -12,6 +12,7 @@ from prfaas.text import Words
 from prfaas.types import Grant, TransferId
 from tests.engine.emulated.builders import emulated
 from tests.node.surface import BYTES, Surfaced, pieces, surfaced
+from tests.waiting import HANG_S
 
 FAST = Scales(time=1e-3)
 GRANT = msgspec.to_builtins(Grant(TransferId("t-1"), "s", "127.0.0.1:1", {}, 1000, 5.0))
@@ -25,7 +26,7 @@ def with_node(
 ) -> None:
     async def run() -> None:
         engine = emulated(**{"scales": FAST, **options})
-        async with asyncio.timeout(60), surfaced(engine, words) as node:
+        async with asyncio.timeout(HANG_S), surfaced(engine, words) as node:
             await scenario(node)
 
     asyncio.run(run())
@@ -84,7 +85,7 @@ def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
             seen = last["text"]
         assert seen == text[: text.index(stop)]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
-        await node.serving.drain(30.0)  # the job ends without having generated 3,000 tokens
+        await node.serving.drain(HANG_S)  # the job ends without having generated 3,000 tokens
 
     with_node(scenario)
 
@@ -201,7 +202,7 @@ def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=50))
         while not await metrics(node, running=1):
             pass
-        draining = asyncio.create_task(node.serving.drain(60.0))
+        draining = asyncio.create_task(node.serving.drain(HANG_S))
         while await health(node) == 200:
             pass
         status, answer = await node.complete(prompt=PROMPT)
@@ -345,12 +346,12 @@ def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
 ) -> None:
     async def run() -> None:
         engine = emulated(scales=FAST)
-        async with asyncio.timeout(60), surfaced(engine, BYTES, hears_of_leaving=False) as node:
+        async with asyncio.timeout(HANG_S), surfaced(engine, BYTES, hears_of_leaving=False) as node:
             asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
             async with node.http.post("/v1/completions", json=asked) as answer:
                 await answer.content.readany()
                 answer.close()
-            await node.serving.drain(60.0)
+            await node.serving.drain(HANG_S)
 
     with caplog.at_level("INFO"):
         asyncio.run(run())

@@ -20,6 +20,7 @@ from prfaas.kvd.messages import spec_of
 from prfaas.kvd.report import Report
 from prfaas.kvspec import FullAttention, LinearState, SlidingWindow
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
+from tests.waiting import HANG_S
 
 MEMORY_BYTES = 256 << 20
 GRANT_S = 10.0
@@ -137,6 +138,6 @@ def start(
 def stop(running_kvd: Kvd) -> None:
     process = running_kvd.process
     process.kill()
-    process.wait(10)
+    process.wait(HANG_S)
     assert process.stdout is not None
     process.stdout.close()

@@ -23,6 +23,7 @@ from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.calls import calling
 from prfaas.gateway.errands import Errands
 from prfaas.gateway.evacuating import Evacuations
+from prfaas.gateway.handing import ABORT_S, OPEN_S
 from prfaas.gateway.life import Lives, request_of
 from prfaas.gateway.moves import Moves
 from prfaas.gateway.planning import Planning
@@ -35,7 +36,9 @@ from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
 
-END_S = 5.0  # for errands, when the gateway stops
+CUT_S = 5.0  # for requests that are cut off when the gateway stops to give back what they hold
+# For background calls when the gateway stops: a transfer that is being opened, and then its abort.
+END_S = OPEN_S + ABORT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,11 @@ async def running(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
         calls = await stack.enter_async_context(calling(options.node_key))
+        # Ended last, before the connections close: what is ended earlier still starts calls.
+        errands = await stack.enter_async_context(Errands(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         router = Router(deployment, problem, clock, recorder)
-        errands, budget = Errands(tasks), RetryBudget()
+        budget = RetryBudget()
         watching = Watching(router, calls, clock, tasks)
         moves = Moves(router, calls, errands, clock)
         rules = deployment.scheduler.moves
@@ -141,7 +146,7 @@ async def running(
         try:
             yield Back(router, lives, moves, watching, planning, budget, clock)
         finally:
-            await errands.end(END_S)
+            await lives.end(CUT_S)
             for loop in loops:
                 loop.cancel()
             watching.end()

@@ -1,5 +1,10 @@
-"""Calls that may outlive the request they belong to: a prefill whose hand-off is in place already,
-a transfer to be aborted when the client has gone. Owned by the gateway, bounded in time."""
+"""Background calls: HTTP calls that may outlive the request they belong to, such as a prefill whose
+hand-off is already in place, or the abort of a transfer whose client has disconnected.
+
+The tasks belong to this object and to no task group, so that a request that is cut off while the
+gateway shuts down can still start the calls that give back what it reserved. Every call is bounded
+in time, and so is the wait for the last of them.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +20,66 @@ T = TypeVar("T")
 
 
 class Errands:
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-        self._running: set[asyncio.Task[Any]] = set()
+    """Used as a context: leaving it lets the calls that must finish do so, within `patience_s`."""
 
-    def run(self, errand: Coroutine[Any, Any, T], within_s: float) -> asyncio.Task[T | PeerError]:
-        """Its result, or what went wrong. Cancelling the task is allowed."""
-        task = self._tasks.create_task(_bounded(errand, within_s))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._running: dict[asyncio.Task[Any], bool] = {}  # and whether each must finish
+        self._ending = False
+        self._ended = False
+
+    async def __aenter__(self) -> Errands:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    def run(
+        self, errand: Coroutine[Any, Any, T], within_s: float, *, must_finish: bool = False
+    ) -> asyncio.Future[T | PeerError]:
+        """The call's result, or what went wrong. Cancelling the future is allowed.
+
+        A shutdown cancels the call at once, unless it `must_finish`. A call that comes too late is
+        closed, and its result is an error.
+        """
+        if self._ended or (self._ending and not must_finish):
+            errand.close()
+            refused: asyncio.Future[T | PeerError] = asyncio.get_running_loop().create_future()
+            refused.set_result(PeerError("the gateway is shutting down"))
+            return refused
+        task = asyncio.create_task(_bounded(errand, within_s))
+        self._running[task] = must_finish
+        task.add_done_callback(self._running.pop)
+        # A task that is cancelled before its first step never awaits the call.
+        task.add_done_callback(lambda _: errand.close())
         return task
 
     def __len__(self) -> int:
         return len(self._running)
 
-    async def end(self, patience_s: float) -> None:
-        """Waits for all, then cancels them."""
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=patience_s)
+    async def end(self) -> None:
+        """Cancels what need not finish, waits for the rest and for the calls that these start, and
+        cancels what is left after `patience_s`."""
+        self._ending = True
+        for task, must_finish in list(self._running.items()):
+            if not must_finish:
+                task.cancel()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while self._running:
+                    await asyncio.wait(self._running)
+        except TimeoutError:
+            log.warning(
+                "%d background calls did not finish within %g s of the shutdown",
+                len(self._running),
+                self._patience_s,
+            )
+        finally:
+            self._ended = True
+            late = list(self._running)
             for task in late:
                 task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
 
 async def _bounded(errand: Coroutine[Any, Any, T], within_s: float) -> T | PeerError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
@@ -27,7 +28,7 @@ class Evacuations:
         self._errands = errands
         self._clock = clock
         self._rules = rules
-        self._begun: dict[NodeId, asyncio.Task[object] | None] = {}
+        self._begun: dict[NodeId, asyncio.Future[Any] | None] = {}
 
     def over(self, node: NodeId) -> bool:
         """Whether its hot prefixes are elsewhere, or had their time. The first call begins it."""
@@ -40,7 +41,7 @@ class Evacuations:
         """It has drained, or stays after all: the next `over` begins anew."""
         self._begun.pop(node, None)
 
-    def _begin(self, node: NodeId) -> asyncio.Task[object] | None:
+    def _begin(self, node: NodeId) -> asyncio.Future[Any] | None:
         if not self._rules.evacuate_s:
             return None
         router = self._router

@@ -30,6 +30,8 @@ from prfaas.scheduler.request import Route
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
 
 CUT_S = 3.0  # a transfer over a link that is cut is given up after this; shorter cuts heal
+OPEN_S = 2 * ASK_S  # connecting included
+ABORT_S = ASK_S
 COPY_S = 1.0  # a prefill waits so long for a copy, and some times what it was expected to take
 _PATIENT = 4.0
 _CHECK_S = 1.0
@@ -88,7 +90,7 @@ class HandOff:
         self._decode = decode
         self._kvd = KvdClient(calls, decode.kvd_url)
         self._grant: Grant | None = None
-        self._prefilling: asyncio.Task[int | None | PeerError] | None = None
+        self._prefilling: asyncio.Future[int | None | PeerError] | None = None
         self._committed = False
         self.taken = False  # by the decode engine
 
@@ -99,8 +101,7 @@ class HandOff:
         if self._prefilling is not None and not self._committed:
             self._prefilling.cancel()
         if self._grant is not None and not self.taken:
-            abort = self._kvd.abort(self._grant.transfer_id, "given up by the gateway")
-            self._errands.run(abort, ASK_S)
+            self._abort(self._grant, "given up by the gateway")
 
     async def make(self, ask: Ask, prompt: PromptHashes, story: Story) -> dict[str, Any]:
         """Returns when the state is at the decode node: what its engine has to be told. Nothing,
@@ -141,8 +142,9 @@ class HandOff:
         return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
 
     async def _open(self, asked: OpenTransfer) -> Grant:
-        # A task of its own: whoever is cancelled here would never learn what was reserved for it.
-        opening = self._errands.run(self._kvd.open(asked), 2 * ASK_S)
+        # The call must finish even when this request is cancelled: only its answer says what was
+        # reserved.
+        opening = self._errands.run(self._kvd.open(asked), OPEN_S, must_finish=True)
         try:
             answer = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -159,9 +161,13 @@ class HandOff:
         via = self._router.way(self._prefill, self._decode)
         return answer if via is None else msgspec.structs.replace(answer, data_address=via)
 
-    def _give_back(self, opening: asyncio.Task[Grant | NotNow | PeerError]) -> None:
+    def _give_back(self, opening: asyncio.Future[Grant | NotNow | PeerError]) -> None:
         if not opening.cancelled() and isinstance(grant := opening.result(), Grant):
-            self._errands.run(self._kvd.abort(grant.transfer_id, "nobody waits for it"), ASK_S)
+            self._abort(grant, "the request has ended")
+
+    def _abort(self, grant: Grant, reason: str) -> None:
+        call = self._kvd.abort(grant.transfer_id, reason)
+        self._errands.run(call, ABORT_S, must_finish=True)
 
     async def _copies(self, prompt: PromptHashes) -> None:
         """Prefixes that the prefill is to resume from. Without them it only takes longer."""
@@ -197,7 +203,7 @@ class HandOff:
         answered = partial(self._answered, story, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(answered)
         committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
-        waiting: set[asyncio.Task[Any]] = {prefilling, committing}
+        waiting: set[asyncio.Future[Any]] = {prefilling, committing}
         try:
             while not committing.done():
                 done, _ = await asyncio.wait(
@@ -218,7 +224,7 @@ class HandOff:
             raise Failed(str(problem), self._route.prefill, prefill=True)
         self._committed = True
 
-    def _check_prefill(self, prefilling: asyncio.Task[int | None | PeerError]) -> None:
+    def _check_prefill(self, prefilling: asyncio.Future[int | None | PeerError]) -> None:
         if not prefilling.done():
             return
         problem = prefilling.result()
@@ -246,7 +252,7 @@ class HandOff:
         story: Story,
         tokens: int,
         sent_s: float,
-        prefilling: asyncio.Task[int | None | PeerError],
+        prefilling: asyncio.Future[int | None | PeerError],
     ) -> None:
         """The node's word on what it had cached: a copy may have failed, or found more."""
         if prefilling.cancelled() or isinstance(found := prefilling.result(), PeerError):

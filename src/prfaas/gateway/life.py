@@ -20,7 +20,7 @@ import msgspec
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost, PeerError
-from prfaas.gateway.ask import Ask, Story
+from prfaas.gateway.ask import Ask, Refusal, Story
 from prfaas.gateway.booking import Booking
 from prfaas.gateway.budget import RetryBudget
 from prfaas.gateway.calls import Calls, Said
@@ -54,16 +54,27 @@ class Lives:
         self._budget = budget
         self._clock = clock
         self._ids = count()
-        self.in_flight = 0
+        self._under_way: dict[int, asyncio.Task[Any] | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended = False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._under_way)
 
     @asynccontextmanager
     async def answer(self, ask: Ask, story: Story) -> AsyncIterator[Answer]:
         """See `ask.Backend`."""
+        if self._ended:
+            raise Refusal(503, "shutting_down", "the gateway is shutting down", retry_after_s=1.0)
         self._budget.request()
-        self.in_flight += 1
+        number = next(self._ids)
+        self._under_way[number] = asyncio.current_task()
+        self._idle.clear()
         try:
             prompt = await self._hashed(ask)
-            request = request_of(ask, next(self._ids), story.arrived_s)
+            request = request_of(ask, number, story.arrived_s)
             tries = Tries(self._router, self._budget, self._clock, story)
             while True:
                 seeker = Seeker(request, prompt, tries.avoid)
@@ -85,7 +96,22 @@ class Lives:
                         return
                 await tries.rest()
         finally:
-            self.in_flight -= 1
+            del self._under_way[number]
+            if not self._under_way:
+                self._idle.set()
+
+    async def end(self, patience_s: float) -> None:
+        """Cancels the requests that are still under way, and returns when each of them has given
+        back what it holds, or has started the call that does."""
+        self._ended = True
+        for task in self._under_way.values():
+            if task is not None:
+                task.cancel()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._idle.wait()
+        except TimeoutError:
+            _LOG.warning("%d requests did not end within %g s", self.in_flight, patience_s)
 
     async def _hashed(self, ask: Ask) -> PromptHashes:
         sizes = self._router.block_sizes()

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -65,7 +65,7 @@ class Moves:
         self._calls = calls
         self._errands = errands
         self._clock = clock
-        self._under_way: dict[tuple[NodeId, BlockHash], tuple[Move, asyncio.Task[object]]] = {}
+        self._under_way: dict[tuple[NodeId, BlockHash], tuple[Move, asyncio.Future[Any]]] = {}
         self._rests_until_s: dict[tuple[NodeId, NodeId], float] = {}
         self.tallies: dict[Why, Tally] = {why: Tally() for why in get_args(Why)}
 
@@ -78,7 +78,7 @@ class Moves:
         """Those that no request waits for."""
         return [move for move in self.under_way if move.why != "route"]
 
-    def start(self, move: Move, within_s: float) -> asyncio.Task[object] | None:
+    def start(self, move: Move, within_s: float) -> asyncio.Future[Any] | None:
         """Ends when the copy is there, has failed, or after `within_s`, and never fails. None: it
         cannot be made now."""
         source = self._router.members.named(move.source)
@@ -91,7 +91,8 @@ class Moves:
         if self._clock.now() < self._rests_until_s.get((move.source, move.target), -math.inf):
             return None
         within_s = min(within_s, PULL_S)
-        task = self._errands.run(self._make(move, source, target, within_s), within_s + ASK_S)
+        making = self._make(move, source, target, within_s)
+        task: asyncio.Future[Any] = self._errands.run(making, within_s + ASK_S)
         self._under_way[key] = (move, task)
         task.add_done_callback(lambda _: self._under_way.pop(key))
         return task

@@ -30,6 +30,7 @@ from prfaas.text import Words
 
 _LOG = logging.getLogger(__name__)
 _MB = 10**6
+SHORTEST_DRAIN_S = 0.01  # aiohttp takes zero for no limit
 LINGER_S = 1.0  # what is still being sent behind a refusal is read so long, so that it is heard
 
 
@@ -103,7 +104,9 @@ async def serving(
             # Also ends connections whose first request never gets complete.
             keepalive_timeout=section.body_s,
             lingering_time=LINGER_S,
-            shutdown_timeout=options.drain_s,
+            # aiohttp waits this long twice: once for the answers under way, and once more after it
+            # has refused the rest of the bodies that are still arriving.
+            shutdown_timeout=max(options.drain_s / 2, SHORTEST_DRAIN_S),
         )
         await runner.setup()
         try:

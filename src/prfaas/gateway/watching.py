@@ -42,7 +42,11 @@ class Watching:
         self._watched: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, member: Member) -> None:
-        self._watched[member.kvd_url] = self._tasks.create_task(self._look(member))
+        looking = self._look(member)
+        try:
+            self._watched[member.kvd_url] = self._tasks.create_task(looking)
+        except RuntimeError:  # the gateway is shutting down, and its task group takes no more
+            looking.close()
 
     def end(self) -> None:
         for task in self._watched.values():

@@ -24,6 +24,7 @@ from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Words
 from tests.engine.emulated.builders import emulated
 from tests.node.surface import BYTES, Surfaced, surfaced
+from tests.waiting import HANG_S
 
 MAX_TOKENS = 4096
 FAST = Scales(time=1e-3)
@@ -158,7 +159,7 @@ async def fronted(
 
 def with_front(scenario: Callable[[Fronted], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60), fronted(**options) as front:
+        async with asyncio.timeout(HANG_S), fronted(**options) as front:
             await scenario(front)
 
     asyncio.run(run())

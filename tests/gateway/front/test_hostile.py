@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.front.schemas import Schemas
-from tests.waiting import PATIENCE_S
+from tests.waiting import HANG_S, PATIENCE_S
 
 BODY_MB = 4
 SOON_S = 1.0  # what comes slowly on purpose is given up after this
@@ -43,7 +43,7 @@ class Victim:
         self.address = (host, int(port))
 
     def post(self, path: str, body: bytes) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        connection = http.client.HTTPConnection(*self.address, timeout=HANG_S)
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -83,7 +83,7 @@ def impatient() -> Iterator[Victim]:
 
 @pytest.fixture(scope="module")
 def schemas(victim: Victim) -> Schemas:
-    connection = http.client.HTTPConnection(*victim.address, timeout=60)
+    connection = http.client.HTTPConnection(*victim.address, timeout=HANG_S)
     connection.request("GET", "/openapi.json")
     document = json.load(connection.getresponse())
     connection.close()
@@ -188,7 +188,7 @@ def test_a_template_cannot_be_led_astray(victim: Victim) -> None:
     ],
 )
 def test_what_is_not_http_is_a_400(victim: Victim, raw: bytes) -> None:
-    with socket.create_connection(victim.address, timeout=60) as client:
+    with socket.create_connection(victim.address, timeout=HANG_S) as client:
         try:
             client.sendall(raw)
             said = client.recv(4096)
@@ -201,7 +201,7 @@ def test_what_is_not_http_is_a_400(victim: Victim, raw: bytes) -> None:
 
 
 def test_a_body_that_is_announced_too_large_is_not_read(victim: Victim) -> None:
-    with socket.create_connection(victim.address, timeout=60) as client:
+    with socket.create_connection(victim.address, timeout=HANG_S) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n"
         client.sendall(head.encode())
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
@@ -210,7 +210,7 @@ def test_a_body_that_is_announced_too_large_is_not_read(victim: Victim) -> None:
 def pour(victim: Victim) -> int:
     """A body without an end, as fast as it is taken. How much was."""
     sent = 0
-    with socket.create_connection(victim.address, timeout=60) as client:
+    with socket.create_connection(victim.address, timeout=HANG_S) as client:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head.encode())
         chunk = b"%x\r\n" % 100_000 + b" " * 100_000 + b"\r\n"
@@ -242,13 +242,13 @@ def test_memory_is_bounded_whatever_is_sent(victim: Victim) -> None:
 
 
 def test_slow_bodies_are_given_up(impatient: Victim) -> None:
-    with socket.create_connection(impatient.address, timeout=60) as client:
+    with socket.create_connection(impatient.address, timeout=HANG_S) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
 def test_slow_heads_are_given_up(impatient: Victim, sent: bytes) -> None:
-    with socket.create_connection(impatient.address, timeout=60) as client:
+    with socket.create_connection(impatient.address, timeout=HANG_S) as client:
         client.sendall(sent)
         assert client.recv(4096) == b""  # closed, by the other side

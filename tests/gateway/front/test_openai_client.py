@@ -12,6 +12,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.front.keys import TenantKey
 from tests.gateway.front.fronts import MAX_TOKENS, Fronted, with_front
 from tests.node.surface import BYTES
+from tests.waiting import HANG_S
 
 KEYS = [TenantKey("sk-right", "acme")]
 MESSAGES = [
@@ -116,7 +117,7 @@ def test_a_stream_that_is_closed_ends_its_job() -> None:
                 break
             await stream.close()
             await front.backend.left.wait()
-            await front.backend.node.serving.drain(30.0)
+            await front.backend.node.serving.drain(HANG_S)
             assert "cancelled" in (await front.get("/metrics"))[1].decode()
 
     with_front(scenario, scales=Scales(time=0.01))
@@ -131,7 +132,7 @@ def test_a_call_that_is_cancelled_before_its_answer_ends_its_job() -> None:
             await front.backend.came.wait()
             asking.cancel()
             await front.backend.left.wait()
-            await front.backend.node.serving.drain(30.0)
+            await front.backend.node.serving.drain(HANG_S)
 
     with_front(scenario, scales=Scales(time=1.0))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from prfaas.gateway.front.turns import EACH, Turns
+from tests.waiting import HANG_S
 
 
 def test_a_burst_begins_a_few_in_each_turn_in_its_order() -> None:
@@ -50,7 +51,7 @@ def test_who_leaves_the_queue_takes_nobodys_place() -> None:
         await asyncio.sleep(0)
         for task in tasks[EACH : EACH + 2]:
             task.cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
         assert [task.cancelled() for task in tasks] == [False] * EACH + [True] * 2 + [False] * 2
 
     asyncio.run(main())

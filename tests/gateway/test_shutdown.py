@@ -1,0 +1,182 @@
+"""A gateway that shuts down under requests gives back what it has reserved for them.
+
+The kvds of these hosts keep a grant for ten minutes, so that only an abort can have ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager, suppress
+from http.client import HTTPException
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prfaas.config.deployment import Deployment
+from prfaas.gateway.ask import Ask, Story
+from prfaas.gateway.backend import Back
+from prfaas.transport.wan import Relay
+from prfaas.transport.wan_path import Conditions
+from tests.gateway.backs import (
+    MODEL,
+    THRESHOLD,
+    answered,
+    ask,
+    deployment,
+    node,
+    prompt,
+    serving,
+    until,
+    written,
+)
+from tests.gateway.conftest import Hosts, through
+from tests.node.hosts import Process, call
+from tests.waiting import wait_until
+
+LONG = 16 * THRESHOLD
+AT_ONCE = 3
+SLOW_BPS = 300_000.0  # a hand-off of such a prompt then takes many seconds
+MOMENTS = ("prefill", "transfer", "decode")
+
+
+def reserved(hosts: Hosts) -> int:
+    """Transfers that some kvd keeps pages for."""
+    incoming = [host.stats(check=False)["incoming"] for host in hosts.all]
+    return sum(found["granted"] + found["committed"] for found in incoming)
+
+
+@contextmanager
+def stopped(*processes: Process) -> Iterator[None]:
+    for process in processes:
+        process.popen.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.popen.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def held_up(moment: str, hosts: Hosts, relays: list[Relay]) -> Iterator[Callable[[], bool]]:
+    """Long requests get as far as `moment` and no further. Yields whether all have got there."""
+    before = sum(host.received_bytes() for host in hosts.home)
+
+    def count(stage: str) -> int:
+        return sum(int(host.stats(check=False)["incoming"][stage]) for host in hosts.home)
+
+    def data_arrives() -> bool:
+        received = sum(host.received_bytes() for host in hosts.home)
+        return count("granted") == AT_ONCE and received > before
+
+    if moment == "prefill":
+        with stopped(*(host.node for host in hosts.far)):
+            yield lambda: count("granted") == AT_ONCE
+    elif moment == "transfer":
+        for relay in relays:
+            relay.change(Conditions(rate_bps=SLOW_BPS))
+        yield data_arrives
+    else:
+        with stopped(*(host.node for host in hosts.home)):
+            yield lambda: count("committed") == AT_ONCE
+
+
+def made_of(hosts: Hosts, relays: list[Relay]) -> Deployment:
+    return deployment(through(relays, hosts), [node(host) for host in hosts.far])
+
+
+def questions(name: str) -> list[Ask]:
+    """Nothing of them is cached."""
+    return [ask(prompt(LONG, seed), salt=name) for seed in range(AT_ONCE)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_requests_still_under_way_are_cut_off(
+    emulated: Hosts, relays: list[Relay], moment: str
+) -> None:
+    """Their callers have not cancelled them when the back ends."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            back = await stack.enter_async_context(serving(made_of(emulated, relays)))
+            with held_up(moment, emulated, relays) as there:
+                asked = questions(f"cut off, {moment}")
+                answering = [asyncio.create_task(answered(back, one)) for one in asked]
+                await until(there)
+                await stack.aclose()
+                await asyncio.wait(answering)
+                assert all(task.cancelled() for task in answering)
+                await until(lambda: reserved(emulated) == 0)
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(emulated: Hosts) -> None:
+    def failed() -> int:
+        return sum(int(host.stats(check=False)["incoming"]["failed"]) for host in emulated.home)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            back = await stack.enter_async_context(serving(emulated.deployment()))
+            before = failed()
+            stories = [Story(0.0) for _ in range(AT_ONCE)]
+            with stopped(*(host.kvd for host in emulated.home)):
+                answering = [
+                    asyncio.create_task(enter(back, one, story))
+                    for one, story in zip(questions("being opened"), stories, strict=True)
+                ]
+                await until(lambda: all(story.routed_s is not None for story in stories))
+                leaving = asyncio.create_task(stack.aclose())
+                await asyncio.wait(answering)
+            await leaving
+            assert all(story.granted_s is None for story in stories)
+            # The kvds have made the grants once they could, and every grant has been aborted.
+            await until(lambda: reserved(emulated) == 0)
+            assert failed() == before + AT_ONCE
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+async def enter(back: Back, asked: Ask, story: Story) -> None:
+    async with back.answer(asked, story):
+        pass
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_gateway_process_leaves_no_grant_behind(
+    emulated: Hosts, relays: list[Relay], tmp_path: Path, moment: str
+) -> None:
+    raw = {**msgspec.to_builtins(made_of(emulated, relays)), "gateway": {"port": 0}}
+    file = written(raw, tmp_path / "deployment.toml")
+    gateway = Process("gateway", str(file), "--advise", "--drain-s", "0.1")
+    url = gateway.find(r"serving \S+ at (http://\S+)")
+
+    def ready() -> bool:
+        clusters = call("GET", f"{url}/prfaas/v1/state")[1]["clusters"]
+        return all(found.get("in_use") for one in clusters for found in one["nodes"])
+
+    def complete(seed: int) -> None:
+        body = {"model": MODEL, "prompt": prompt(LONG, seed), "max_tokens": 4}
+        with suppress(OSError, HTTPException):  # the gateway hangs up
+            call("POST", f"{url}/v1/completions", {**body, "cache_salt": f"process, {moment}"})
+
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        try:
+            wait_until(ready)
+            with held_up(moment, emulated, relays) as there:
+                for seed in range(AT_ONCE):
+                    clients.submit(complete, seed)
+                wait_until(there)
+                assert gateway.stop() == 0, gateway.output
+                wait_until(lambda: reserved(emulated) == 0)
+        finally:
+            if gateway.popen.poll() is None:
+                gateway.kill()
+    for sign in ("Traceback", "never awaited", "was destroyed", "did not"):
+        assert sign not in gateway.output
+    emulated.wait_until_idle()
