@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import Check, RelayEar, watched
+from prfaas.cli.demo_scene import Check, RelayEar, watched, with_policy
 from prfaas.cli.up_prepare import CACHE, Wish, prepared, tiny_deployment
 from prfaas.clock import MonotonicClock
 from prfaas.errors import PeerError
@@ -106,7 +106,8 @@ class Scene:
 async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
     wish = Wish("hf")
     deployment, profile = tiny_deployment(CACHE, wish, say)
-    ready = prepared(deployment, profile, wish, folder)
+    # The scene shows the plan's threshold, which is what this policy routes by.
+    ready = prepared(with_policy(deployment, "paper"), profile, wish, folder)
     stories, ear = Stories(), RelayEar()
     async with (
         launched_hosts(
