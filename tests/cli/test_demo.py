@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.cli.demo_case import SCALES, with_doubled_threshold
 from prfaas.cli.demo_scene import RelayEar, watched
-from prfaas.cli.demo_serving import Served
+from prfaas.cli.demo_serving import Served, with_fixed_threshold
 from prfaas.cli.demo_serving import _checks as serving_checks
 from prfaas.cli.small_case import small_case
 from prfaas.cli.wiring import Study
@@ -38,6 +38,11 @@ def test_a_doubled_threshold_is_what_the_gateway_plans(tmp_path: Path) -> None:
     made = best_for(Study(file, "exact").problem(load_deployment(file)))
     assert made.threshold_tokens == 2 * plan.threshold_tokens
     assert made.n_prefill == plan.n_prefill
+
+
+def test_the_first_scene_keeps_the_plans_threshold() -> None:
+    rules = with_fixed_threshold(load_deployment(CASE_STUDY)).scheduler
+    assert (rules.policy, rules.paper.limit) == ("paper", 1.0)
 
 
 def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run) -> None:

@@ -38,7 +38,13 @@ from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import VLLM_MAX_TOKENS, EngineKind, Engines, Host
+from prfaas.launch.commands import (
+    ENGINE_ENVIRONMENT,
+    VLLM_MAX_TOKENS,
+    EngineKind,
+    Engines,
+    Host,
+)
 from prfaas.launch.running import serving_alone
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.planner import baselines
@@ -313,9 +319,11 @@ def _make(checkpoint: Path, arch: str) -> None:
 
 
 def _prfaas(*arguments: str) -> None:
-    """In a process of its own: nothing here needs torch afterwards."""
+    """In a process of its own: nothing here needs torch afterwards. With as many threads as the
+    engines get, so that a profile is of what they will do."""
     done = subprocess.run(
         [sys.executable, "-m", "prfaas", *arguments],
+        env={**os.environ, **ENGINE_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # libraries chat there; it is of interest only after a failure
         text=True,
