@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 
 from prfaas.cli.demo_disturbance import LIMIT, Counters, Disturbance, disturbance
 from prfaas.cli.demo_judgement import NEAR, Row, better_of, judge_rows
+from prfaas.cli.demo_probe import Probe, probing
 from prfaas.cli.small_case import Seen
 from prfaas.engine.api import StepTiming
 from prfaas.transport.wan_stats import RelayStats
+from tests.waiting import wait_until
 
 SIMULATED = {"prfaas_pd": 3.0, "homogeneous": 2.0, "naive": 2.5}  # 1.5x and 1.2x
-CALM = Disturbance(0.3, LIMIT * 0.3 / 2, 0.0, 0.0)
-BUSY = Disturbance(0.3, LIMIT * 0.3 * 2, 0.0, 0.0)
+CALM = Disturbance(0.3, LIMIT * 0.3 / 2, 0.0, 0.0, 0.0)
+BUSY = Disturbance(0.3, LIMIT * 0.3 * 2, 0.0, 0.0, 0.0)
 
 
 def row(system: str, live: float | None = None, **changed: Any) -> Row:
@@ -91,8 +94,8 @@ def test_a_repeated_measurement_keeps_the_failures_of_both() -> None:
 
 
 def test_a_limit_that_is_just_reached_is_still_judged() -> None:
-    assert not row("naive", disturbance=Disturbance(1.0, LIMIT, 0.0, 0.0)).disturbed
-    assert row("naive", disturbance=Disturbance(1.0, LIMIT, 0.001, 0.0)).disturbed
+    assert not row("naive", disturbance=Disturbance(1.0, LIMIT, 0.0, 0.0, 0.0)).disturbed
+    assert row("naive", disturbance=Disturbance(1.0, LIMIT, 0.001, 0.0, 0.0)).disturbed
 
 
 def relay(forwards: int, late_s: float, wakeups: int = 0, wakeup_late_s: float = 0.0) -> RelayStats:
@@ -105,14 +108,25 @@ def relay(forwards: int, late_s: float, wakeups: int = 0, wakeup_late_s: float =
 def test_disturbance_is_of_the_load_alone() -> None:
     before = Counters(StepTiming(100, 50.0, 9.0), relay(10, 1.0))
     after = Counters(StepTiming(200, 100.0, 11.0), relay(40, 1.2, wakeups=10, wakeup_late_s=0.2))
-    found = disturbance(before, after, late_request_s=0.02)
+    found = disturbance(before, after, late_request_s=0.02, late_work_s=0.05)
     assert found.wanted_step_s == pytest.approx(0.5)
     assert found.late_step_s == pytest.approx(0.02)
     assert found.late_relay_s == pytest.approx(0.01)
-    assert found.share == pytest.approx((0.02 + 0.01 + 0.02) / 0.5)
-    assert "10.0% of a step of 500 ms" in found.describe()
+    assert found.share == pytest.approx((0.02 + 0.01 + 0.02 + 0.05) / 0.5)
+    assert "20.0% of a step of 500 ms" in found.describe()
 
 
 def test_without_a_single_step_nothing_can_be_judged() -> None:
     still = Counters(StepTiming(), relay(0, 0.0))
-    assert math.isinf(disturbance(still, still, 0.0).share)
+    assert math.isinf(disturbance(still, still, 0.0, 0.0).share)
+
+
+def test_a_probe_takes_samples_while_something_else_runs() -> None:
+    async def run() -> Probe:
+        async with probing() as probe:
+            await asyncio.to_thread(wait_until, lambda: bool(probe.late_s))
+        return probe
+
+    probe = asyncio.run(run())
+    assert probe.late_s and probe.mean_late_s >= 0.0
+    assert Probe().mean_late_s == 0.0 and Probe([0.1, 0.3]).mean_late_s == pytest.approx(0.2)

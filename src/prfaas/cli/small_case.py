@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.cli.demo_disturbance import Counters, Disturbance, disturbance
+from prfaas.cli.demo_probe import probing
 from prfaas.cli.demo_scene import RelayEar
 from prfaas.cli.up_prepare import Prepared, Wan, Wish, prepared
 from prfaas.cli.wiring import Study
@@ -129,7 +130,8 @@ async def offered(
             )
         )
         try:
-            await asyncio.sleep(until_s)
+            async with probing() as probe:
+                await asyncio.sleep(until_s)
             after = await _counters(live, relay, ear)
             outcomes = await load
         finally:
@@ -137,7 +139,8 @@ async def offered(
             await asyncio.gather(load, return_exceptions=True)
     carried_bytes = after.relay.to_target_bytes - before.relay.to_target_bytes
     late_s = float(np.mean([max(0.0, one.late_s) for one in outcomes]))
-    return Offered(outcomes, carried_bytes * 8 / until_s, disturbance(before, after, late_s))
+    disturbed = disturbance(before, after, late_s, probe.mean_late_s)
+    return Offered(outcomes, carried_bytes * 8 / until_s, disturbed)
 
 
 async def _counters(live: Live, relay: Child, ear: RelayEar) -> Counters:
