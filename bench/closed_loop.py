@@ -2,7 +2,7 @@
 
 \b
     prfaas bench closed_loop [--policy adaptive --policy paper] [--streams 4] [--requests 40]
-                             [--tokens 700] [--output 32] [--rounds 2]
+                             [--tokens 700] [--output 16] [--rounds 2]
 
 A tiny model serves on one PrfaaS node, one local prefill node and one local decode node, with a WAN
 between the clusters: what `prfaas up` starts. Each stream sends a prompt and waits for the whole
@@ -181,7 +181,9 @@ def checks(
 @click.option("--streams", default=4, show_default=True)
 @click.option("--requests", default=40, show_default=True, help="Per policy and round.")
 @click.option("--tokens", default=700, show_default=True, help="Per prompt.")
-@click.option("--output", default=32, show_default=True, help="Tokens per answer.")
+@click.option(
+    "--output", default=16, show_default=True, help="Tokens per answer; 16 is the API's default."
+)
 @click.option("--rounds", default=2, show_default=True)
 @click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
 def main(
@@ -224,7 +226,7 @@ def report(policies: Sequence[str], load: Load, rounds: Sequence[Sequence[Served
             "load": asdict(load),
             "policies": {name: rounded(asdict(seen), 3) for name, seen in found.items()},
             "ratio": rounded(ratio(of(first, every), of(last, every)), 3),
-            "rounds": rounded(ratios, 3),
+            "rounds": [rounded(value, 3) for value in ratios],
             "checks": held,
         }
     )
