@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
-import msgspec
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -45,8 +44,9 @@ from prfaas.cli.small_case import (
     offered,
     seen,
     small_case,
+    with_one_plan,
 )
-from prfaas.config import Deployment, load_deployment
+from prfaas.config import load_deployment
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.children import ChildDied
@@ -65,7 +65,6 @@ LEAST = 300  # first tokens that must be counted: fewer are chance
 WITHIN = 0.1
 BUSIEST = 0.8  # of the cores' time; beyond, emulated work waits for a core
 MEMORY = "512MiB"  # of each kvd: hand-offs of a whole backlog are granted ahead
-NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +122,6 @@ async def _row(
         failures=failures(live.outcomes),
         cpu_share=cpu_share,
     )
-
-
-def with_one_plan(deployment: Deployment) -> Deployment:
-    """What is compared is one plan; the long-term loop would make another of what it sees."""
-    rules = deployment.scheduler
-    replan = msgspec.structs.replace(rules.replan, every_s=NEVER_S)
-    rules = msgspec.structs.replace(rules, replan=replan)
-    return msgspec.structs.replace(deployment, scheduler=rules)
 
 
 def sent_bps(case: SmallCase, result: Result, until_s: float) -> float:

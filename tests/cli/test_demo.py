@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from prfaas.cli.demo_case import Row, _checks
+from prfaas.cli.demo_case import SCALES, with_doubled_threshold
 from prfaas.cli.demo_scene import RelayEar, watched
-from prfaas.cli.demo_serving import Served
+from prfaas.cli.demo_serving import Served, with_fixed_threshold
 from prfaas.cli.demo_serving import _checks as serving_checks
-from prfaas.cli.small_case import Seen
+from prfaas.cli.small_case import small_case
+from prfaas.cli.wiring import Study
+from prfaas.config import load_deployment
+from prfaas.config.write import deployment_toml
 from prfaas.launch.children import ChildDied, Children, Command
 from prfaas.launch.stories import Stories
 from prfaas.measure.client import Answer
+from prfaas.scheduler.plan import best_for
+from prfaas.transport.wan_stats import RelayStats
+from tests.cli.runner import Result
 from tests.launch.test_stories import line
 
-
-def row(system: str, live: float, **changed: object) -> Row:
-    fields: dict[str, object] = {"egress_gbps": None, "failures": {}, **changed}
-    return Row(system, Seen(40, live, 1, 2), Seen(40, 2.0, 1, 2), 3.0, **fields)  # type: ignore[arg-type]
+Run = Callable[..., Result]
+CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
 
-def test_claims_about_the_case_study() -> None:
-    held = _checks([row("prfaas_pd", 3.0), row("homogeneous", 2.0), row("naive", 2.5)])
-    assert all(check.held for check in held) and "1.50x homogeneous PD" in held[1].seen
-    failed = _checks([row("prfaas_pd", 2.0, failures={"HTTP 500": 3}), row("homogeneous", 2.5)])
-    assert not any(check.held for check in failed) and "HTTP 500" in failed[0].seen
+def test_a_doubled_threshold_is_what_the_gateway_plans(tmp_path: Path) -> None:
+    case = small_case(load_deployment(CASE_STUDY), CASE_STUDY, tmp_path, SCALES)
+    plan = best_for(case.problem)
+    doubled = with_doubled_threshold(case.deployment, case.problem)
+    file = tmp_path / "doubled.toml"
+    file.write_text(deployment_toml(doubled))
+    made = best_for(Study(file, "exact").problem(load_deployment(file)))
+    assert made.threshold_tokens == 2 * plan.threshold_tokens
+    assert made.n_prefill == plan.n_prefill
+
+
+def test_the_first_scene_keeps_the_plans_threshold() -> None:
+    rules = with_fixed_threshold(load_deployment(CASE_STUDY)).scheduler
+    assert (rules.policy, rules.paper.limit) == ("paper", 1.0)
+
+
+def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run) -> None:
+    assert "threshold" not in prfaas("demo", "--help").out.partition("Options:")[2]
 
 
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
@@ -57,15 +76,17 @@ def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
 
     async def run() -> list[int]:
         async with Children(tmp_path, ["/bin/sh"]) as children:
+            stats = msgspec.json.encode(RelayStats(1, 1, 0, 70, 0, 0, 0, 0)).decode()
             script = (
-                'echo up at x; while read w; do n=$((n+7)); echo "$n,000 bytes to the target"; done'
+                'echo up at x; echo \'{"event":"other"}\'; '
+                f"while read w; do n=$((n+1)); echo '{stats}' | sed s/70/${{n}}000/; done"
             )
             relay = await children.start(
                 Command("relay", ["-c", script], r"at (\S+)", heard=ear.heard)
             )
             return [await ear.carried_bytes(relay), await ear.carried_bytes(relay)]
 
-    assert asyncio.run(run()) == [7000, 14000]
+    assert asyncio.run(run()) == [1000, 2000]
 
 
 def test_work_ends_when_a_process_does(tmp_path: Path) -> None:

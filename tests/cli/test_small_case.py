@@ -11,6 +11,7 @@ from prfaas.cli.small_case import (
     failures,
     first_tokens_s,
     hosts_enough,
+    lost,
     seen,
     small_case,
 )
@@ -51,6 +52,11 @@ def test_outcomes_find_their_arrivals() -> None:
 def test_what_a_runs_end_cut_off_is_no_failure() -> None:
     outcomes = [outcome(1.0, None, GIVEN_UP), outcome(2.0, 1.0), outcome(3.0, None, "HTTP 500")]
     assert failures(outcomes) == {"HTTP 500": 1}
+
+
+def test_a_request_without_a_first_token_is_lost_in_a_run_that_waited_for_it() -> None:
+    outcomes = [outcome(1.0, None, GIVEN_UP), outcome(2.0, 1.0, GIVEN_UP), outcome(3.0, 1.0)]
+    assert lost(outcomes) == 1
 
 
 def test_egress_is_that_of_the_whole_deployment() -> None:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prfaas.transport.address import Address, parse_address
+from prfaas.transport.wan_stats import RelayStats
 from tests.cli.runner import Result
 from tests.waiting import PATIENCE_S
 
@@ -49,7 +51,7 @@ class Process:
         """Says it and waits until it is in force."""
         self.say(order)
         self.say("stats")
-        assert "accepted" in self.line()
+        msgspec.json.decode(self.line(), type=RelayStats)
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
         client = socket.create_connection(self.address, TIMEOUT_S)
@@ -94,7 +96,11 @@ def test_relays_and_ends_cleanly(start: Callable[..., Process], number: signal.S
         assert time.monotonic() - sent_s >= 0.01
         code, out, err = relay.end(number)
     assert (code, err) == (0, "")
-    assert "1 accepted, 0 refused), 5 bytes to the target, 0 back" in out
+    stats = msgspec.json.decode(out, type=RelayStats)
+    assert (stats.accepted, stats.refused) == (1, 0)
+    assert (stats.to_target_bytes, stats.to_client_bytes) == (5, 0)
+    assert stats.forwards >= 1 and 0 <= stats.forward_late_peak_s <= stats.forward_late_s
+    assert stats.wakeups >= 1  # five bytes wait for half a round trip
 
 
 def test_obeys_lines_on_standard_input(start: Callable[..., Process]) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.trace import TraceRow
-from prfaas.measure.client import connect
+from prfaas.measure.client import GIVEN_UP, connect
 from prfaas.measure.open_loop import Ask, Outcome, offer, runs_of
 from prfaas.measure.prompts import Prompts
 from prfaas.sim.arrivals import Arrivals, replay
@@ -83,3 +83,48 @@ def test_slow_answers_delay_nobody() -> None:
             return await offer(target, load, Ask("m"), Prompts(), MonotonicClock())
 
     assert [one.error for one in asyncio.run(run())] == [None] * 20
+
+
+def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[Outcome]:
+    """Two requests; the first token of the second one comes only after the time to give up, or
+    never. No answer ends."""
+    over = asyncio.Event()
+    seen = 0
+
+    async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal seen
+        seen += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if seen == 1:
+            await response.write(token(1))
+        elif not silent:
+            await asyncio.sleep(0.2)  # later than the load's end
+            await response.write(token(1))
+        await over.wait()
+        return response
+
+    async def run() -> list[Outcome]:
+        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+            load = arrivals([0.0, 0.05], prompt=10, cached=0, output=8)
+            try:
+                return await offer(
+                    target, load, Ask("m"), Prompts(), MonotonicClock(),
+                    give_up_s=0.05, first_tokens_s=first_tokens_s,
+                )  # fmt: skip
+            finally:
+                over.set()
+
+    return asyncio.run(run())
+
+
+def test_requests_are_given_up_when_each_has_a_first_token() -> None:
+    outcomes = run_until_given_up(60.0, silent=False)
+    assert [one.error for one in outcomes] == [GIVEN_UP] * 2
+    assert all(one.ttft_s is not None for one in outcomes)
+
+
+def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
+    outcomes = run_until_given_up(0.1, silent=True)
+    assert [one.error for one in outcomes] == [GIVEN_UP] * 2
+    assert sum(one.ttft_s is None for one in outcomes) >= 1

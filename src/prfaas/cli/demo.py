@@ -35,13 +35,20 @@ CASE_STUDY = Path("configs/case_study.toml")
     help="The case study's.",
 )
 @click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
-def demo(file: Path, logs: Path | None) -> None:
+@click.option(
+    "--double-threshold",
+    is_flag=True,
+    hidden=True,
+    help="Serve the case study with twice its planned threshold, to see the comparison fail.",
+)
+def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
     """Show what this is, in under three minutes on two cores.
 
     Plans the paper's case study. Starts a tiny hybrid model on a PrfaaS node and a local PD cluster
     with a WAN between them, and shows where prompts go, what travels, and that answers are those of
     one process; cuts the WAN under it. Then loads the case study on emulated accelerators under
-    three deployments, beside planner and simulator. Exit code 0: everything held.
+    three deployments, beside planner and simulator. Exit code 0: everything held, except that a
+    machine that was too busy leaves the comparison of these deployments not judged.
     """
     screen = console()
     clock = MonotonicClock()
@@ -55,7 +62,13 @@ def demo(file: Path, logs: Path | None) -> None:
     async def scenes() -> list[Check]:
         return [
             *await serving_scene(_made(folder / "serving"), screen, say),
-            *await case_scene(file, _made(folder / "case-study"), screen, say),
+            *await case_scene(
+                file,
+                _made(folder / "case-study"),
+                screen,
+                say,
+                double_threshold=double_threshold,
+            ),
         ]
 
     try:
@@ -65,7 +78,7 @@ def demo(file: Path, logs: Path | None) -> None:
         raise click.ClickException(f"{error or 'no answer in time'}; logs: {folder}") from None
     _summary(checks, screen)
     say(f"done; logs: {folder}")
-    if not all(check.held for check in checks):
+    if any(check.held is False for check in checks):
         raise SystemExit(1)
 
 
@@ -84,5 +97,4 @@ def _plan(file: Path, screen: Console) -> None:
 
 def _summary(checks: Sequence[Check], screen: Console) -> None:
     for check in checks:
-        mark = "ok    " if check.held else "FAILED"
-        screen.print(f"{mark} {check.claim}: {check.seen}", markup=False)
+        screen.print(f"{check.mark:10} {check.claim}: {check.seen}", markup=False)

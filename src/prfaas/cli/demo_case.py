@@ -4,53 +4,57 @@ deployments, beside what the planner and the simulator say of the same requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import Check, RelayEar, watched
+from prfaas.cli.demo_disturbance import LIMIT
+from prfaas.cli.demo_judgement import Row, better_of, judge_rows
+from prfaas.cli.demo_scene import Check, RelayEar, watched, with_policy
 from prfaas.cli.plan_tables import TITLES
 from prfaas.cli.small_case import (
     SYSTEMS,
-    Seen,
+    SmallCase,
     egress_gbps,
     failures,
     first_tokens_s,
     hosts_enough,
+    lost,
     offered,
     seen,
     small_case,
+    with_one_plan,
 )
 from prfaas.config import Deployment, load_deployment
 from prfaas.engine.emulated.pace import Scales
-from prfaas.launch.running import launched_hosts
+from prfaas.launch.running import Hosts, launched_hosts
+from prfaas.measure.open_loop import Outcome
+from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import best_for
-from prfaas.sim.arrivals import poisson
+from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
 
 SCALES = Scales(time=0.5, bytes=1 / 576, output=1 / 32)  # 2 bytes per token and MLA layer
 LOAD = 0.95  # of what PrfaaS-PD can carry, as planned; more than its baselines can
 SECONDS = 20.0  # of this machine, for each deployment
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    system: str
-    live: Seen
-    simulated: Seen
-    capacity_rps: float  # planned, the exact reading
-    egress_gbps: float | None
-    failures: dict[str, int]
+FIRST_TOKENS_S = 120.0  # after the last arrival; only a lost request takes longer
 
 
 async def case_scene(
-    file: Path, folder: Path, screen: Console, say: Callable[[str], None]
+    file: Path,
+    folder: Path,
+    screen: Console,
+    say: Callable[[str], None],
+    *,
+    double_threshold: bool = False,
 ) -> list[Check]:
-    deployment = load_deployment(file)
+    """`double_threshold` makes the live PrfaaS-PD deployment keep prompts of up to twice the plan's
+    threshold in the local cluster, while the simulator keeps the plan: the comparison must fail."""
+    deployment = with_policy(load_deployment(file), "paper")
     cases = {name: small_case(deployment, file, folder, SCALES, name) for name in SYSTEMS}
     first = cases[SYSTEMS[0]].problem
     load_rps = LOAD * best_for(first).capacity_rps
@@ -62,27 +66,71 @@ async def case_scene(
         most.deployment, most.engines, folder, tether(), say=say, heard=ear.heard
     ) as hosts:
         for name, case in cases.items():
+            served = with_one_plan(case.deployment)
+            if double_threshold and name == SYSTEMS[0]:
+                served = with_doubled_threshold(served, case.problem)
             say(f"{TITLES[name]}: {len(arrivals)} requests in {SECONDS:g} s")
-            live = await watched(hosts.children, offered(hosts, case.deployment, arrivals, ear))
-            config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
-            simulated = simulate(case.problem, arrivals, config).requests
-            egress = egress_gbps(live.egress_bps, SCALES) if case.problem.remotes else None
-            rows.append(
-                Row(
-                    name,
-                    seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), SCALES),
-                    seen(arrivals.at_s, simulated.first_token_s, SCALES),
-                    best_for(case.problem).capacity_rps * SCALES.time,
-                    egress,
-                    failures(live.outcomes),
-                )
-            )
+            row = await _measure(name, case, served, hosts, arrivals, ear)
+            if row.disturbed:
+                say(f"the machine was too busy, once more: {_disturbance(row)}")
+                again = await _measure(name, case, served, hosts, arrivals, ear)
+                row = better_of(row, again)
+            say(f"disturbance: {_disturbance(row)}")
+            rows.append(row)
     screen.print(_table(rows, load_rps * SCALES.time, deployment))
     screen.print(
         f"A decode step stands for {1 / SCALES.output:g} tokens and takes as long, so TTFT has more"
         " of it than the case study's, live and simulated alike."
     )
-    return _checks(rows)
+    return judge_rows(rows)
+
+
+async def _measure(
+    name: str,
+    case: SmallCase,
+    served: Deployment,
+    hosts: Hosts,
+    arrivals: Arrivals,
+    ear: RelayEar,
+) -> Row:
+    live = await watched(
+        hosts.children, offered(hosts, served, arrivals, ear, first_tokens_s=FIRST_TOKENS_S)
+    )
+    config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
+    simulated = simulate(case.problem, arrivals, config).requests
+    return Row(
+        name,
+        seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), SCALES),
+        seen(arrivals.at_s, simulated.first_token_s, SCALES),
+        best_for(case.problem).capacity_rps * SCALES.time,
+        egress_gbps(live.egress_bps, SCALES) if case.problem.remotes else None,
+        _failures(live.outcomes),
+        live.disturbance,
+    )
+
+
+def _failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    missing = lost(outcomes)
+    return {**failures(outcomes), **({"lost": missing} if missing else {})}
+
+
+def with_doubled_threshold(deployment: Deployment, problem: Problem) -> Deployment:
+    """The deployment with the planned roles and twice the planned threshold."""
+    plan = best_for(problem)
+    doubled = min(2 * plan.threshold_tokens, problem.workload.max_new_tokens)
+    (local,) = deployment.of_kind("pd")
+    split = msgspec.structs.replace(
+        local, prefill=plan.n_prefill, decode=local.instances - plan.n_prefill
+    )
+    return msgspec.structs.replace(
+        deployment,
+        clusters=[split if c.name == local.name else c for c in deployment.clusters],
+        scheduler=msgspec.structs.replace(deployment.scheduler, threshold_tokens=doubled),
+    )
+
+
+def _disturbance(row: Row) -> str:
+    return f"{row.disturbance.describe()}; the limit is {LIMIT:.0%}"
 
 
 def _table(rows: Sequence[Row], load_rps: float, deployment: Deployment) -> Table:
@@ -101,6 +149,7 @@ def _table(rows: Sequence[Row], load_rps: float, deployment: Deployment) -> Tabl
         "TTFT live",
         "simulated",
         "egress (Gbps)",
+        "disturbance",
     ):
         table.add_column(column, justify="right")
     for row in rows:
@@ -112,23 +161,6 @@ def _table(rows: Sequence[Row], load_rps: float, deployment: Deployment) -> Tabl
             f"{row.live.ttft_mean_s:.2f} / {row.live.ttft_p90_s:.2f}",
             f"{row.simulated.ttft_mean_s:.2f} / {row.simulated.ttft_p90_s:.2f}",
             "-" if row.egress_gbps is None else f"{row.egress_gbps:.1f}",
+            f"{row.disturbance.share:.1%}",
         )
     return table
-
-
-def _checks(rows: Sequence[Row]) -> list[Check]:
-    first, *others = rows
-    ratios = {row.system: first.live.rps / row.live.rps for row in others}
-    simulated = {row.system: first.simulated.rps / row.simulated.rps for row in others}
-    failures = {row.system: row.failures for row in rows if row.failures}
-    said = ", ".join(
-        f"{ratios[name]:.2f}x {TITLES[name]} (simulated: {simulated[name]:.2f}x)" for name in ratios
-    )
-    return [
-        Check(
-            "no request fails under load",
-            not failures,
-            f"failures: {failures}" if failures else "none",
-        ),
-        Check("PrfaaS-PD serves more than its baselines", min(ratios.values()) > 1, said),
-    ]

@@ -1,19 +1,22 @@
-"""What the scenes of `prfaas demo` have in common: checks, a relay to ask and order, a watch on the
+"""What the scenes of `prfaas demo` have in common: checks, questions to a relay, and a watch on the
 processes."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import msgspec
+
+from prfaas.config import Deployment
 from prfaas.launch.children import Child, Children
+from prfaas.transport.wan_stats import RelayStats
 
 T = TypeVar("T")
-_COUNTER = re.compile(r"([\d,]+) bytes to the target")
-ANSWER_S = 10.0  # for a relay to say its counters
+Policy = Literal["paper", "adaptive", "local", "remote"]
+ANSWER_S = 60.0  # for a relay to answer; only a hanging relay takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +24,47 @@ class Check:
     """Something the demo claims, and whether it held this time."""
 
     claim: str
-    held: bool
+    held: bool | None  # None: not judged
     seen: str
+
+    @property
+    def mark(self) -> str:
+        if self.held is None:
+            return "not judged"
+        return "ok" if self.held else "FAILED"
 
 
 @dataclass(slots=True)
 class RelayEar:
-    """Hears a relay's lines; whoever has asked for its counters gets them."""
+    """Reads a relay's lines and hands each answer to the question that it belongs to."""
 
-    _waiting: list[asyncio.Future[int]] = field(default_factory=list)
+    _waiting: list[asyncio.Future[RelayStats]] = field(default_factory=list)
 
     def heard(self, line: str) -> None:
-        found = _COUNTER.search(line)
-        if found and self._waiting:
+        try:
+            stats = msgspec.json.decode(line, type=RelayStats)
+        except msgspec.MsgspecError:
+            return  # a line about something else
+        if self._waiting:
             waiting = self._waiting.pop(0)
             if not waiting.done():
-                waiting.set_result(int(found[1].replace(",", "")))
+                waiting.set_result(stats)
 
-    async def carried_bytes(self, relay: Child) -> int:
-        """Since its start, towards the PD cluster."""
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def stats(self, relay: Child) -> RelayStats:
+        future: asyncio.Future[RelayStats] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         relay.tell("stats")
         async with asyncio.timeout(ANSWER_S):
             return await future
+
+    async def carried_bytes(self, relay: Child) -> int:
+        """Since the relay's start, towards the PD cluster."""
+        return (await self.stats(relay)).to_target_bytes
+
+
+def with_policy(deployment: Deployment, policy: Policy) -> Deployment:
+    rules = msgspec.structs.replace(deployment.scheduler, policy=policy)
+    return msgspec.structs.replace(deployment, scheduler=rules)
 
 
 async def watched(children: Children, work: Coroutine[Any, Any, T]) -> T:

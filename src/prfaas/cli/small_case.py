@@ -7,7 +7,9 @@ planned and simulated is what is served.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +18,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.cli.demo_disturbance import Counters, Disturbance, disturbance
+from prfaas.cli.demo_probe import probing
 from prfaas.cli.demo_scene import RelayEar
 from prfaas.cli.up_prepare import Prepared, Wan, Wish, prepared
 from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.engine.emulated.pace import Scales
+from prfaas.launch.children import Child
 from prfaas.launch.commands import Engines, ways
-from prfaas.launch.running import Hosts, launched_gateway
+from prfaas.launch.running import Hosts, Live, launched_gateway
+from prfaas.launch.timing import step_timing
 from prfaas.measure.client import GIVEN_UP, connect
 from prfaas.measure.open_loop import Ask, Outcome, offer
 from prfaas.measure.prompts import Prompts
@@ -34,6 +40,7 @@ Array = npt.NDArray[np.float64]
 
 AS_STATED = Wan()
 WARM_SHARE = 0.2  # of the arrivals, before anything is counted
+NEVER_S = 1e9
 SYSTEMS = ("prfaas_pd", "homogeneous", "naive")
 
 
@@ -85,13 +92,21 @@ class Offered:
 
     outcomes: list[Outcome]
     egress_bps: float  # over the WAN, until the last arrival
+    disturbance: Disturbance  # until then, too
 
 
 async def offered(
-    hosts: Hosts, deployment: Deployment, arrivals: Arrivals, ear: RelayEar
+    hosts: Hosts,
+    deployment: Deployment,
+    arrivals: Arrivals,
+    ear: RelayEar,
+    *,
+    first_tokens_s: float = 0.0,
 ) -> Offered:
-    """A gateway over the hosts, and the arrivals at it. What is under way at the last arrival is
-    given up: a run's end would count for nothing."""
+    """Start a gateway over the hosts and send it the arrivals. Requests that have not ended by the
+    last arrival are given up: the end of a run counts for nothing. With `first_tokens_s` they are
+    given up when each of them has a first token, at most so much later. A request that has none
+    then is lost."""
     clock = MonotonicClock()
     (way,) = ways(hosts.deployment)
     relay = hosts.children.named(way.name)
@@ -102,10 +117,35 @@ async def offered(
         assert target.model is not None
         ask = Ask(target.model, salt=secrets.token_hex(8))
         until_s = float(arrivals.at_s[-1])
-        before = await ear.carried_bytes(relay)
-        outcomes = await offer(target, arrivals, ask, Prompts(), clock, give_up_s=until_s)
-        carried = await ear.carried_bytes(relay) - before
-    return Offered(outcomes, carried * 8 / until_s)
+        before = await _counters(live, relay, ear)
+        load = asyncio.create_task(
+            offer(
+                target,
+                arrivals,
+                ask,
+                Prompts(),
+                clock,
+                give_up_s=until_s,
+                first_tokens_s=first_tokens_s,
+            )
+        )
+        try:
+            async with probing() as probe:
+                await asyncio.sleep(until_s)
+            after = await _counters(live, relay, ear)
+            outcomes = await load
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+    carried_bytes = after.relay.to_target_bytes - before.relay.to_target_bytes
+    late_s = float(np.mean([max(0.0, one.late_s) for one in outcomes]))
+    disturbed = disturbance(before, after, late_s, probe.mean_late_s)
+    return Offered(outcomes, carried_bytes * 8 / until_s, disturbed)
+
+
+async def _counters(live: Live, relay: Child, ear: RelayEar) -> Counters:
+    engines = await step_timing(live.http, live.hosts.engine_urls.values())
+    return Counters(engines, await ear.stats(relay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +186,20 @@ def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[Outcome]) -> Array:
 
 
 def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """By kind. What the end of a run cut off is no failure."""
-    found: dict[str, int] = {}
-    for one in outcomes:
-        if one.error is not None and one.error != GIVEN_UP:
-            found[one.error] = found.get(one.error, 0) + 1
-    return found
+    """By kind. A request that the end of a run cut off has not failed."""
+    return dict(Counter(one.error for one in outcomes if one.error not in (None, GIVEN_UP)))
+
+
+def lost(outcomes: Sequence[Outcome]) -> int:
+    """Requests without a first token in a run that waited for first tokens."""
+    return sum(one.error == GIVEN_UP and one.ttft_s is None for one in outcomes)
+
+
+def with_one_plan(deployment: Deployment) -> Deployment:
+    """The same deployment without the long-term loop, so that one plan is compared with another
+    rather than with what the loop makes of it."""
+    rules = deployment.scheduler
+    replan = msgspec.structs.replace(rules.replan, every_s=NEVER_S)
+    return msgspec.structs.replace(
+        deployment, scheduler=msgspec.structs.replace(rules, replan=replan)
+    )

@@ -6,12 +6,15 @@ From nothing: a tiny model made on the spot, and its profile measured here once;
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import msgspec
 from prfaas.cli.child import tether
 from prfaas.cli.simulate_cases import BASELINES
 from prfaas.cli.wiring import Study
+from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.deployment import (
     SLO,
@@ -34,12 +38,20 @@ from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import VLLM_MAX_TOKENS, EngineKind, Engines, Host
+from prfaas.launch.commands import (
+    ENGINE_ENVIRONMENT,
+    VLLM_MAX_TOKENS,
+    EngineKind,
+    Engines,
+    Host,
+)
 from prfaas.launch.running import serving_alone
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.planner import baselines
 
 CACHE = Path.home() / ".cache" / "prfaas"
+MAKE_S = 600.0  # for another process to make and measure the tiny model
+LOOK_S = 0.2  # between two tries to take its lock
 MEMORY = "256MiB"  # of each kvd; its pages exist once they are used
 TINY_WAN = Link("far", "near", gbps=1.0, rtt_ms=20.0)
 TINY_MAX_TOKENS = 8192
@@ -210,18 +222,11 @@ def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tupl
     vllm = wish.engine == "vllm"
     arch = VLLM_ARCH if vllm else DEFAULT_ARCH
     checkpoint = cache / f"tiny-{arch}"
-    if not (checkpoint / "config.json").is_file():
-        say("making a tiny model (once)")
-        _make(checkpoint, arch)
     profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
-        say("measuring it on this machine (once, some seconds)")
-        points = ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(profile)]
-        if vllm:
-            _measure_vllm(checkpoint, wish, points)
-        else:
-            points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
-            _prfaas("profile", "--model", str(checkpoint), *points)
+        cache.mkdir(parents=True, exist_ok=True)
+        with _alone(cache / f"tiny-{arch}.lock", say):
+            _make_and_measure(checkpoint, profile, arch, wish, say)
     max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
     longest = max_tokens - 1024  # an answer must fit behind it
     deployment = Deployment(
@@ -237,6 +242,53 @@ def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tupl
         catalog=[str(profile)],
     )
     return deployment, profile
+
+
+def _make_and_measure(
+    checkpoint: Path, profile: Path, arch: str, wish: Wish, say: Callable[[str], None]
+) -> None:
+    """What is there already is kept: another process may have been faster."""
+    if not (checkpoint / "config.json").is_file():
+        say("making a tiny model (once)")
+        _make(checkpoint, arch)
+    if profile.is_file():
+        return
+    say("measuring it on this machine (once, some seconds)")
+    # A file under its final name is complete, even if this process is killed.
+    unfinished = profile.with_name(f"{profile.name}.unfinished")
+    points = ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(unfinished)]
+    if wish.engine == "vllm":
+        _measure_vllm(checkpoint, wish, points)
+    else:
+        points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
+        _prfaas("profile", "--model", str(checkpoint), *points)
+    unfinished.rename(profile)
+
+
+@contextmanager
+def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Several commands may be started at once on a new machine. One of them makes and measures the
+    model, which then is measured undisturbed by the others. The lock ends with its process."""
+    clock = MonotonicClock()
+    until_s = clock.now() + MAKE_S
+    with lock.open("w") as file:
+        told = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock.now() > until_s:
+                    raise InputError(
+                        f"another process has held it for {MAKE_S:g} s",
+                        file=lock,
+                        fix="end the other `prfaas up` or `prfaas demo` and try again",
+                    ) from None
+            if not told:
+                say("waiting for another process that makes the tiny model")
+                told = True
+            time.sleep(LOOK_S)
+        yield
 
 
 def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
@@ -267,9 +319,11 @@ def _make(checkpoint: Path, arch: str) -> None:
 
 
 def _prfaas(*arguments: str) -> None:
-    """In a process of its own: nothing here needs torch afterwards."""
+    """In a process of its own: nothing here needs torch afterwards. With as many threads as the
+    engines get, so that a profile is of what they will do."""
     done = subprocess.run(
         [sys.executable, "-m", "prfaas", *arguments],
+        env={**os.environ, **ENGINE_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # libraries chat there; it is of interest only after a failure
         text=True,

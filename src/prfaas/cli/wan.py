@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import click
+import msgspec
 
 from prfaas.cli.heap import steady_heap
 from prfaas.errors import InputError
@@ -61,7 +62,7 @@ def wan(
       stall | outage | restore              until told otherwise
       cut                                   reset all connections now
       damage 5                              flip a bit in each of the next 5 large chunks
-      stats                                 print counters
+      stats                                 print counters, as one line of JSON
     """
     conditions = Conditions(
         rate_bps=None if gbps is None else gbps * 1e9,
@@ -94,7 +95,7 @@ def wan(
         relay.run()
     finally:
         relay.close()
-        click.echo(_counters(relay))
+        click.echo(_stats_line(relay))
 
 
 def _recurring(text: str | None, where: str) -> Recurring | None:
@@ -139,7 +140,7 @@ def obey(relay: Relay, line: str) -> None:
         "outage": relay.outage,
         "restore": relay.restore,
         "cut": relay.cut,
-        "stats": lambda: click.echo(_counters(relay)),
+        "stats": lambda: click.echo(_stats_line(relay)),
     }
     match line.split():
         case []:
@@ -168,11 +169,5 @@ def _number(text: str) -> float:
         raise InputError(f"{text!r} is no number") from None
 
 
-def _counters(relay: Relay) -> str:
-    stats = relay.stats
-    return (
-        f"{stats.connections} connections ({stats.accepted} accepted, {stats.refused} refused), "
-        f"{stats.to_target_bytes:,} bytes to the target, {stats.to_client_bytes:,} back, "
-        f"{stats.held_bytes:,} on the way (at most {stats.held_peak_bytes:,}), "
-        f"{stats.damaged} chunks damaged"
-    )
+def _stats_line(relay: Relay) -> str:
+    return msgspec.json.encode(relay.stats).decode()

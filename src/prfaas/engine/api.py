@@ -118,11 +118,29 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How well an emulated engine keeps its profile's time, since its start.
+
+    A step is one chunk of a prefill or one decode step. It is late by the time between the moment
+    at which the schedule wants it to end and the moment at which the engine's thread ends it.
+    """
+
+    steps: int = 0
+    wanted_s: float = 0.0
+    late_s: float = 0.0
+
+    def plus_step(self, wanted_s: float, late_s: float) -> StepTiming:
+        return StepTiming(self.steps + 1, self.wanted_s + wanted_s, self.late_s + max(0.0, late_s))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     waiting: int
     prefilling: int
     running: int
     kv_tokens: int  # tokens of all sequences held now
+    # None: a real engine, which takes the time it takes. Two states compare equal without it.
+    timing: StepTiming | None = field(default=None, compare=False)
 
 
 class Engine(Protocol):

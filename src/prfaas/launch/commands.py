@@ -24,6 +24,8 @@ VLLM_KV_BYTES = 64 << 20
 VLLM_MAX_TOKENS = 4096
 # One block at a time: without Triton vLLM's Mamba kernels cannot cut a chunk at a block boundary.
 VLLM_STEP_TOKENS = 128
+# Several engines share this machine: more threads each would only wait for one another.
+ENGINE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 DRAIN_S = 2.0  # what has begun may end, but nobody waits long for a demonstration to stop
 
 
@@ -100,9 +102,8 @@ def engine(host: Host, folder: Path, kvd: KvdAt, engines: Engines, port: int = 0
             arguments += ["--catalog", str(path)]
         if engines.tokenizer is not None:
             arguments += ["--tokenizer", str(engines.tokenizer)]
-    # Several engines share this machine: more threads each would only wait for one another.
     return Command(
-        host.name, arguments, ready=r"serving \S+ at (\S+)", environment={"OMP_NUM_THREADS": "1"}
+        host.name, arguments, ready=r"serving \S+ at (\S+)", environment=ENGINE_ENVIRONMENT
     )
 
 

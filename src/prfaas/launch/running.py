@@ -25,7 +25,7 @@ from prfaas.launch.commands import Engines, Host, KvdAt
 
 READY_S = 300.0  # for the gateway to see every node; engines have started by then
 LOOK_S = 0.2  # between two looks at it
-ASK_S = 5.0
+ASK_S = 60.0  # for one answer; only a process that hangs takes longer
 
 
 def _nothing(what: str) -> None:

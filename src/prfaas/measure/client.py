@@ -8,7 +8,7 @@ equal failures can be counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ class Answer:
     cached_tokens: int | None = None  # None: the server does not say
     request_id: str = ""
     error: str | None = None
+    on_tokens: Callable[[], None] | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -78,15 +79,23 @@ class Target:
         self._decoder = msgspec.json.Decoder(_Event)
 
     async def complete(
-        self, body: bytes, within_s: float | None = None, request_id: str | None = None
+        self,
+        body: bytes,
+        within_s: float | None = None,
+        request_id: str | None = None,
+        *,
+        limit: asyncio.Timeout | None = None,
+        on_tokens: Callable[[], None] | None = None,
     ) -> Answer:
         """`body` is a whole JSON body; an answer that is no stream comes in one moment. After
-        `within_s` it is given up; the answer has what came until then."""
-        answer = Answer(self._clock.now())
+        `within_s` it is given up; the answer has what came until then. A `limit` stands instead of
+        `within_s` where the caller learns only later when to give up. `on_tokens` is called after
+        every event that brought tokens."""
+        answer = Answer(self._clock.now(), on_tokens=on_tokens)
         named = {} if request_id is None else {"X-Request-Id": request_id}
         try:
             async with (
-                asyncio.timeout(within_s),
+                limit or asyncio.timeout(within_s),
                 self._http.post(
                     f"{self.url}/v1/completions",
                     data=body,
@@ -139,6 +148,8 @@ class Target:
                 answer.moments_s.append(now_s)
                 answer.token_ids += choice.token_ids or []
                 answer.text += choice.text or ""
+                if answer.on_tokens is not None:
+                    answer.on_tokens()
         if event.usage is not None:
             answer.prompt_tokens = event.usage.prompt_tokens
             answer.output_tokens = event.usage.completion_tokens

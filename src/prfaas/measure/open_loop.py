@@ -84,27 +84,68 @@ async def offer(
     *,
     seed: int = 0,
     give_up_s: float | None = None,
+    first_tokens_s: float = 0.0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[Outcome]:
     """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after
-    the beginning: what is under way then is given up. `done` is told how many have ended.
-    Cancelling it cancels what is under way."""
+    the beginning: what is under way then is given up. Where requests have no first token by then,
+    all go on until each of them has one, for at most `first_tokens_s`. `done` is told how many have
+    ended. Cancelling it cancels what is under way."""
     outcomes: list[Outcome] = []
+    silent = _Silent(len(arrivals))
+    limits: set[asyncio.Timeout] = set()
+    given_up = asyncio.Event()
     began_s = clock.now()
 
-    async def one(body: bytes, at_s: float) -> None:
-        within_s = None if give_up_s is None else began_s + give_up_s - clock.now()
-        answer = await target.complete(body, within_s)
+    async def one(number: int, body: bytes, at_s: float) -> None:
+        limit = asyncio.timeout(0 if given_up.is_set() else None)
+        limits.add(limit)
+        try:
+            answer = await target.complete(
+                body, limit=limit, on_tokens=lambda: silent.discard(number)
+            )
+        finally:
+            limits.discard(limit)
+        silent.discard(number)  # it may have ended without a token
         outcomes.append(_outcome(answer, began_s, at_s))
         done(len(outcomes))
 
+    async def give_up(after_s: float) -> None:
+        await asyncio.sleep(max(0.0, began_s + after_s - clock.now()))
+        try:
+            async with asyncio.timeout(first_tokens_s):
+                await silent.over.wait()
+        except TimeoutError:
+            pass
+        given_up.set()
+        for limit in limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+
     async with asyncio.TaskGroup() as under_way:
+        giving_up = None if give_up_s is None else under_way.create_task(give_up(give_up_s))
+        sent: list[asyncio.Task[None]] = []
         for number, at_s in enumerate(arrivals.at_s.tolist()):
             prompt = prompts.text(runs_of(arrivals, number, seed=seed))
             body = ask.body(prompt, int(arrivals.output_tokens[number]))
             await asyncio.sleep(max(0.0, began_s + at_s - clock.now()))
-            under_way.create_task(one(body, at_s))
+            sent.append(under_way.create_task(one(number, body, at_s)))
+        await asyncio.gather(*sent)
+        if giving_up is not None:
+            giving_up.cancel()
     return outcomes
+
+
+class _Silent:
+    """Requests that have no token yet."""
+
+    def __init__(self, count: int) -> None:
+        self._numbers = set(range(count))
+        self.over = asyncio.Event()
+
+    def discard(self, number: int) -> None:
+        self._numbers.discard(number)
+        if not self._numbers:
+            self.over.set()
 
 
 def _outcome(answer: Answer, began_s: float, at_s: float) -> Outcome:

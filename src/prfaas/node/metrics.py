@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from prfaas.engine.api import EngineStats, Limits
+from prfaas.engine.api import EngineStats, Limits, StepTiming
 
 # Seconds. vLLM's own bounds, thinned out.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -67,6 +67,7 @@ class NodeMetrics:
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
+        self._timing = _TimingCounters(self.registry, self._labels)
         self._failed = Counter(
             "prfaas_node_failed_requests",
             "Requests that ended with an error, by its code.",
@@ -93,6 +94,8 @@ class NodeMetrics:
     def render(self, stats: Callable[[], EngineStats], held: int) -> bytes:
         """`held` requests wait for the pool before the engine knows of them."""
         now = stats()
+        if now.timing is not None:
+            self._timing.show(now.timing)
         self._running.set(now.running + now.prefilling)
         self._waiting.set(now.waiting + held)
         capacity = max(1, self._limits.max_running) * self._limits.max_tokens
@@ -107,4 +110,31 @@ class NodeMetrics:
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, _LABELS, registry=self.registry, buckets=bounds)
+        return family.labels(*self._labels)
+
+
+class _TimingCounters:
+    """How well an emulated engine keeps time. A real engine's node does not have these counters."""
+
+    def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._shown = StepTiming()
+        self._counters: tuple[Counter, Counter, Counter] | None = None
+
+    def show(self, now: StepTiming) -> None:
+        if self._counters is None:
+            self._counters = (
+                self._counter("steps", "Prefill chunks and decode steps that were emulated."),
+                self._counter("wanted_seconds", "Time that these steps take by the profile."),
+                self._counter("late_seconds", "Time by which these steps ended after their time."),
+            )
+        steps, wanted_s, late_s = self._counters
+        steps.inc(now.steps - self._shown.steps)
+        wanted_s.inc(now.wanted_s - self._shown.wanted_s)
+        late_s.inc(now.late_s - self._shown.late_s)
+        self._shown = now
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(f"prfaas_emulated_{name}", text, _LABELS, registry=self._registry)
         return family.labels(*self._labels)

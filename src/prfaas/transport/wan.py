@@ -19,7 +19,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -28,6 +27,7 @@ from prfaas.errors import InputError
 from prfaas.transport.address import Address
 from prfaas.transport.wan_flow import End, Flow, Pair, close
 from prfaas.transport.wan_path import Conditions, Lane, PathClock, PathState
+from prfaas.transport.wan_stats import Lateness, RelayStats
 
 MAX_CONNECTIONS = 256
 CONNECT_TIMEOUT_S = 5.0
@@ -39,18 +39,6 @@ _CONTROL_TIMEOUT_S = 10.0
 _KERNEL_BUFFER_BYTES = 512 * 1024
 # Damage is for what checksums guard: chunks of at least this size are payload in their middle.
 _DAMAGED_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class RelayStats:
-    connections: int
-    accepted: int  # since the start
-    refused: int  # over the limit of connections, or the target did not answer
-    to_target_bytes: int
-    to_client_bytes: int
-    held_bytes: int
-    held_peak_bytes: int
-    damaged: int  # chunks
 
 
 class _Door:
@@ -113,6 +101,8 @@ class Relay:
         self._held_peak_bytes = 0
         self._to_damage = 0
         self._damaged = 0
+        self._forwards = Lateness()
+        self._wakeups = Lateness()
         self._order = itertools.count(1)
 
         self._selector = selectors.DefaultSelector()
@@ -179,6 +169,12 @@ class Relay:
             held_bytes=self._held_bytes,
             held_peak_bytes=self._held_peak_bytes,
             damaged=self._damaged,
+            forwards=self._forwards.count,
+            forward_late_s=self._forwards.total_s,
+            forward_late_peak_s=self._forwards.peak_s,
+            wakeups=self._wakeups.count,
+            wakeup_late_s=self._wakeups.total_s,
+            wakeup_late_peak_s=self._wakeups.peak_s,
         )
 
     def start(self) -> Relay:
@@ -242,10 +238,17 @@ class Relay:
                     self._let_out(direction, path_s)
                 room = moving and self._lanes[direction].wait_s(path_s) == 0.0
                 self._watch(direction, room)
-            for key, _ in self._selector.select(self._wait_s(now_s, path_s)):
+            for key, _ in self._select(self._wait_s(now_s, path_s)):
                 # A handler earlier in this round may have closed what a later one is about.
                 if key.fd in self._selector.get_map():
                     key.data()
+
+    def _select(self, wait_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        until_s = self._clock.now() + wait_s
+        found = self._selector.select(wait_s)
+        if not found:
+            self._wakeups.add(self._clock.now() - until_s)
+        return found
 
     def _wait_s(self, now_s: float, path_s: float) -> float:
         elapsed_s = now_s - self._started_s
@@ -326,9 +329,11 @@ class Relay:
     def _let_out(self, direction: int, path_s: float) -> None:
         due = self._due[direction]
         while due and due[0][0] <= path_s:
-            flow = heapq.heappop(due)[2]
+            leaves_at_s, _, flow = heapq.heappop(due)
             flow.in_heap = False
             if flow.pair.open:
+                if not flow.held_up:
+                    self._forwards.add(self._path_clock.read(self._clock.now()) - leaves_at_s)
                 self._write(flow, path_s)
 
     def _write(self, flow: Flow, path_s: float) -> None:

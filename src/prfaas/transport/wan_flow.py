@@ -35,6 +35,7 @@ class Flow:
         "blocked",
         "direction",
         "finished",
+        "held_up",
         "held_bytes",
         "in_heap",
         "pair",
@@ -56,6 +57,7 @@ class Flow:
         self.held_bytes = 0
         self.reading = False  # the source is watched
         self.blocked = False  # the target's kernel buffer is full
+        self.held_up = False  # its oldest bytes have waited for the target's kernel buffer
         self.in_heap = False
         self.finished = False  # its end has been handed on
         self.served = 0  # when it was last read, in reads of its direction
@@ -72,6 +74,7 @@ class Flow:
     def send_due(self, now_s: float) -> End | None:
         """Sends what is due until the kernel takes no more (`blocked`). Returns the end of this
         direction, when it was reached. OSError: the target is gone."""
+        self.held_up = False
         while self.queue and self.queue[0].leaves_at_s <= now_s:
             leaves_at_s, content = self.queue[0]
             if isinstance(content, End):
@@ -81,12 +84,12 @@ class Flow:
             try:
                 sent = self.target.send(content)
             except BlockingIOError:
-                self.blocked = True
+                self.blocked = self.held_up = True
                 break
             self.held_bytes -= sent
             if sent < len(content):
                 self.queue[0] = Parcel(leaves_at_s, content[sent:])
-                self.blocked = True
+                self.blocked = self.held_up = True
                 break
             self.queue.popleft()
         return None

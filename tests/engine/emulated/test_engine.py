@@ -4,7 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from prfaas.engine.api import Engine, Export, Finished, Limits, Prefilled, Resume, Sampling
+from prfaas.engine.api import (
+    Engine,
+    Export,
+    Finished,
+    Limits,
+    Prefilled,
+    Resume,
+    Sampling,
+    StepTiming,
+)
 from prfaas.engine.emulated import EmulatedEngine, Scales, scaled_spec
 from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
@@ -225,3 +234,31 @@ def test_an_instance_without_decode_steps_only_prefills(make_engine: MakeEngine)
         engine.close()
     with pytest.raises(InputError, match="decode steps of up to 8"):
         make_engine(max_running=9)
+
+
+def test_steps_are_counted_with_the_time_that_they_take_by_the_profile() -> None:
+    engine = emulated(scales=Scales(time=1e-3), chunk_tokens=128)
+    try:
+        assert len(Watched(engine, job(256, sampling=greedy(3))).tokens) == 3
+        timing = engine.stats().timing
+    finally:
+        engine.close()
+    assert timing is not None and timing.steps == 2 + 2  # the first token needs no decode step
+    wanted_s = float(PROFILE.seconds(256)) + 2 * STEPS[0].step_s
+    assert timing.wanted_s == pytest.approx(wanted_s * 1e-3)
+    assert timing.late_s >= 0.0
+
+
+def test_a_step_that_ends_after_its_time_is_late(stepped: Stepped) -> None:
+    watched = Watched(stepped.engine, job(64, sampling=greedy(0)))
+    wait_until(lambda: stepped.engine.stats().prefilling == 1)
+    stepped.move(float(PROFILE.seconds(64)) + 0.25)
+    assert watched.result()[-1] == Finished("length")
+    timing = stepped.engine.stats().timing
+    assert timing is not None
+    assert timing.wanted_s == pytest.approx(float(PROFILE.seconds(64)) * 1000.0)
+    assert timing.late_s == pytest.approx(0.25 * 1000.0)
+
+
+def test_a_step_is_never_early() -> None:
+    assert StepTiming(1, 1.0, 0.5).plus_step(2.0, -0.25) == StepTiming(2, 3.0, 0.5)

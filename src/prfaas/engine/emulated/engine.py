@@ -22,6 +22,7 @@ from prfaas.engine.api import (
     Finished,
     Job,
     Limits,
+    StepTiming,
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
@@ -37,7 +38,7 @@ CLOSE_S = 60.0
 CHUNK_TOKENS = 8192
 # Layers that become ready within this time are handed over together: a dozen engines on two cores
 # must not spend them on waking up.
-TOGETHER_S = 0.002
+TOGETHER_S = 0.02
 
 
 class EmulatedEngine:
@@ -82,6 +83,7 @@ class EmulatedEngine:
         self._prefilling: Sequence | None = None  # the thread's own, as are the next two;
         self._running: list[Sequence] = []  # changed under the desk's lock, for `stats`
         self._free_s = self._clock.now()  # when what was begun is due to end
+        self._timing = StepTiming()  # replaced as a whole, so that any thread may read it
         self._thread = threading.Thread(target=self._work, name="prfaas-emulated", daemon=True)
         self._thread.start()
 
@@ -119,6 +121,7 @@ class EmulatedEngine:
                 prefilling=len(prefilling),
                 running=len(self._running),
                 kv_tokens=sum(sequence.tokens for sequence in (*self._running, *prefilling)),
+                timing=self._timing,
             )
 
     def close(self) -> None:
@@ -178,6 +181,11 @@ class EmulatedEngine:
         assert sequence is not None
         self._free_s = min(self._free_s, self._clock.now())  # the rest is not computed
         return sequence
+
+    def _count_step(self, wanted_s: float) -> None:
+        """A chunk or a decode step, due to end at `_free_s`, has ended now."""
+        late_s = self._clock.now() - self._free_s
+        self._timing = self._timing.plus_step(wanted_s, late_s)
 
     # Prefill --------------------------------------------------------------------------------------
 
@@ -244,6 +252,7 @@ class EmulatedEngine:
                 return
             for segment in owed:
                 sequence.ready(segment)
+        self._count_step(self._free_s - begin_s)
         sequence.tokens = stop
         if stop == len(job.prompt):
             self._prefilled(sequence)
@@ -261,10 +270,12 @@ class EmulatedEngine:
     # Decode ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        self._free_s += self._pace.step_s(len(self._running))
+        step_s = self._pace.step_s(len(self._running))
+        self._free_s += step_s
         self._sleep(self._free_s)
         if self._desk.closing:
             return
+        self._count_step(step_s)
         ended: dict[Sequence, Finished] = {}
         for sequence in self._running:
             if sequence.tokens < len(sequence.job.prompt):

@@ -1,0 +1,57 @@
+"""How much longer computation takes on this machine than it has to, while something else runs.
+
+Every half second a thread computes for `WORK_S` of a core's time and looks at the clock. What the
+clock shows beyond that time, the thread has waited for a core. The work is a hash of a large
+buffer, which Python computes without its global lock, so that the thread does not hold up others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+
+WORK_S = 0.02  # about what a gateway needs to parse and hash a long prompt
+EVERY_S = 0.5
+_BUFFER = bytes(256 * 1024)
+
+
+@dataclass(slots=True)
+class Probe:
+    late_s: list[float] = field(default_factory=list)
+
+    @property
+    def mean_late_s(self) -> float:
+        """Zero before the first sample."""
+        return fmean(self.late_s) if self.late_s else 0.0
+
+
+@asynccontextmanager
+async def probing() -> AsyncIterator[Probe]:
+    """Takes samples until the context ends."""
+    probe = Probe()
+    sampling = asyncio.create_task(_sample(probe))
+    try:
+        yield probe
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+
+
+async def _sample(probe: Probe) -> None:
+    while True:
+        probe.late_s.append(await asyncio.to_thread(late_work_s))
+        await asyncio.sleep(EVERY_S)
+
+
+def late_work_s(work_s: float = WORK_S) -> float:
+    """Computes for `work_s` of this thread's own time; the time that it waited for a core."""
+    began_s, used_s = time.monotonic(), time.thread_time()
+    digest = hashlib.sha256()
+    while (computed_s := time.thread_time() - used_s) < work_s:
+        digest.update(_BUFFER)
+    return max(0.0, time.monotonic() - began_s - computed_s)
