@@ -56,6 +56,11 @@ def test_a_ratio_of_one_fails_even_where_the_simulated_one_is_near(
     assert marks(row("prfaas_pd"), row("naive", 3.0)) == ["ok", "FAILED"]
 
 
+def test_good_ratios_to_slow_baselines_do_not_hide_a_slow_prfaas_pd() -> None:
+    slow = [row(name, SIMULATED[name] * (NEAR - 0.01)) for name in SIMULATED]
+    assert marks(*slow) == ["ok", "FAILED"]
+
+
 def test_a_deployment_that_serves_nothing_fails() -> None:
     assert marks(row("prfaas_pd", 0.0), row("homogeneous")) == ["ok", "FAILED"]
     assert marks(row("prfaas_pd"), row("homogeneous", 0.0)) == ["ok", "FAILED"]

@@ -2,7 +2,8 @@
 
 failed requests    FAILED, however busy the machine was
 too disturbed      the comparison is not judged
-otherwise          ok where every live ratio is near the simulated one and above 1, else FAILED
+otherwise          ok where PrfaaS-PD serves about what is simulated, and every live ratio to a
+                   baseline is near the simulated one and above 1; else FAILED
 """
 
 from __future__ import annotations
@@ -68,9 +69,14 @@ def _comparison(rows: Sequence[Row]) -> Check:
     if worst.disturbed:
         busy = f"the machine was too busy: disturbance {share} during {TITLES[worst.system]}"
         return Check(claim, None, f"{busy}, the limit is {LIMIT:.0%}; {seen}")
-    seen += f"; at least {NEAR:.0%} of the simulated ratios and more than 1 are required"
-    seen += f"; disturbance at most {share}, the limit is {LIMIT:.0%}"
-    return Check(claim, all(one.near for one in comparisons), seen)
+    # A baseline that was slowed down makes a ratio look good: PrfaaS-PD must hold by itself, too.
+    alone = first.live.rps >= NEAR * first.simulated.rps
+    seen += (
+        f"; PrfaaS-PD {first.live.rps:.2f} requests/s (simulated: {first.simulated.rps:.2f})"
+        f"; at least {NEAR:.0%} of what is simulated and ratios above 1 are required"
+        f"; disturbance at most {share}, the limit is {LIMIT:.0%}"
+    )
+    return Check(claim, alone and all(one.near for one in comparisons), seen)
 
 
 @dataclass(frozen=True, slots=True)
