@@ -8,6 +8,7 @@ import pytest
 
 from prfaas.faults.catalogue import FAULTS, fault
 from prfaas.faults.episode import Seen
+from tests.complaints import check_output
 from tests.faults.conftest import EACH, Fire, sockets
 
 # One of each kind goes with every change: a dead sender, a dead receiver, a bad link.
@@ -48,6 +49,7 @@ def struck(fire: Fire, name: str) -> Seen:
     check_sockets(fire)
     told = logs(fire, "*")
     assert "Traceback" not in told and "internal_error" not in told
+    check_output(told)
     return found
 
 

@@ -23,6 +23,7 @@ from prfaas.kvd.messages import GroupShape, spec_of
 from prfaas.kvspec import KVSpec
 from prfaas.scheduler.handoff import Handoff, handoff
 from prfaas.types import Compat, OpenTransfer
+from tests.complaints import ENVIRONMENT, check_output
 from tests.waiting import PATIENCE_S, wait_until
 
 # An engine's imports take four seconds of a core; a busy machine may have ten takers for each core.
@@ -33,7 +34,7 @@ class Process:
     """One `prfaas` command. Its output is read as it comes, so that it never blocks."""
 
     def __init__(self, *arguments: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "prfaas", *arguments],
             stdin=subprocess.DEVNULL,
@@ -80,6 +81,7 @@ class Process:
         self._reader.join()
         assert self.popen.stdout is not None
         self.popen.stdout.close()
+        check_output(self.output)
         return code
 
     def _read(self) -> None:

@@ -18,7 +18,7 @@ from prfaas.faults.traces import settled
 MOMENT_S = 60.0  # the right moment comes within this, or never
 RETRIES = 10.0  # what gateways have in store before a fault: more than those under way can cost
 EARNING = 16  # requests at once
-STORY_S = 10.0  # for a line of a gateway's log to arrive
+STORY_S = 60.0  # for a line of a gateway's log to arrive
 
 
 @dataclass(frozen=True, slots=True)
