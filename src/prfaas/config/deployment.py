@@ -163,7 +163,7 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_s: AmountOrZero = 0.5  # nodes with more work than this get no more; the router keeps it
     # A waiting prefill lets shorter ones pass that arrive within patience * (its seconds)^2 ...
     patience: AmountOrZero = 2.0
-    overtaken_share: AmountOrZero = 0.5  # ... and within this share of the wait that it found
+    overtaken_share: AmountOrZero = 0.25  # ... and within this share of the wait that it found
 
 
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
