@@ -40,7 +40,7 @@ import uvloop
 from prfaas.cli.child import tether
 from prfaas.cli.demo_scene import watched
 from prfaas.cli.output import print_json, rounded
-from prfaas.cli.up_prepare import CACHE, Prepared, Wish, prepared, tiny_deployment
+from prfaas.cli.up_prepare import CACHE, TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
 from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.children import ChildDied
@@ -200,7 +200,7 @@ def main(
     if min(streams, requests, tokens, output, rounds) < 1:
         raise InputError("no load", where="--streams and others", fix="give 1 or more of each")
     load = Load(streams, requests, tokens, output)
-    wish = Wish("hf")
+    wish = Wish("hf", device=TINY_DEVICE)
     deployment, profile = tiny_deployment(CACHE, wish, lambda what: click.echo(what, err=True))
     with tempfile.TemporaryDirectory(prefix="prfaas-closed-loop-") as name:
         folder = logs or Path(name)

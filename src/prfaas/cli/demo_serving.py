@@ -14,7 +14,7 @@ from rich.table import Table
 
 from prfaas.cli.child import tether
 from prfaas.cli.demo_scene import Check, RelayEar, watched, with_policy
-from prfaas.cli.up_prepare import CACHE, Wish, prepared, tiny_deployment
+from prfaas.cli.up_prepare import CACHE, TINY_DEVICE, Wish, prepared, tiny_deployment
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.errors import PeerError
@@ -106,7 +106,7 @@ class Scene:
 
 
 async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
-    wish = Wish("hf")
+    wish = Wish("hf", device=TINY_DEVICE)
     deployment, profile = tiny_deployment(CACHE, wish, say)
     ready = prepared(with_fixed_threshold(deployment), profile, wish, folder)
     stories, ear = Stories(), RelayEar()

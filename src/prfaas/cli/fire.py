@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from prfaas.cli.up_prepare import Prepared, Wish, prepared, tiny_deployment
+from prfaas.cli.up_prepare import TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
 from prfaas.config import Deployment, load_deployment
 from prfaas.engine.emulated.pace import Scales
 from prfaas.faults.episode import Lengths
@@ -29,7 +29,7 @@ def fire(
 ) -> tuple[Prepared, Lengths]:
     """`file`: the case study's deployment, for emulated engines. `cache`: where a tiny model is
     kept, for real ones."""
-    wish = Wish(engine, SCALES if engine == "emulated" else Scales())
+    wish = Wish(engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE)
     if engine == "emulated":
         deployment, lengths = load_deployment(file), EMULATED
     else:

@@ -18,6 +18,7 @@ from prfaas.cli.output import console
 from prfaas.cli.simulate_cases import BASELINES
 from prfaas.cli.up_prepare import (
     CACHE,
+    TINY_DEVICE,
     Prepared,
     Wan,
     Wish,
@@ -98,6 +99,7 @@ def up(
         parse_wan(wan) if wan else Wan(),
         port,
         vllm_python or VLLM_PYTHON,
+        device=TINY_DEVICE if file is None else None,
     )
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-up-"))
     folder.mkdir(parents=True, exist_ok=True)

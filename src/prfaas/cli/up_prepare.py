@@ -55,6 +55,9 @@ LOOK_S = 0.2  # between two tries to take its lock
 MEMORY = "256MiB"  # of each kvd; its pages exist once they are used
 TINY_WAN = Link("far", "near", gbps=1.0, rtt_ms=20.0)
 TINY_MAX_TOKENS = 8192
+# Engines compute in float32 there. In bfloat16, as on a GPU, near ties fall either way, and answers
+# could not be compared token by token.
+TINY_DEVICE = "cpu"
 ACCELERATOR = "this-machine"
 VLLM_ARCH = "falcon-h1"
 # Scaled blocks of 64 tokens would be a few hundred bytes each: all bookkeeping, no KV.
@@ -97,6 +100,7 @@ class Wish:
     wan: Wan = Wan()
     port: int = 0
     python: Path | None = None  # vllm: the interpreter that has it
+    device: str | None = None  # hf: as `prfaas node --device` takes it
 
 
 def prepared(deployment: Deployment, file: Path, wish: Wish, folder: Path) -> Prepared:
@@ -128,7 +132,15 @@ def prepared(deployment: Deployment, file: Path, wish: Wish, folder: Path) -> Pr
 
 def _real_engines(wish: Wish, checkpoint: str, name: str) -> Engines:
     cores = sorted(os.sched_getaffinity(0))
-    return Engines(wish.engine, checkpoint, name, MEMORY, python=wish.python, cores=cores)
+    return Engines(
+        wish.engine,
+        checkpoint,
+        name,
+        MEMORY,
+        python=wish.python,
+        cores=cores,
+        device=wish.device,
+    )
 
 
 def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales) -> Prepared:
@@ -261,6 +273,7 @@ def _make_and_measure(
         _measure_vllm(checkpoint, wish, points)
     else:
         points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
+        points += [] if wish.device is None else ["--device", wish.device]
         _prfaas("profile", "--model", str(checkpoint), *points)
     unfinished.rename(profile)
 

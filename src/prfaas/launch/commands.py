@@ -58,6 +58,7 @@ class Engines:
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
     cores: Sequence[int] = (0,)  # vllm: of this machine; each engine has one of them
+    device: str | None = None  # hf: None: the best there is
     ssd_size: str | None = None  # of each kvd's second tier, in the deployment's folder; None: none
 
 
@@ -96,6 +97,8 @@ def engine(host: Host, folder: Path, kvd: KvdAt, engines: Engines, port: int = 0
     arguments += ["--name", engines.name, "--kvd", str(socket_of(host, folder))]
     arguments += ["--kvd-url", kvd.url, "--drain-s", f"{DRAIN_S:g}", "--port", str(port)]
     arguments += ["--block-tokens", str(engines.block_tokens)]
+    if engines.kind == "hf" and engines.device is not None:
+        arguments += ["--device", engines.device]
     if engines.kind == "emulated":
         arguments += ["--accelerator", host.accelerator, "--gpus", str(host.gpus)]
         for path in engines.catalog:

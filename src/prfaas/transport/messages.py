@@ -8,6 +8,7 @@ import msgspec
 
 from prfaas import __version__
 from prfaas.errors import WireError
+from prfaas.schema import prepare
 from prfaas.transport.wire import MAX_PAYLOAD_BYTES
 
 MAX_SEGMENTS = 262_144
@@ -58,6 +59,9 @@ class Reason(msgspec.Struct, frozen=True):
     """Of a NACK or an ABORT."""
 
     reason: str
+
+
+prepare(Hello, Manifest, Ended, Reason)  # every connection has a thread
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 
 from prfaas.errors import InputError
 from prfaas.gateway.token_ids import LIMIT, TokenIds
+from prfaas.schema import prepare
 from prfaas.text import Chat
 
 Path: TypeAlias = Literal["/v1/completions", "/v1/chat/completions"]
@@ -88,6 +89,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PROMPT = msgspec.json.Decoder(Prompt)
 _PROMPTS = msgspec.json.Decoder(_Prompts)
 _ANY = msgspec.json.Decoder()
+prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are read in threads
 
 
 @dataclass(frozen=True, slots=True)
