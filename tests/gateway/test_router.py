@@ -215,7 +215,8 @@ def test_a_cut_link_is_noticed_and_forgiven() -> None:
     assert (FAR, HOME) == link
 
     def say(at_s: float, connections: int) -> None:
-        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0)
+        waited_s = 0.0 if connections else 1.0
+        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0, waited_s=waited_s)
         subject.heard(far, report("f", links=(stats,)))
         subject.tick()
 
