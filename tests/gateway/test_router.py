@@ -240,7 +240,8 @@ def test_a_cut_link_is_noticed_and_forgiven() -> None:
     assert (FAR, HOME) == link
 
     def say(at_s: float, connections: int) -> None:
-        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0)
+        # Bytes have waited for longer than it takes to connect.
+        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0, waited_s=1.0)
         subject.heard(far, report("f", links=(stats,)))
         subject.tick()
 
