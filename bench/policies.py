@@ -9,7 +9,7 @@
 spread of requests inside the trace's 3 s clock buckets and the times of faults; all policies of a
 seed see the same requests. Good requests have their first token within 3 times what they take on
 the idle deployment, and their tokens as fast as the deployment's SLO says. Tuning uses seeds of its
-own.
+own, and `--first-seed` evaluates on seeds that were not looked at while constants were chosen.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ GRID = {
 CALM_SHARE = 0.25  # calm_wait_s of surge_wait_s
 TUNING_STRESSES = ("sagging link", "node lost")
 COMPARED: tuple[Policy, ...] = ("paper", "adaptive")
+CALM = "calm"  # the part of a run without stress
 # Metric -> whether more is better.
 METRICS = {
     "throughput_rps": True,
@@ -122,23 +123,27 @@ def prepare(deployment: Deployment, file: Path, trace: Path, window_s: float) ->
 # Runs --------------------------------------------------------------------------------------------
 
 
-def calm(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+def calm(
+    ground: Ground, seeds: Sequence[int], policies: Sequence[Policy] = POLICIES
+) -> Iterator[dict[str, Any]]:
     for seed in seeds:
         problem = ground.problem(seed)
         promise = ground.promise(problem, ground.arrivals(seed, 1.0))
-        for load, policy in itertools.product(LOADS, POLICIES):
+        for load, policy in itertools.product(LOADS, policies):
             result = simulate(problem, ground.arrivals(seed, load), ground.config(policy))
             yield {"load": load, "seed": seed, **_row(policy, result, promise)}
 
 
-def stressed(ground: Ground, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+def stressed(
+    ground: Ground, seeds: Sequence[int], stresses: Sequence[str] = tuple(STRESSES)
+) -> Iterator[dict[str, Any]]:
     for seed in seeds:
         problem = ground.problem(seed)
         usual = ground.promise(problem, ground.arrivals(seed, 1.0))
-        for load, (name, trouble) in itertools.product(STRESS_LOADS, STRESSES.items()):
+        for load, name in itertools.product(STRESS_LOADS, stresses):
             calm_arrivals = ground.arrivals(seed, load)
             rng = np.random.default_rng(seed)
-            arrivals, base = trouble(problem, calm_arrivals, ground.base, rng)
+            arrivals, base = STRESSES[name](problem, calm_arrivals, ground.base, rng)
             promise = usual  # the same requests, whenever they come
             if arrivals.hashes is not calm_arrivals.hashes:
                 promise = ground.promise(problem, arrivals)
@@ -268,13 +273,30 @@ def _say(words: str) -> None:
 @click.command(help=__doc__)
 @click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
 @click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
-@click.option("--seeds", default=5, show_default=True)
+@click.option("--seeds", default=5, show_default=True, help="how many seeds to run")
+@click.option("--first-seed", default=0, show_default=True, help="the seeds count from this one")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice([CALM, *STRESSES]),
+    help="run only this part, with `paper` and `adaptive` alone; may be given several times",
+)
 @click.option("--window", "window_s", default=1500.0, show_default=True, help="seconds of a trace")
 @click.option("--tune", "tuning", is_flag=True, help="search the constants of `paper` instead")
 @click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
 def main(
-    traces: tuple[Path, ...], file: Path, seeds: int, window_s: float, tuning: bool, as_json: bool
+    traces: tuple[Path, ...],
+    file: Path,
+    seeds: int,
+    first_seed: int,
+    only: tuple[str, ...],
+    window_s: float,
+    tuning: bool,
+    as_json: bool,
 ) -> None:
+    drawn = range(first_seed, first_seed + seeds)
+    parts = only or (CALM, *STRESSES)
+    stresses = [name for name in STRESSES if name in parts]
     started = time.perf_counter()
     deployment = load_deployment(file)
     grounds = {
@@ -286,11 +308,13 @@ def main(
     report: dict[str, Any] = {}
     for name, ground in grounds.items():
         _say(f"{name}: saturated at {ground.saturated_rps:.3f} requests/s")
-        calm_rows = list(calm(ground, range(seeds)))
+        calm_rows: list[dict[str, Any]] = []
+        if CALM in parts:
+            calm_rows = list(calm(ground, drawn, COMPARED if only else POLICIES))
         _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
-        stress_rows = list(stressed(ground, range(seeds)))
+        stress_rows = list(stressed(ground, drawn, stresses)) if stresses else []
         _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
-        planned = [best_for(ground.problem(seed)) for seed in range(seeds)]
+        planned = [best_for(ground.problem(seed)) for seed in drawn]
         calm_found = differences(calm_rows, "load")
         stress_found = differences(stress_rows, "stress")
         report[name] = {
@@ -301,14 +325,15 @@ def main(
                 for plan in planned
             ],
             "window_s": ground.window_s,
-            "requests": [len(ground.arrivals(seed, 1.0)) for seed in range(seeds)],
+            "requests": [len(ground.arrivals(seed, 1.0)) for seed in drawn],
             "calm": calm_rows,
             "calm_difference": calm_found,
             "stress": stress_rows,
             "stress_difference": stress_found,
         }
     seconds = round(time.perf_counter() - started, 1)
-    print(json.dumps({"seeds": seeds, "traces": report, "wall_s": seconds}, indent=1))
+    written = {"seeds": seeds, "first_seed": first_seed, "traces": report, "wall_s": seconds}
+    print(json.dumps(written, indent=1))
 
 
 if __name__ == "__main__":

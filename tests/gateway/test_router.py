@@ -11,6 +11,7 @@ from prfaas.gateway.node_client import Load
 from prfaas.gateway.router import Router, Seeker
 from prfaas.scheduler.plan import staffed, with_instances
 from prfaas.scheduler.request import Request
+from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
 from prfaas.types import LinkStats, NodeId
 from tests.gateway.backs import FAR, HOME, THRESHOLD, deployment, problem, prompt, until
@@ -146,6 +147,30 @@ def test_nobody_decodes_so_it_waits_and_is_woken() -> None:
         subject.refresh()
         assert (await waiting).route.decode == B
         assert not subject.held
+
+    asyncio.run(main())
+
+
+def test_a_free_node_goes_to_the_first_in_line_before_a_new_request() -> None:
+    """The line gets it in the moment in which the new request comes: no report, and no end of a
+    prefill, has to come first."""
+    clock = FakeClock()
+    subject = router(clock, policy="adaptive", adaptive={"queue_s": 0.0})
+    subject.engine_failed(A)  # so that F alone prefills
+    first = seeker(LONG, clock)
+    subject.held.put(first, Hold("test", subject.remotes[0], 0.1, clock.now()))
+    clock.advance(10.0)
+
+    async def main() -> None:
+        new = seeker(LONG, clock)
+        waiting = asyncio.create_task(subject.place(new, 30.0))
+        await until(lambda: first.placed.is_set())
+        assert first.booking is not None and first.booking.route.prefill == F
+        assert new.booking is None and len(subject.held) == 1
+        clock.advance(first.booking.route.prefill_s)
+        first.booking.prefilled(clock.now())
+        first.booking.close(clock.now())
+        assert await waiting is new.booking and not subject.held
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.config.deployment import PaperSection, SchedulerSection
+from prfaas.config.deployment import AdaptiveSection, PaperSection, SchedulerSection
 from prfaas.scheduler.congestion import Verdict
 from prfaas.scheduler.request import Request, Route, offloadable
 from prfaas.scheduler.short_term import adjust, has_room, route
@@ -318,6 +318,43 @@ def test_what_is_held_back_counts_as_a_queue() -> None:
     held = HeldWork().more(length_class(0.2), 400.0)
     assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
     assert not routed(request, view(held={FAR: held}), state("adaptive")).offloaded
+
+
+@given(
+    st.integers(1, 5000),
+    st.floats(0.1, 200),
+    st.floats(-50, 300),
+    st.sampled_from([0.0, 0.5, 2.0]),
+)
+def test_a_new_request_passes_a_line_until_its_first_is_overdue(
+    tokens: int, work_s: float, overdue_s: float, share: float
+) -> None:
+    """All nodes are idle, so there is room; the first in line decides who gets it."""
+    adaptive = AdaptiveSection(overdue_share=share)
+    how = State(SchedulerSection(policy="adaptive", adaptive=adaptive))
+    held = HeldWork(first=100.0 - overdue_s).more(length_class(work_s), work_s)
+    way = route(Request(1, tokens, 100.0), view(held={NEAR: held, FAR: held}), PLAN, how)
+    nodes = 2  # that prefill, in either cluster
+    assert isinstance(way, Hold) == (100.0 - held.first > share * work_s / nodes)
+    if isinstance(way, Hold):
+        assert way.cluster in (NEAR, FAR) and way.work_s > 0
+        assert way.precedence >= 100.0 > held.first, "the one before it keeps its turn"
+
+
+@given(st.integers(1, 5000), st.floats(0, 100), st.floats(0, 100), st.floats(0.1, 200))
+def test_a_request_from_the_line_is_not_sent_back_for_those_behind_it(
+    tokens: int, arrived_s: float, later_s: float, work_s: float
+) -> None:
+    """Otherwise a node would stay idle although requests wait for it."""
+    behind = HeldWork(first=arrived_s + later_s).more(length_class(work_s), work_s)
+    seen = view(held={NEAR: behind, FAR: behind})
+    assert isinstance(route(Request(1, tokens, arrived_s), seen, PLAN, state("adaptive")), Route)
+
+
+def test_other_policies_know_no_line() -> None:
+    held = HeldWork(first=0.0).more(0, 0.1)
+    for policy in ("paper", "local", "remote"):
+        routed(Request(1, THRESHOLD, 100.0), view(held={NEAR: held, FAR: held}), state(policy))
 
 
 def test_room_is_where_a_node_is_nearly_done() -> None:

@@ -30,6 +30,8 @@ def test_each_line_in_its_order_and_all_work_counted(
         for cluster, work in room.work.items():
             held = sum(hold.work_s for hold in left.values() if hold.cluster == cluster)
             assert abs(work.total_s - held) < 1e-6
+            line = [hold.precedence for hold in left.values() if hold.cluster == cluster]
+            assert work.first == min(line)
 
 
 def test_the_first_of_equals_goes_first() -> None:
@@ -53,7 +55,7 @@ def test_somebody_may_leave_from_the_middle() -> None:
     for who, precedence in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
         room.put(who, Hold("test", line, 1.0, precedence))
     assert room.remove("b") and not room.remove("b")
-    assert (len(room), room.work[line].total_s) == (2, 2.0)
+    assert (len(room), room.work[line].total_s, room.work[line].first) == (2, 2.0, 2.0)
     assert [room.take(line) for _ in range(3)] == ["c", "a", None]
     room.put("d", Hold("test", line, 1.0, 0.0))
     assert room.remove("d") and not room.work and not list(room.lines())

@@ -72,6 +72,23 @@ def test_a_peer_that_fails_is_named(tmp_path: Path, trace: Path) -> None:
     assert "broken_peer" in done.stderr and "no such library" in done.stderr
 
 
+def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
+    done = run_bench(
+        "policies", "--trace", trace, "--seeds", 2, "--first-seed", 7, "--only", "burst"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (tiny,) = report["traces"].values()
+    assert report["first_seed"] == 7 and tiny["calm"] == []
+    found = {(row["stress"], row["seed"], row["policy"]) for row in tiny["stress"]}
+    assert found == {
+        (f"burst, {load}", seed, policy)
+        for load in ("80%", "95%")
+        for seed in (7, 8)
+        for policy in ("paper", "adaptive")
+    }
+
+
 def test_policies_are_compared_and_the_page_is_filled(tmp_path: Path, trace: Path) -> None:
     done = run_bench("policies", "--trace", trace, "--seeds", 2)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prfaas.cache.replay import block_hashes
-from prfaas.config.deployment import ReplanSection, SchedulerSection
+from prfaas.config.deployment import AdaptiveSection, ReplanSection, SchedulerSection
 from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Path, Problem
 from prfaas.planner.profile import DecodeRate, DecodeStep
@@ -59,6 +59,18 @@ def test_every_request_is_accounted_for(policy: str) -> None:
     assert rows.prefill_s[~far] == pytest.approx(SLOW.seconds(new[~far].astype(float)))
     carried = sum(bits.sum() for bits in result.series.egress_bits.values())
     assert carried == pytest.approx(((new[far] * 1000 + 50_000) * 8).sum(), rel=1e-3)
+
+
+def test_a_line_that_has_waited_too_long_is_not_passed_by_new_requests() -> None:
+    """More comes than can be served, so the line lasts; whoever is in it is not left there."""
+    arrivals = traffic(rps=6.0)
+    longest_s = {}
+    for share in (0.5, 1e9):
+        rules = SchedulerSection(policy="adaptive", adaptive=AdaptiveSection(overdue_share=share))
+        result = simulate(SMALL, arrivals, SimConfig(scheduler=rules))
+        check_accounts(result)
+        longest_s[share] = float(np.quantile(result.requests.wait_s, 0.99))
+    assert longest_s[0.5] < longest_s[1e9]
 
 
 def test_paper_divides_at_the_threshold() -> None:

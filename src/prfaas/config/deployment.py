@@ -164,6 +164,9 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # A waiting prefill lets shorter ones pass that arrive within patience * (its seconds)^2 ...
     patience: AmountOrZero = 2.0
     overtaken_share: AmountOrZero = 0.25  # ... and within this share of the wait that it found
+    # A new request takes a free node ahead of the line unless the first request in the line is
+    # overdue by more than this share of the prefill time that waits there for each node.
+    overdue_share: AmountOrZero = 0.5
 
 
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

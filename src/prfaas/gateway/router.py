@@ -124,6 +124,9 @@ class Router:
             )
         self.held.put(seeker, hold)
         try:
+            if hold.cluster is not None and has_room(hold.cluster, self._view({}), self.state):
+                # It waits because others are before it: the free node is given to them now.
+                self.ask_again()
             async with asyncio.timeout(patience_s):
                 await seeker.placed.wait()
         except BaseException as error:

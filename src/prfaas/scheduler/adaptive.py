@@ -8,7 +8,9 @@ one: good for each, worse for all. The plan knows the exchange rate: at its thre
 costs both clusters alike, so work is counted in units of T(threshold) of its cluster. The price of
 a unit is the wait it causes there, and that grows with the cluster's present wait. Idle clusters
 are thus used by own time, full ones by the plan, and a lost node or a slow link shifts the border
-at once. Where every queue is long enough, a request waits at the router (`wait_for`).
+at once. Where every queue is long enough, a request waits at the router (`wait_for`), and where a
+node has room, a new request waits nevertheless if others have waited too long for that room
+(`is_behind_the_line`).
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def alternatives(
     return found
 
 
-def wait_for(request: Request, option: Option, view: View, state: State) -> Hold:
+def wait_for(request: Request, option: Option, view: View, state: State, reason: str) -> Hold:
     """Late binding: a node is given little more than it needs to stay busy. Requests that wait go
     in order of arrival, except that a long prefill lets shorter ones pass that arrive soon after
     it: few long ones hold most of the work, so most requests wait less. How soon grows with the
@@ -86,16 +88,36 @@ def wait_for(request: Request, option: Option, view: View, state: State) -> Hold
     share of the wait that the request finds. In a burst many shorter requests follow, and without
     the bound the longest prefills would be the last of all."""
     rules = state.rules.adaptive
-    wait_s = option.start_s - view.now_s
-    if option.cluster in view.held:
-        wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
+    wait_s = option.start_s - view.now_s + _line_s(option.cluster, view)
     lead_s = min(rules.patience * option.prefill_s**2, rules.overtaken_share * wait_s)
     return Hold(
-        "every queue there is long enough",
+        reason,
         option.cluster,
         option.prefill_s,
         request.arrived_s + lead_s,
     )
+
+
+def is_behind_the_line(request: Request, option: Option, view: View, state: State) -> bool:
+    """Whether a node that is free belongs to the requests that wait for its cluster, and not to
+    this one. A new request may take the node: most requests are short, and then wait for nothing.
+    But in a burst new requests come faster than nodes become free, and the line would stand still
+    while they pass. So the first request in the line may be overdue (beyond its arrival and its
+    lead) only by a share of the wait that the whole line stands for.
+
+    The comparison is with the time of arrival, so a request that comes from the line is never
+    behind those that are left in it, and a request that changes clusters keeps its age."""
+    held = view.held.get(option.cluster)
+    if held is None:
+        return False
+    overdue_s = request.arrived_s - held.first
+    return overdue_s > state.rules.adaptive.overdue_share * _line_s(option.cluster, view)
+
+
+def _line_s(cluster: ClusterId, view: View) -> float:
+    """The prefill time that the router holds back for each node of the cluster."""
+    held = view.held.get(cluster)
+    return 0.0 if held is None else held.total_s / _prefill_nodes(cluster, view)
 
 
 def _prefill_nodes(cluster: ClusterId, view: View) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.scheduler.adaptive import cheapest, wait_for
+from prfaas.scheduler.adaptive import cheapest, is_behind_the_line, wait_for
 from prfaas.scheduler.congestion import DEFAULT_RULES, Verdict, judge
 from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
@@ -42,12 +42,13 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
             option, reason = _first(request, view, [*remotes, view.local], "policy remote")
     if option is None:
         return Hold(reason, None, 0.0, request.arrived_s)
-    if (
-        state.rules.policy == "adaptive"
-        and option.start_s - view.now_s > state.rules.adaptive.queue_s
-        and not has_room(option.cluster, view, state)
-    ):
-        return wait_for(request, option, view, state)
+    if state.rules.policy == "adaptive":
+        if option.start_s - view.now_s > state.rules.adaptive.queue_s and not has_room(
+            option.cluster, view, state
+        ):
+            return wait_for(request, option, view, state, "every queue there is long enough")
+        if is_behind_the_line(request, option, view, state):
+            return wait_for(request, option, view, state, "other requests have waited longer")
     way = as_route(request, option, view, state, reason)
     return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
 

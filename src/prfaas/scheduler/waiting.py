@@ -29,6 +29,7 @@ class HeldWork(NamedTuple):
     of up to 2^k eighths of a second, the last also all longer ones."""
 
     by_class: tuple[float, ...] = (0.0,) * 8
+    first: float = math.inf  # the lowest precedence in the line: whose turn is next
 
     def up_to(self, work_s: float) -> float:
         """Of prefills about as long or shorter: what goes before a newcomer of that length."""
@@ -40,7 +41,7 @@ class HeldWork(NamedTuple):
 
     def more(self, kind: int, work_s: float) -> HeldWork:
         changed = self.by_class[kind] + work_s
-        return HeldWork((*self.by_class[:kind], changed, *self.by_class[kind + 1 :]))
+        return self._replace(by_class=(*self.by_class[:kind], changed, *self.by_class[kind + 1 :]))
 
 
 def length_class(work_s: float) -> int:
@@ -105,8 +106,10 @@ class WaitingRoom(Generic[T]):
             return
         # Replaced, not changed: views in use keep what they saw.
         work = dict(self._work)
-        if self._lines[cluster]:
-            work[cluster] = work.get(cluster, HeldWork()).more(length_class(work_s), sign * work_s)
+        if line := self._lines[cluster]:
+            known = work.get(cluster, HeldWork())
+            changed = known.more(length_class(work_s), sign * work_s)
+            work[cluster] = changed._replace(first=line[0][0])
         else:
             work.pop(cluster, None)
         self._work = work

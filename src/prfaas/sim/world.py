@@ -135,8 +135,15 @@ class World:
 
     def try_route(self, index: int) -> None:
         hold = self._refused(index)
-        if hold is not None:
-            self.held.put(index, hold)
+        if hold is None:
+            return
+        self.held.put(index, hold)
+        if hold.cluster is not None:
+            # Where there is room, it waits because others are before it: the free node is given to
+            # them now.
+            view = self.board.view(self.events.now_s, NOTHING, self.held.work)
+            if has_room(hold.cluster, view, self.state):
+                self.ask_again()
 
     def ask_again(self) -> None:
         """Tries those who wait, as far as there is room."""
