@@ -62,7 +62,7 @@ def test_every_request_is_accounted_for(policy: str) -> None:
 
 
 def test_a_line_that_has_waited_too_long_is_not_passed_by_new_requests() -> None:
-    """More comes than can be served, so the line lasts; whoever is in it is not left there."""
+    """More requests come than can be served, so the line lasts; the requests in it still go on."""
     arrivals = traffic(rps=6.0)
     longest_s = {}
     for share in (0.5, 1e9):
