@@ -20,12 +20,12 @@ import uvloop
 
 from prfaas.cache.lease import Occupancy, PoolStats
 from prfaas.catalog import Catalog
+from prfaas.kvd.engine_socket.messages import shapes_of
 from prfaas.kvd.events import EventPage
-from prfaas.kvd.incoming import TransferStatus
-from prfaas.kvd.messages import shapes_of
 from prfaas.kvd.report import EngineReport, PoolReport, Report
 from prfaas.kvd.role import Role
-from prfaas.transport.arrivals import ArrivalStats
+from prfaas.kvd.transfers.incoming import TransferStatus
+from prfaas.transport.receiver import ArrivalStats
 from prfaas.types import Compat, Grant, NodeId, TransferId
 
 MODEL = "case-study-1t"

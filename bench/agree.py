@@ -28,12 +28,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import Check, RelayEar, watched
-from prfaas.cli.output import console, print_json, rounded
-from prfaas.cli.plan_compare import read_published
-from prfaas.cli.plan_tables import TITLES
-from prfaas.cli.small_case import (
+from prfaas.config import load_deployment
+from prfaas.demo.scene import Check, RelayEar, watched
+from prfaas.demo.small_case import (
     SYSTEMS,
     Seen,
     SmallCase,
@@ -46,17 +43,20 @@ from prfaas.cli.small_case import (
     small_case,
     with_one_plan,
 )
-from prfaas.config import load_deployment
+from prfaas.display.console import console, print_json, rounded
+from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import ChildDied
-from prfaas.launch.running import Hosts, launched_hosts
+from prfaas.launch.deployment import Hosts, launched_hosts
 from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig, link_id
-from prfaas.sim.result import Result
+from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
+from prfaas.studies.plan_comparison import read_published
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 PUBLISHED = CASE_STUDY.with_suffix(".published.toml")

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import click
 
-from prfaas.cache.arena import choose_layout
 from prfaas.cache.block_pool import Eviction
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU, CostAware, PrefillSeconds
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.replay import Replayed, replay
+from prfaas.cache.storage.arena import choose_layout
 from prfaas.catalog import Catalog
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError

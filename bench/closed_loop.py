@@ -37,16 +37,16 @@ from statistics import median
 import click
 import uvloop
 
-from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import watched
-from prfaas.cli.output import print_json, rounded
-from prfaas.cli.up_prepare import CACHE, TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
 from prfaas.clock import MonotonicClock
+from prfaas.demo.scene import watched
+from prfaas.display.console import print_json, rounded
 from prfaas.errors import InputError, PeerError
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import ChildDied
-from prfaas.launch.running import Hosts, launched_gateway, launched_hosts
-from prfaas.launch.stories import Stories
-from prfaas.measure.client import Answer, Target, connect
+from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
+from prfaas.launch.preparation import CACHE, TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
+from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.measure.client import Target, TimedAnswer, connect
 from prfaas.measure.open_loop import Ask
 from prfaas.measure.prompts import Prompts, Run
 from prfaas.measure.summary import Spread, spread
@@ -92,7 +92,7 @@ async def measure(
 
 
 async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Served:
-    stories = Stories()
+    stories = RequestOutcomes()
     async with (
         launched_gateway(
             hosts, ready.deployment, ["--policy", policy], heard=stories.heard
@@ -112,13 +112,13 @@ async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Serve
     )
 
 
-async def closed_loop(target: Target, load: Load) -> list[Answer]:
+async def closed_loop(target: Target, load: Load) -> list[TimedAnswer]:
     """Every stream takes the next prompt when the answer to its last one has ended."""
     assert target.model is not None
     ask = Ask(target.model, salt=secrets.token_hex(8))
     prompts = Prompts()
     numbers = iter(range(load.requests))
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
 
     async def stream() -> None:
         for number in numbers:

@@ -23,10 +23,10 @@ import click
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Export, Job, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.engine.driving import run
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import ScratchSink
 from prfaas.engine.profiling import Profiler
+from prfaas.engine.runner import run
 from prfaas.kvspec import Segment
 
 ARCHITECTURES = ("kimi-linear", "qwen3")

@@ -33,20 +33,20 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import watched
-from prfaas.cli.output import console, print_json, rounded
-from prfaas.cli.small_case import SmallCase, failures, small_case
-from prfaas.cli.up_prepare import Wan
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import SchedulerSection
+from prfaas.demo.scene import watched
+from prfaas.demo.small_case import SmallCase, failures, small_case
+from prfaas.display.console import console, print_json, rounded
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import Child, ChildDied
 from prfaas.launch.commands import ways
-from prfaas.launch.running import Hosts, Live, launched_gateway, launched_hosts
-from prfaas.launch.stories import Stories
+from prfaas.launch.deployment import Hosts, Live, launched_gateway, launched_hosts
+from prfaas.launch.preparation import Wan
+from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, offer
 from prfaas.measure.prompts import Prompts
@@ -126,7 +126,7 @@ async def served(
     name: str, hosts: Hosts, deployment: Deployment, arrivals: Arrivals, episode: Episode
 ) -> Run:
     clock = MonotonicClock()
-    stories = Stories()
+    stories = RequestOutcomes()
     (way,) = ways(hosts.deployment)
     relay = hosts.children.named(way.name)
     looks: list[Look] = []

@@ -29,11 +29,11 @@ from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Export, Job, Resume, Sampling
-from prfaas.engine.driving import Outcome, run
 from prfaas.engine.hardware import hardware
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import MemorySegments, ScratchSink
 from prfaas.engine.profiling import Measured, Profiler
+from prfaas.engine.runner import Outcome, run
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.testing.token_identical import Generation, compare
 

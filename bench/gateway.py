@@ -41,7 +41,7 @@ import numpy as np
 import uvloop
 
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.text import load_words
+from prfaas.text import load_tokenizer
 
 HERE = Path(__file__).parent
 MODEL = "case-study-1t"
@@ -261,7 +261,7 @@ def stall_p99_ms(before: dict[float, float], after: dict[float, float]) -> float
 
 def tokenising_ms(folder: Path) -> dict[str, float]:
     make_checkpoint(folder / "model", "qwen3", "tiny", seed=0)
-    words = load_words(folder / "model")
+    words = load_tokenizer(folder / "model")
     found = {}
     for length in LENGTHS:
         text = ("the quick brown fox jumps over the lazy dog " * (length // 40 + 1))[:length]

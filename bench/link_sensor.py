@@ -42,24 +42,24 @@ import numpy as np
 import uvloop
 from rich.progress import Progress
 
-from prfaas.cli.child import tether
-from prfaas.cli.demo_scene import watched
-from prfaas.cli.output import print_json, rounded
-from prfaas.cli.small_case import SmallCase, small_case
-from prfaas.cli.up_prepare import Wan
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, load_deployment
+from prfaas.demo.scene import watched
+from prfaas.demo.small_case import SmallCase, small_case
+from prfaas.display.console import print_json, rounded
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import Child, ChildDied
 from prfaas.launch.commands import ways
-from prfaas.launch.running import Hosts, launched_gateway, launched_hosts
+from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
+from prfaas.launch.preparation import Wan
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, offer
 from prfaas.measure.prompts import Prompts
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
+from prfaas.studies.problem_files import Study
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 SCALES = Scales(time=1.0, bytes=1 / 128, output=1 / 32)

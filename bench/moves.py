@@ -34,29 +34,29 @@ import msgspec
 import numpy as np
 import uvloop
 
-from prfaas.cli.child import tether
-from prfaas.cli.output import print_json, progress_bar
-from prfaas.cli.up_prepare import Prepared, Wish, prepared
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
+from prfaas.config.address import Address
 from prfaas.config.deployment import parse_deployment
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
+from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch import commands
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import Children
-from prfaas.launch.running import Hosts, Live, launched_gateway
+from prfaas.launch.deployment import Hosts, Live, launched_gateway
+from prfaas.launch.preparation import Prepared, Wish, prepared
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, Outcome, offer
 from prfaas.measure.prompts import Prompts
 from prfaas.measure.summary import summarise_load
 from prfaas.scheduler.costs import costs_of
 from prfaas.sim.arrivals import Arrivals
-from prfaas.transport.address import Address
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.studies.problem_files import Study
 from prfaas.types import BlockHash, ClusterId
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 
 MODEL = "case-study-1t"
 PREFILL = 2  # nodes

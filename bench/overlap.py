@@ -37,18 +37,18 @@ import msgspec
 
 import prfaas
 from prfaas.cache.hashing import block_hashes
-from prfaas.cli.child import child_kvd
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.address import Address, parse_address
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
-from prfaas.kvd.client import KvdClient
-from prfaas.kvd.incoming import TransferStatus
-from prfaas.kvd.messages import Register, spec_of
+from prfaas.kvd.engine_socket.client import KvdClient
+from prfaas.kvd.engine_socket.messages import Register, spec_of
+from prfaas.kvd.transfers.incoming import TransferStatus
+from prfaas.launch.attached_process import child_kvd
 from prfaas.testing.ready_gate import ReadyGate
-from prfaas.transport.address import Address, parse_address
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
 from prfaas.types import Grant, NotNow, OpenTransfer
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 
 ARCH = "falcon-h1"  # a hybrid that both engines run
 FEWEST_CHUNKS = 8

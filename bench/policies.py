@@ -28,15 +28,6 @@ import msgspec
 import numpy as np
 from scipy.special import stdtrit
 
-from prfaas.cli.simulate_cases import (
-    POLICIES,
-    Policy,
-    cache_config,
-    planned_for,
-    read_requests,
-    routed_by,
-)
-from prfaas.cli.wiring import Study
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import PaperSection
 from prfaas.config.trace import TraceRow
@@ -44,12 +35,21 @@ from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, replay
 from prfaas.sim.config import SimConfig
-from prfaas.sim.promise import Promise, idle_promise
-from prfaas.sim.result import Result
+from prfaas.sim.results.result import Result
+from prfaas.sim.results.service_level import Promise, idle_promise
+from prfaas.sim.results.summary import summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
 from prfaas.sim.stress import STRESSES
-from prfaas.sim.summary import summarise
+from prfaas.studies.problem_files import Study
+from prfaas.studies.simulation_cases import (
+    POLICIES,
+    Policy,
+    cache_config,
+    planned_for,
+    read_requests,
+    routed_by,
+)
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 LOADS = (0.5, 0.8, 0.95)

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import numpy as np
 
-from prfaas.cli.figure import BLUE, GREEN, GREY, ORANGE, make_folder, pyplot, save
+from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, make_folder, pyplot, save
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLOURS = {"paper": BLUE, "adaptive": ORANGE, "local": GREY, "remote": GREEN}

@@ -22,11 +22,10 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.output import print_json, progress_bar
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
 from prfaas.config.trace import read_trace
+from prfaas.display.console import print_json, progress_bar
 from prfaas.errors import InputError
 from prfaas.measure.client import TIMEOUT_S, connect
 from prfaas.measure.lengths import parse_lengths
@@ -34,6 +33,7 @@ from prfaas.measure.open_loop import Ask, Outcome, offer
 from prfaas.measure.prompts import TEXT_IDS, Prompts
 from prfaas.measure.summary import summarise_load
 from prfaas.sim.arrivals import Arrivals, poisson, replay
+from prfaas.studies.problem_files import Study
 
 DEFAULT_REQUESTS = 100
 DEFAULT_OUTPUT_TOKENS = 128

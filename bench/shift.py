@@ -35,16 +35,15 @@ import msgspec
 import numpy as np
 import uvloop
 
-from prfaas.cli.child import tether
-from prfaas.cli.output import print_json, progress_bar
-from prfaas.cli.up_prepare import Prepared, Wish, prepared
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, parse_deployment
+from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.running import launched_gateway, launched_hosts
+from prfaas.launch.attached_process import tether
+from prfaas.launch.deployment import launched_gateway, launched_hosts
+from prfaas.launch.preparation import Prepared, Wish, prepared
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, offer
 from prfaas.measure.prompts import Prompts
@@ -56,6 +55,7 @@ from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
+from prfaas.studies.problem_files import Study
 
 MODEL = "case-study-1t"
 MEDIANS_LOG = (8.0, 10.0)  # of the prompts' lengths, phase by phase

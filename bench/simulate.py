@@ -25,14 +25,14 @@ from typing import Any
 
 import click
 
-from prfaas.cli.simulate_cases import cache_config, planned_for, read_requests, routed_by
-from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.planner.plan import DEFAULT_UTILISATION
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import poisson, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
+from prfaas.studies.problem_files import Study
+from prfaas.studies.simulation_cases import cache_config, planned_for, read_requests, routed_by
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 

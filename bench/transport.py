@@ -32,13 +32,13 @@ from typing import Any
 
 from prfaas.catalog import Catalog
 from prfaas.kvspec import handoff_segments, segment_bytes
-from prfaas.transport.certs import CertificateSet, make_certificates
+from prfaas.security.certificates import CertificateSet, make_certificates
+from prfaas.security.tls import client_context, server_context
+from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
-from prfaas.transport.laid import FileSlice
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
-from prfaas.transport.tls import client_context, server_context
 from prfaas.types import Grant
 
 TRANSFER_BYTES = 256 << 20

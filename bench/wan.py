@@ -17,14 +17,14 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from prfaas.config.address import Address
 from prfaas.testing.lossy_net import LossyNet
-from prfaas.transport.address import Address
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 
 SEGMENT_BYTES = 2_359_296  # one MLA layer of the 1T model, 2,048 tokens
 TIMEOUT_S = 120.0

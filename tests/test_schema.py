@@ -28,7 +28,7 @@ _LISTED = """
 import msgspec, prfaas.schema
 found = set()
 prfaas.schema.prepare = lambda *kinds: found.update(kind.__name__ for kind in kinds)
-import prfaas.transport.messages, prfaas.gateway.front.reading
+import prfaas.transport.messages, prfaas.gateway.api.request_schema
 print(*sorted(found))
 """
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from hypothesis import settings
 
-from prfaas.cache.arena import Arena, PageLayout, choose_layout
 from prfaas.cache.block_pool import Eviction
 from prfaas.cache.checkpoints import BranchPoints, CheckpointPolicy
 from prfaas.cache.eviction import LRU, CostAware
@@ -15,7 +14,8 @@ from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.hashing import block_hashes
 from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.ssd import SpillFile
+from prfaas.cache.storage.arena import Arena, PageLayout, choose_layout
+from prfaas.cache.storage.ssd import SpillFile
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
 from prfaas.types import BlockHash
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cache.arena import Arena
 from prfaas.cache.checkpoints import BranchPoints, EveryBlocks, LastBoundary
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease, Match
 from prfaas.cache.pool import TOO_LARGE_RETRY_S, HybridPrefixPool
-from prfaas.cache.ssd import SpillFile
+from prfaas.cache.storage.arena import Arena
+from prfaas.cache.storage.ssd import SpillFile
 from prfaas.errors import InputError
 from prfaas.kvspec import Segment
 from prfaas.types import NodeId, NotNow

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prfaas.cache.arena import Arena
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease, LeaseId
-from prfaas.cache.ssd import SpillFile
+from prfaas.cache.storage.arena import Arena
+from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.units import closing_units
 from prfaas.types import BlockHash, ClusterId, NodeId, NotNow
 from tests.cache.builders import BLOCK, SEEDED, SPECS, hashes_of, layout_of, make_pool

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cache.arena import choose_layout
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU
 from prfaas.cache.groups import unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.replay import Replayed, replay
+from prfaas.cache.storage.arena import choose_layout
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from tests.cache.builders import SPECS

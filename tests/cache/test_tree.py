@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prfaas.cache.block_pool import Block
-from prfaas.cache.ssd import Slot
+from prfaas.cache.storage.ssd import Slot
 from prfaas.cache.tree import Node, PrefixTree
 from prfaas.types import BlockHash
 

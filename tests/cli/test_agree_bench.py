@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prfaas.cli.small_case import Seen
+from prfaas.demo.small_case import Seen
 from tests.benches import bench
 
 agree = bench("agree")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from prfaas.transport.tls import client_context, server_context
+from prfaas.security.tls import client_context, server_context
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]

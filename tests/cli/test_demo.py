@@ -9,19 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.cli.demo_case import SCALES, with_doubled_threshold
-from prfaas.cli.demo_scene import RelayEar, watched
-from prfaas.cli.demo_serving import Served, with_fixed_threshold
-from prfaas.cli.demo_serving import _checks as serving_checks
-from prfaas.cli.small_case import small_case
-from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.config.write import deployment_toml
+from prfaas.demo.case_study import SCALES, with_doubled_threshold
+from prfaas.demo.scene import RelayEar, watched
+from prfaas.demo.serving import Served, with_fixed_threshold
+from prfaas.demo.serving import _checks as serving_checks
+from prfaas.demo.small_case import small_case
 from prfaas.launch.children import ChildDied, Children, Command
-from prfaas.launch.stories import Stories
-from prfaas.measure.client import Answer
+from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.measure.client import TimedAnswer
 from prfaas.scheduler.plan import best_for
-from prfaas.transport.wan_stats import RelayStats
+from prfaas.studies.problem_files import Study
+from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
 from tests.launch.test_stories import line
 
@@ -50,9 +50,9 @@ def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run
 
 
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
-    stories = Stories()
+    stories = RequestOutcomes()
     stories.heard(line(route=route, cached_tokens=cached))
-    answer = Answer(0.0, token_ids=tokens, moments_s=[1.0])
+    answer = TimedAnswer(0.0, token_ids=tokens, moments_s=[1.0])
     return Served(what, [1, 2], answer, stories.latest[0], 0, expected=[7])
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from prfaas import __version__
-from prfaas.cli.output import with_progress
+from prfaas.display.console import with_progress
 from prfaas.testing import FakeClock
 from tests.cli.runner import Result
 from tests.waiting import PATIENCE_S

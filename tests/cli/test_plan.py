@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli.sweep import parse_sweep
+from prfaas.studies.sweep import parse_sweep
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]

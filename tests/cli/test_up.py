@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.cli.up_prepare import Wan, Wish, baseline_deployment, parse_wan, prepared
-from prfaas.cli.wiring import Study
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
+from prfaas.launch.preparation import Wan, Wish, baseline_deployment, parse_wan, prepared
+from prfaas.studies.problem_files import Study
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
 from tests.waiting import wait_until

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.transport.address import Address, parse_address
-from prfaas.transport.wan_stats import RelayStats
+from prfaas.config.address import Address, parse_address
+from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
 from tests.waiting import PATIENCE_S
 

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from prfaas.cli.child import tether
-from prfaas.cli.fire import FireEngine, fire
+from prfaas.faults.deployment import FaultDeployment, staged
 from prfaas.faults.episode import Campaign, Seen
-from prfaas.faults.stage import Stage, staged
-from prfaas.faults.traces import held, settled
+from prfaas.faults.fault_deployment import FireEngine, fire
+from prfaas.faults.resource_usage import held, settled
+from prfaas.launch.attached_process import tether
 from tests.faults.report import written
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Fire:
     tests."""
 
     runner: asyncio.Runner
-    stage: Stage
+    stage: FaultDeployment
     campaign: Campaign
     folder: Path
     at_first: dict[str, int]  # sockets, when everything had been used once
@@ -49,7 +49,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Seen]]]:
         file.write_text(written(file.read_text(), found))
 
 
-async def sockets(stage: Stage) -> dict[str, int]:
+async def sockets(stage: FaultDeployment) -> dict[str, int]:
     """Of each process, without those of links between kvds.
 
     A kvd has a link to every kvd that it has ever sent to: the first hand-off to a host that stands

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample, grown
-from prfaas.faults.traces import Held
+from prfaas.faults.resource_usage import Held
 
 STEPS = 40
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from prfaas.faults.asking import Question, Verdict, body
 from prfaas.faults.clients import Clients
-from prfaas.faults.stage import GATEWAYS, Stage
-from prfaas.faults.traces import settled
+from prfaas.faults.deployment import GATEWAYS, FaultDeployment
+from prfaas.faults.questions import Question, Verdict, body
+from prfaas.faults.resource_usage import settled
 from tests.faults.conftest import Fire
 from tests.faults.test_campaign import check_sockets
 
@@ -25,7 +25,7 @@ class Told(NamedTuple):
     message: str
 
 
-async def told(stage: Stage, gateway: int, question: Question, *, stream: bool) -> Told:
+async def told(stage: FaultDeployment, gateway: int, question: Question, *, stream: bool) -> Told:
     target = stage.targets[gateway]
     async with stage.http.post(
         f"{target.url}/v1/completions",
@@ -39,7 +39,7 @@ async def told(stage: Stage, gateway: int, question: Question, *, stream: bool) 
         )
 
 
-async def gone(stage: Stage, names: Collection[str]) -> bool:
+async def gone(stage: FaultDeployment, names: Collection[str]) -> bool:
     """And known to be, at every gateway."""
     used = [await stage.used_by(gateway) for gateway in range(len(GATEWAYS))]
     return not any(used_by.intersection(names) for used_by in used)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from prfaas.faults.asking import Verdict, learnt, prompt
 from prfaas.faults.clients import Clients
-from prfaas.faults.traces import settled
-from prfaas.gateway.budget import RetryBudget
-from prfaas.kvd.incoming import TransferOptions
+from prfaas.faults.questions import Verdict, learnt, prompt
+from prfaas.faults.resource_usage import settled
+from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.kvd.transfers.incoming import TransferOptions
 from tests.faults.conftest import Fire
 from tests.faults.test_campaign import check_sockets
 

@@ -19,11 +19,11 @@ SHOWN = {
     "cli/certs.py",  # validity
     "cli/profile.py",  # when a profile was measured
     "faults/wall/sitecustomize.py",  # sets it
-    "gateway/front/app.py",  # `created` of a model
+    "gateway/api/app.py",  # `created` of a model
     "node/publisher.py",  # the timestamp of vLLM's events
     "node/server.py",  # `created` of an answer
     "text/template.py",  # strftime_now of chat templates
-    "transport/certs.py",
+    "security/certificates.py",
 }
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 

@@ -12,13 +12,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
-from prfaas.gateway.ask import Ask, Story
-from prfaas.gateway.backend import Back, BackOptions, running
-from prfaas.gateway.token_ids import TokenIds
+from prfaas.gateway.backend import BackendOptions, GatewayBackend, running
+from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.planner.problem import Problem
+from prfaas.studies.problem_files import Study
 from tests.node.hosts import Host
 from tests.waiting import PATIENCE_S
 
@@ -89,19 +89,19 @@ def node(host: Host) -> dict[str, str]:
 @asynccontextmanager
 async def serving(
     made: Deployment, *, record: Path | None = None, nodes: int | None = None
-) -> AsyncIterator[Back]:
+) -> AsyncIterator[GatewayBackend]:
     """A back whose nodes are all in use."""
     wanted = sum(len(cluster.nodes) for cluster in made.clusters) if nodes is None else nodes
-    async with running(made, problem(made), BackOptions(record=record)) as back:
+    async with running(made, problem(made), BackendOptions(record=record)) as back:
         await until(lambda: len(in_use(back)) == wanted)
         yield back
 
 
-def in_use(back: Back) -> list[dict[str, Any]]:
+def in_use(back: GatewayBackend) -> list[dict[str, Any]]:
     return [n for c in back.state()["clusters"] for n in c["nodes"] if n.get("in_use")]
 
 
-def with_role(back: Back, role: str, cluster: str = HOME) -> list[str]:
+def with_role(back: GatewayBackend, role: str, cluster: str = HOME) -> list[str]:
     (found,) = [c for c in back.state()["clusters"] if c["cluster"] == cluster]
     return [n["node"] for n in found["nodes"] if n.get("role") == role]
 
@@ -119,7 +119,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return random.Random(f"{tokens} {seed}").choices(range(32, 127), k=tokens)
 
 
-def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any) -> Ask:
+def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any) -> GatewayRequest:
     fields = {
         "model": MODEL,
         "max_tokens": max_tokens,
@@ -130,18 +130,18 @@ def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any
     }
     more = {"salt": "", "conversation": False, **more}
     name = f"test-{next(_NUMBERS)}"
-    return Ask(name, "/v1/completions", TokenIds.of(ids), fields, stream=stream, **more)
+    return GatewayRequest(name, "/v1/completions", TokenIds.of(ids), fields, stream=stream, **more)
 
 
 @dataclass(slots=True)
 class Answered:
-    story: Story
+    story: RequestTrace
     tokens: list[int] = field(default_factory=list)
 
 
-async def answered(back: Back, asked: Ask) -> Answered:
+async def answered(back: GatewayBackend, asked: GatewayRequest) -> Answered:
     """All of an answer."""
-    found = Answered(Story(MonotonicClock().now()))
+    found = Answered(RequestTrace(MonotonicClock().now()))
     async with back.answer(asked, found.story) as upstream:
         async for together in upstream.events():
             found.tokens += [token for event in together for token in tokens_of(event)]
@@ -155,18 +155,18 @@ def tokens_of(event: bytes) -> list[int]:
     return [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
 
 
-def moved(back: Back, why: str) -> tuple[int, int]:
+def moved(back: GatewayBackend, why: str) -> tuple[int, int]:
     """Copies of prefixes that were made, and that failed."""
     found = back.state()["moves"][why]
     return found["made"], found["failed"]
 
 
-async def until_it_would_resume(back: Back, asked: Ask, tokens: int) -> None:
+async def until_it_would_resume(back: GatewayBackend, asked: GatewayRequest, tokens: int) -> None:
     """Cache events have come."""
     await until(lambda: back.explain(asked)["chosen"].get("cached_tokens") == tokens)
 
 
-def is_clean(back: Back) -> bool:
+def is_clean(back: GatewayBackend) -> bool:
     """Nothing of ours is booked anywhere."""
     view = back.router.board.view(0.0, {}, {})
     nodes = [n for cluster in (view.local, *view.remotes) for n in cluster.nodes]

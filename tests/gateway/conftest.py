@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from prfaas.config.address import Address, parse_address
 from prfaas.config.deployment import Deployment
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
-from prfaas.transport.address import Address, parse_address
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.gateway.backs import deployment, node
 from tests.node.hosts import Host, call
 

@@ -10,8 +10,8 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.deployment import Deployment
-from prfaas.gateway.backend import Back
-from prfaas.kvd.pulling import Prefix
+from prfaas.gateway.backend import GatewayBackend
+from prfaas.kvd.transfers.prefix_pull import Prefix
 from prfaas.types import NodeId
 from tests.gateway.backs import HOME, answered, ask, prompt, until, until_it_would_resume
 from tests.gateway.conftest import Hosts
@@ -34,7 +34,7 @@ def deployment(hosts: Hosts, **moves: Any) -> Deployment:
 class Crowd:
     """Requests of one tenant, each with a question of its own behind the shared prefix."""
 
-    def __init__(self, hosts: Hosts, back: Back, salt: str) -> None:
+    def __init__(self, hosts: Hosts, back: GatewayBackend, salt: str) -> None:
         self._hosts = hosts
         self._back = back
         self._salt = salt

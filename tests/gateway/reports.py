@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from prfaas.cache.lease import Occupancy, PoolStats
-from prfaas.gateway.membership import Member
-from prfaas.gateway.node_client import Card, Load
+from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import Router
-from prfaas.kvd.messages import shapes_of
+from prfaas.kvd.engine_socket.messages import shapes_of
 from prfaas.kvd.report import PoolReport, Report
 from prfaas.kvd.role import Role
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
-from prfaas.transport.arrivals import ArrivalStats
+from prfaas.transport.receiver import ArrivalStats
 from prfaas.types import Compat, LinkStats, NodeId
 
 SPEC = KVSpec((FullAttention("full", 2, 64), LinearState("state", 2, 256)))

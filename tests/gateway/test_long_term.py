@@ -15,7 +15,7 @@ from prfaas.catalog import Catalog
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment
 from prfaas.engine.emulated.pace import Scales
-from prfaas.gateway.backend import Back
+from prfaas.gateway.backend import GatewayBackend
 from prfaas.launch.scaling import scaled_catalog
 from tests.gateway.backs import (
     HOME,
@@ -44,18 +44,18 @@ def free(made: Deployment, *, advise: bool) -> Deployment:
     return replace(made, clusters=clusters, gateway=section, scheduler=rules)
 
 
-def chatter(back: Back) -> None:
+def chatter(back: GatewayBackend) -> None:
     """Short prompts with long answers have been served: work for decode nodes."""
     for number in range(200):
         tokens = 300 + 7 * (number % 50)
         back.router.traffic.observe(MonotonicClock().now(), tokens, 0, 4000, 0.1)
 
 
-def metric(back: Back, name: str) -> list[float]:
+def metric(back: GatewayBackend, name: str) -> list[float]:
     return [s.value for m in back.metrics() for s in m.samples if s.name == name]
 
 
-def node(back: Back, name: str) -> dict[str, Any]:
+def node(back: GatewayBackend, name: str) -> dict[str, Any]:
     clusters = back.state()["clusters"]
     return next(n for c in clusters for n in c["nodes"] if n["node"] == name)
 
@@ -91,7 +91,7 @@ def test_threshold_and_roles_follow_the_traffic_and_show(unassigned: Hosts) -> N
 def test_advice_is_said_and_not_followed(
     unassigned: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="prfaas.gateway.plan_book")
+    caplog.set_level(logging.INFO, logger="prfaas.gateway.planning.plan_history")
     made = free(unassigned.deployment(replan=SOON), advise=True)
 
     async def main() -> None:
@@ -161,17 +161,17 @@ def test_predictions_follow_nodes_that_are_slower_than_their_profile(
     asyncio.run(main())
 
 
-def advised_s(back: Back) -> float:
+def advised_s(back: GatewayBackend) -> float:
     state = back.state()
     made_s: float = state["up_s"] - state["advice"]["age_s"]
     return made_s
 
 
-def pace(back: Back) -> float:
+def pace(back: GatewayBackend) -> float:
     return next(c["prefill_pace"] for c in back.state()["clusters"] if c["cluster"] == HOME)
 
 
-def predicted(back: Back) -> dict[str, Any]:
+def predicted(back: GatewayBackend) -> dict[str, Any]:
     """Prefilled at home."""
     options = back.explain(ask(prompt(TOKENS, 10_000)))["alternatives"]
     return next(option for option in options if option["cluster"] == HOME)

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.gateway.backend import Back
+from prfaas.gateway.backend import GatewayBackend
 from tests.gateway.backs import (
     FAR,
     HOME,
@@ -72,7 +72,7 @@ def alone(host: Host, ids: list[int]) -> list[int]:
     return tokens_of(answer)
 
 
-async def converse(back: Back, seed: int) -> list[tuple[list[int], list[int], bool]]:
+async def converse(back: GatewayBackend, seed: int) -> list[tuple[list[int], list[int], bool]]:
     """Each turn's prompt, its answer, and whether it was offloaded."""
     ids = prompt(LENGTHS[seed % len(LENGTHS)], seed)
     turns = []

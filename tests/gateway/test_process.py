@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from prfaas.text import Chat, load_words
+from prfaas.text import Chat, load_tokenizer
 from tests.gateway.backs import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import START_S, Process, call, text_of
@@ -90,7 +90,7 @@ def test_chats_are_prefilled_where_they_belong(
             extra_headers={"X-Request-Id": name},
         )
         *_, last = stream
-    ids = load_words(emulated.tokenizer).encode_chat(Chat(messages))
+    ids = load_tokenizer(emulated.tokenizer).encode_chat(Chat(messages))
     assert last.usage is not None and last.usage.prompt_tokens == len(ids)
     # The decode engine has come to the same tokens by itself, or the hand-off would be of no use.
     assert last.usage.prompt_tokens_details is not None

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
-from prfaas.gateway.ask import Refusal
-from prfaas.gateway.membership import HUNG_AFTER_S
-from prfaas.gateway.node_client import Load
-from prfaas.gateway.router import Router, Seeker
+from prfaas.gateway.client.node_client import Load
+from prfaas.gateway.fleet.membership import HUNG_AFTER_S
+from prfaas.gateway.request import RequestError
+from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.plan import staffed, with_instances
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.waiting import Hold
@@ -42,11 +42,11 @@ def router(clock: FakeClock, **scheduler: object) -> Router:
     return subject
 
 
-def seeker(tokens: int, clock: FakeClock, *avoid: NodeId) -> Seeker:
-    return Seeker(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
+def seeker(tokens: int, clock: FakeClock, *avoid: NodeId) -> PlacementRequest:
+    return PlacementRequest(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
 
 
-def placed(subject: Router, who: Seeker) -> tuple[str, str]:
+def placed(subject: Router, who: PlacementRequest) -> tuple[str, str]:
     route = asyncio.run(subject.place(who, 1.0)).route
     return route.prefill, route.decode
 
@@ -180,7 +180,7 @@ def test_waiting_is_bounded() -> None:
     subject = router(clock)
     subject.draining |= {B, C}
     subject.refresh()
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         asyncio.run(subject.place(seeker(LONG, clock), 0.0))
     assert refused.value.status == 503 and refused.value.retry_after_s
     assert not subject.held

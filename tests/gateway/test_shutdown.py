@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
-from prfaas.gateway.ask import Ask, Story
-from prfaas.gateway.backend import Back
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.gateway.backs import (
     MODEL,
     THRESHOLD,
@@ -88,7 +88,7 @@ def made_of(hosts: Hosts, relays: list[Relay]) -> Deployment:
     return deployment(through(relays, hosts), [node(host) for host in hosts.far])
 
 
-def questions(name: str) -> list[Ask]:
+def questions(name: str) -> list[GatewayRequest]:
     """Nothing of them is cached."""
     return [ask(prompt(LONG, seed), salt=name) for seed in range(AT_ONCE)]
 
@@ -123,7 +123,7 @@ def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(emulated
         async with AsyncExitStack() as stack:
             back = await stack.enter_async_context(serving(emulated.deployment()))
             before = failed()
-            stories = [Story(0.0) for _ in range(AT_ONCE)]
+            stories = [RequestTrace(0.0) for _ in range(AT_ONCE)]
             with stopped(*(host.kvd for host in emulated.home)):
                 answering = [
                     asyncio.create_task(enter(back, one, story))
@@ -142,7 +142,7 @@ def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(emulated
     emulated.wait_until_idle()
 
 
-async def enter(back: Back, asked: Ask, story: Story) -> None:
+async def enter(back: GatewayBackend, asked: GatewayRequest, story: RequestTrace) -> None:
     async with back.answer(asked, story):
         pass
 

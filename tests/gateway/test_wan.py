@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from prfaas.gateway.ask import Ask
-from prfaas.gateway.backend import Back
+from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.request import GatewayRequest
 from prfaas.scheduler.congestion import Verdict
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.gateway.backs import (
     FAR,
     THRESHOLD,
@@ -32,12 +32,12 @@ AT_ONCE = 48  # hand-offs of so many long prompts take twenty seconds at that ra
 LONG = 4 * THRESHOLD  # offloaded while a link that was cut is still under suspicion
 
 
-def link_is_up(back: Back) -> bool:
+def link_is_up(back: GatewayBackend) -> bool:
     up: bool = wan(back)["up"]
     return up
 
 
-def wan(back: Back) -> dict[str, Any]:
+def wan(back: GatewayBackend) -> dict[str, Any]:
     (link,) = back.state()["links"]
     found: dict[str, Any] = link
     return found
@@ -83,19 +83,19 @@ def test_a_slow_wan_is_left_alone_until_it_recovers(
     )
     somewhat_long = THRESHOLD + THRESHOLD // 2  # below twice the threshold
 
-    def question(tokens: int, seed: int) -> Ask:
+    def question(tokens: int, seed: int) -> GatewayRequest:
         return ask(prompt(tokens, seed), salt=f"slow, {policy}")  # nothing of it is cached
 
-    def offloads(back: Back, asked: Ask) -> bool:
+    def offloads(back: GatewayBackend, asked: GatewayRequest) -> bool:
         return bool(back.explain(asked)["chosen"].get("offloaded"))
 
-    def transfer_s(back: Back, asked: Ask) -> float:
+    def transfer_s(back: GatewayBackend, asked: GatewayRequest) -> float:
         """As predicted for a prefill far away."""
         options = back.explain(asked)["alternatives"]
         found: float = next(o["transfer_s"] for o in options if o["cluster"] == FAR)
         return found
 
-    def rate_is_known(back: Back) -> bool:
+    def rate_is_known(back: GatewayBackend) -> bool:
         """What passes the relay, not what it takes in."""
         found = wan(back)
         believed = found["believed_bps"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from prfaas.kvd.client import KvdClient
+from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.types import Grant
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, begun, fill, names, prompt_of

@@ -25,9 +25,9 @@ import msgspec
 from prfaas.engine.api import Export
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
-from prfaas.kvd.client import KvdClient
-from prfaas.kvd.leases import ReadLease, WriteLease
-from prfaas.kvd.server import KvdOptions, Running, running
+from prfaas.kvd.engine_socket.client import KvdClient
+from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
+from prfaas.kvd.process import KvdOptions, Running, running
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prfaas.config.address import parse_address
 from prfaas.engine.emulated.content import Content
 from prfaas.errors import ConnectionLost, TransferFailed
-from prfaas.kvd.incoming import TransferOptions
 from prfaas.kvd.store import StoreOptions
+from prfaas.kvd.transfers.incoming import TransferOptions
 from prfaas.kvspec import Segment
-from prfaas.transport.address import parse_address
 from prfaas.transport.link import Link
 from prfaas.types import Grant, NotNow
 from tests.kvd.hosts import (

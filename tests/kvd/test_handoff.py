@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from prfaas.kvd.server import TlsFiles
+from prfaas.kvd.process import TlsFiles
 from prfaas.kvspec import Segment, segment_bytes
-from prfaas.transport.certs import make_certificates
+from prfaas.security.certificates import make_certificates
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
     COMPAT,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
+from prfaas.studies.problem_files import Study
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 # Bytes per token and layer stay whole, so that nothing is rounded.

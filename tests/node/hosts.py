@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.kvd.messages import GroupShape, spec_of
+from prfaas.kvd.engine_socket.messages import GroupShape, spec_of
 from prfaas.kvspec import KVSpec
 from prfaas.scheduler.handoff import Handoff, handoff
 from prfaas.types import Compat, OpenTransfer

@@ -15,12 +15,12 @@ from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
 from prfaas.engine.checkpoint.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from prfaas.errors import ConnectionLost
-from prfaas.kvd.leases import ReadLease, WriteLease
+from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
+from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.pooling import Pooling
+from prfaas.node.request_runner import RequestRunner, serving
 from prfaas.node.server import Model, Surface
-from prfaas.node.serving import Serving, serving
-from prfaas.text import Words
+from prfaas.text import ModelTokenizer
 from prfaas.text.template import ChatTemplate
 from prfaas.types import Grant, NotNow, TransferId
 
@@ -48,7 +48,7 @@ class AbsentKvd:
 @dataclass(frozen=True, slots=True)
 class Surfaced:
     http: TestClient[Any, Any]
-    serving: Serving
+    serving: RequestRunner
 
     async def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.post("/v1/completions", json=fields) as answer:
@@ -69,11 +69,11 @@ async def pieces(answer: aiohttp.ClientResponse) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def surfaced(
-    engine: Engine, words: Words | None = None, *, hears_of_leaving: bool = True
+    engine: Engine, words: ModelTokenizer | None = None, *, hears_of_leaving: bool = True
 ) -> AsyncIterator[Surfaced]:
     """`hears_of_leaving`: of clients, before anything is written to them."""
     metrics = NodeMetrics("made-up", 64, engine.limits)
-    pooling = Pooling(AbsentKvd(), 64)
+    pooling = JobBuilder(AbsentKvd(), 64)
     try:
         async with serving(engine, pooling, metrics, MonotonicClock(), lambda *_: None) as served:
             model = Model("made-up", words)
@@ -88,4 +88,4 @@ async def surfaced(
 
 
 Scenario = Callable[[Surfaced], Awaitable[None]]
-BYTES = Words(build_tokenizer(), {"default": ChatTemplate(CHAT_TEMPLATE, {})})
+BYTES = ModelTokenizer(build_tokenizer(), {"default": ChatTemplate(CHAT_TEMPLATE, {})})

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from prfaas.config.address import parse_address
 from prfaas.scheduler.handoff import Handoff
-from prfaas.transport.address import parse_address
 from prfaas.transport.link import LinkOptions
 from tests.node.conftest import EMULATED, hf_options, start_hosts
 from tests.node.hosts import START_S, Gateway, Granted, Host, cached_of, text_of, tokens_of

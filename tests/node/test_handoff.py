@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.text import load_words
+from prfaas.text import load_tokenizer
 from tests.node.hosts import START_S, Gateway, Host, cached_of, tokens_of
 
 pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
@@ -151,6 +151,8 @@ def test_salts_keep_tenants_apart(kimi: Gateway) -> None:
 
 def test_the_text_is_that_of_the_tokens(kimi: Gateway, checkpoint: Callable[[str], Path]) -> None:
     answer = kimi.decode_host.complete("Once upon a time", max_tokens=NEW_TOKENS)
-    text = load_words(checkpoint("mimo")).decode(tokens_of(answer))  # the same for all made models
+    text = load_tokenizer(checkpoint("mimo")).decode(
+        tokens_of(answer)
+    )  # the same for all made models
     assert answer["choices"][0]["text"] == text
     assert answer["usage"]["prompt_tokens"] == len("Once upon a time")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from prfaas.engine.emulated.pace import Scales
-from prfaas.text import Words
+from prfaas.text import ModelTokenizer
 from prfaas.types import Grant, TransferId
 from tests.engine.emulated.builders import emulated
 from tests.node.surface import BYTES, Surfaced, pieces, surfaced
@@ -21,7 +21,7 @@ PROMPT = [7] * 100
 
 def with_node(
     scenario: Callable[[Surfaced], Awaitable[None]],
-    words: Words | None = BYTES,
+    words: ModelTokenizer | None = BYTES,
     **options: Any,
 ) -> None:
     async def run() -> None:

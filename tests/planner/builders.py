@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path as FilePath
 
-from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.planner.problem import Local, Path, Pool, Problem, Remote
 from prfaas.planner.profile import DecodeRate, PrefillProfile, PrefillTime
 from prfaas.planner.workload import Workload, lognormal
+from prfaas.studies.problem_files import Study
 
 CASE_STUDY = FilePath(__file__).parents[2] / "configs" / "case_study.toml"
 SPEC = KVSpec((FullAttention("full0", (0,), 1000), LinearState("linear0", (1,), 50_000)))

@@ -5,7 +5,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from prfaas.cli.wiring import Study
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
@@ -21,6 +20,7 @@ from prfaas.scheduler.plan import (
     staffed,
     with_instances,
 )
+from prfaas.studies.problem_files import Study
 from prfaas.types import NodeId
 from tests.planner.builders import CASE_STUDY, case_study, problem
 

@@ -10,9 +10,9 @@ import numpy as np
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.long_term import replan
+from prfaas.scheduler.long_term.replan import replan
+from prfaas.scheduler.long_term.traffic import Traffic
 from prfaas.scheduler.plan import Plan, first_plan
-from prfaas.scheduler.window import Traffic
 from prfaas.types import ClusterId, NodeId
 
 

@@ -17,7 +17,7 @@ from prfaas.planner.plan import Planner, Solution
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import SimConfig
-from prfaas.sim.result import Result
+from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from tests.planner.builders import case_study
 

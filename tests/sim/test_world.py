@@ -16,7 +16,7 @@ from prfaas.planner.workload import lognormal
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import CacheConfig, NodeFault, RateChange, SimConfig, link_id
-from prfaas.sim.result import Result
+from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.types import NodeId
 from tests.planner.builders import FAST, SLOW, problem

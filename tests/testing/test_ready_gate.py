@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import ConnectionLost
-from prfaas.kvd.client import KvdClient
+from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.testing.ready_gate import ReadyGate
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import (

@@ -11,15 +11,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from prfaas.transport.address import Address
+from prfaas.config.address import Address
+from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
-from prfaas.transport.laid import FileSlice
 from prfaas.transport.link import Link, LinkOptions, Transfer
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
 from prfaas.types import Grant, LinkStats
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.waiting import PATIENCE_S, wait_until
 
 

@@ -545,10 +545,10 @@ def test_measurements_are_bounded() -> None:
 
 def test_leases_and_memory_of_ended_transfers_expire() -> None:
     from prfaas.testing import FakeClock
-    from prfaas.transport.arrivals import Arrivals
+    from prfaas.transport.receiver import ReceiverTransfers
 
     clock = FakeClock()
-    arrivals = Arrivals(clock)
+    arrivals = ReceiverTransfers(clock)
     grant, owner = new_grant("x", max_bytes=10, deadline_s=5), Owner()
     arrivals.expect(grant, owner)
     clock.advance(4.9)

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
+from prfaas.config.address import Address
 from prfaas.errors import InputError, TransferFailed
-from prfaas.transport.address import Address
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import MIGRATION, ConnectionBudget, Link, LinkOptions
 from prfaas.transport.listener import Listener, ListenerOptions
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.transport.ends import (
     Owner,
     expect,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import TransferFailed
-from prfaas.transport.certs import CertificateSet, make_certificates
+from prfaas.security.certificates import CertificateSet, make_certificates
+from prfaas.security.tls import SERVICE_NAME, client_context, server_context
 from prfaas.transport.link import Link, LinkOptions
 from prfaas.transport.listener import Listener, ListenerOptions
-from prfaas.transport.tls import SERVICE_NAME, client_context, server_context
 from tests.transport.ends import (
     Owner,
     expect,

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prfaas.clock import Clock
-from prfaas.transport.address import Address
-from prfaas.transport.wan import Relay
-from prfaas.transport.wan_path import Conditions
+from prfaas.config.address import Address
+from prfaas.wan.path import Conditions
+from prfaas.wan.relay import Relay
 from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = PATIENCE_S

@@ -31,8 +31,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from prfaas.integrations.vllm import compat
 from prfaas.integrations.vllm.layout import NativeLayout, native_layout
 from prfaas.integrations.vllm.steps import Steps
-from prfaas.integrations.vllm.working import WorkerSide
-from prfaas.kvd.client import KvdClient
+from prfaas.integrations.vllm.worker_side import WorkerSide
+from prfaas.kvd.engine_socket.client import KvdClient
 from tests.vllm.models import BLOCK_TOKENS
 from tests.waiting import wait_until
 

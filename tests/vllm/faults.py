@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from prfaas.transport.address import parse_address
+from prfaas.config.address import parse_address
 from prfaas.types import Grant
 from tests.transport.proxy import Meddle, Proxy
 from tests.vllm.cases import MAX_TOKENS, PROMPTS, Case

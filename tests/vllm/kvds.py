@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.kvd.events import EventPage
-from prfaas.kvd.incoming import TransferStatus
-from prfaas.kvd.messages import spec_of
 from prfaas.kvd.report import Report
+from prfaas.kvd.transfers.incoming import TransferStatus
 from prfaas.kvspec import FullAttention, LinearState, SlidingWindow
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
 from tests.waiting import HANG_S

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.gateway.ask import Story
-from prfaas.gateway.backend import Back
-from prfaas.gateway.token_ids import TokenIds
-from prfaas.text import Chat, load_words
+from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.gateway.request import RequestTrace
+from prfaas.text import Chat, load_tokenizer
 from tests.gateway.backs import answered, ask, deployment, is_clean, serving, until
 from tests.vllm.cases import ALIGNED, MAX_TOKENS, PROMPTS, UNCACHED, Case, boundary, case_id
 from tests.waiting import wait_until
@@ -38,7 +38,7 @@ def behind(case: Case) -> Any:
 def test_thirty_prompts_eight_at_once(case: Case) -> None:
     expected = [generated.tokens for generated in case.model.expected["all"]]
 
-    async def one(back: Back, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
+    async def one(back: GatewayBackend, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
         async with turn:
             asked = ask(ids, MAX_TOKENS, salt="thirty")
             found = await answered(
@@ -61,10 +61,10 @@ def test_thirty_prompts_eight_at_once(case: Case) -> None:
 def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:
     """Its state is computed from our tokens and continued by vLLM's chat endpoint from its own: a
     difference would be refused there."""
-    ids = load_words(case.model.directory).encode_chat(Chat(messages=MESSAGES))
+    ids = load_tokenizer(case.model.directory).encode_chat(Chat(messages=MESSAGES))
     fields = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0.0}
 
-    async def main() -> tuple[Any, Story]:
+    async def main() -> tuple[Any, RequestTrace]:
         async with behind(case) as back:
             asked = replace(
                 ask(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
@@ -72,7 +72,7 @@ def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:
                 token_ids=TokenIds.of(ids),
                 fields=fields,
             )
-            story = Story(0.0)
+            story = RequestTrace(0.0)
             async with back.answer(asked, story) as upstream:
                 ((body,),) = [parts async for parts in upstream.events()]
             await until(lambda: is_clean(back))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from prfaas.cache.ssd import Slot
+    from prfaas.cache.storage.ssd import Slot
     from prfaas.cache.tree import Node
 
 

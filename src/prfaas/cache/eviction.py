@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from prfaas.cache.arena import PageLayout
 from prfaas.cache.block_pool import Block
 from prfaas.cache.groups import GroupRule
+from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.tree import Node
 
 NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]

@@ -18,14 +18,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from prfaas.cache.arena import Arena, PageLayout
 from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, hybrid_hit, rules_for
 from prfaas.cache.journal import Action, Journal
 from prfaas.cache.lease import Held, Lease, LeaseId, Match, Occupancy, PoolStats
-from prfaas.cache.places import LeaseTables, segment_ranges
-from prfaas.cache.ssd import SpillFile
+from prfaas.cache.storage.arena import Arena, PageLayout
+from prfaas.cache.storage.places import LeaseTables, segment_ranges
+from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.tree import Node, PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, growing_units
 from prfaas.errors import InputError

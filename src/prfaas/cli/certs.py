@@ -27,7 +27,7 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
       prfaas certs ./certs --host kv1.example.net --host 10.0.0.7
     """
     # Not at the top: it takes longer to import than the other commands take to start.
-    from prfaas.transport.certs import ALWAYS_HOSTS, make_certificates
+    from prfaas.security.certificates import ALWAYS_HOSTS, make_certificates
 
     if not 1 <= days <= 3650:
         raise InputError(f"{days} days", where="--days", fix="give 1 to 3650")

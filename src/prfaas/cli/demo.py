@@ -11,16 +11,16 @@ import click
 import uvloop
 from rich.console import Console
 
-from prfaas.cli.demo_case import case_scene
-from prfaas.cli.demo_scene import Check
-from prfaas.cli.demo_serving import serving_scene
-from prfaas.cli.output import console
-from prfaas.cli.plan_tables import plan_table, verdict
-from prfaas.cli.wiring import Study
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
+from prfaas.demo.case_study import case_scene
+from prfaas.demo.scene import Check
+from prfaas.demo.serving import serving_scene
+from prfaas.display.console import console
+from prfaas.display.plan_tables import plan_table, verdict
 from prfaas.errors import PeerError
 from prfaas.launch.children import ChildDied
+from prfaas.studies.problem_files import Study
 
 CASE_STUDY = Path("configs/case_study.toml")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from prfaas.cli.output import console, print_json
 from prfaas.clock import MonotonicClock
+from prfaas.config.address import parse_address
+from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
-from prfaas.transport.address import parse_address
-from prfaas.transport.doctor import Diagnosis, examine
-from prfaas.transport.tls import client_context
+from prfaas.measure.path_check import Diagnosis, examine
+from prfaas.security.tls import client_context
 
 
 @click.command()

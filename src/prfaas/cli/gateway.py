@@ -10,16 +10,16 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.heap import BODY_BYTES, steady_heap
 from prfaas.cli.logs import log_at, log_level_option
-from prfaas.cli.secret import read_secret
-from prfaas.cli.wiring import Study
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import Key
-from prfaas.gateway.backend import BackOptions
-from prfaas.gateway.front.keys import TenantKey
+from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.gateway.backend import BackendOptions
 from prfaas.gateway.process import GatewayOptions, run_gateway
-from prfaas.text import load_words
+from prfaas.launch.allocator import BODY_BYTES, steady_heap
+from prfaas.security.secret_file import read_secret
+from prfaas.studies.problem_files import Study
+from prfaas.text import load_tokenizer
 
 _OPTIONS = GatewayOptions()  # for its defaults
 SWITCH_S = 0.0005
@@ -63,9 +63,9 @@ def gateway(
     deployment = _with_flags(load_deployment(file), host, port, policy, advise)
     section = deployment.gateway
     options = GatewayOptions(
-        words=load_words(file.parent / section.tokenizer) if section.tokenizer else None,
+        words=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
         keys=[_key(key, file) for key in section.keys],
-        back=BackOptions(record=record, node_key=read_secret(node_key) if node_key else None),
+        back=BackendOptions(record=record, node_key=read_secret(node_key) if node_key else None),
         drain_s=drain_s,
     )
     problem = Study(file, "exact").problem(deployment)

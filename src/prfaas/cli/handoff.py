@@ -15,14 +15,14 @@ import msgspec
 from rich.table import Table
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.cli.output import console, print_json
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.display.console import console, print_json
 from prfaas.errors import ConnectionLost, InputError, PeerError
-from prfaas.gateway.calls import Calls, Said, calling
-from prfaas.gateway.kvd_client import KvdClient
-from prfaas.gateway.node_client import LOOK_S, PREFILL_S
-from prfaas.kvd.keys import read_key
+from prfaas.gateway.client.kvd_client import KvdClient
+from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
+from prfaas.http_client.client import HttpClient, PeerHttpError, calling
 from prfaas.scheduler.handoff import handoff as handoff_length
+from prfaas.security.deployment_key import read_key
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
 DEFAULT_MAX_TOKENS = 16
@@ -126,7 +126,7 @@ class _Node:
     """A node and its kvd, as a gateway sees them. The kvds' key is for `kvds` alone."""
 
     def __init__(
-        self, calls: Calls, kvds: Calls, url: str, card: dict[str, Any], kvd: str | None
+        self, calls: HttpClient, kvds: HttpClient, url: str, card: dict[str, Any], kvd: str | None
     ) -> None:
         ours = card.get("prfaas") or {}
         kvd_url = kvd or ours.get("kvd_url")
@@ -250,7 +250,7 @@ def _cached(answer: dict[str, Any]) -> str:
     return "cached tokens not told" if cached is None else f"{cached} of the prompt's cached"
 
 
-async def _node(calls: Calls, kvds: Calls, url: str, kvd: str | None) -> _Node:
+async def _node(calls: HttpClient, kvds: HttpClient, url: str, kvd: str | None) -> _Node:
     models = await calls.ask("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
     return _Node(calls, kvds, url, models["data"][0], kvd)
 
@@ -278,7 +278,7 @@ def _mended(error: PeerError) -> InputError:
     """For the person who has typed the addresses."""
     if isinstance(error, ConnectionLost):
         return InputError(f"no answer: {error}", fix="is it running?")
-    if isinstance(error, Said):
+    if isinstance(error, PeerHttpError):
         return InputError(f"HTTP {error.status}: {error}")
     return InputError(str(error))
 

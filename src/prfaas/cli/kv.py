@@ -12,13 +12,13 @@ from rich.table import Table
 
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.hf_file import read_hf_config
-from prfaas.cli.output import console, print_json
-from prfaas.cli.wiring import config_spec
+from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
 from prfaas.planner.problem import prefill_profile
 from prfaas.planner.profile import PrefillProfile
+from prfaas.studies.problem_files import config_spec
 
 DEFAULT_LENGTHS = (1_024, 8_192, 32_768, 131_072)
 # Section 2.3 sizes clusters for an average uncached length of 32K; the nearest row is the one used.

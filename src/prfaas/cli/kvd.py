@@ -9,16 +9,16 @@ from pathlib import Path
 import click
 import uvloop
 
-from prfaas.cli.heap import steady_heap
 from prfaas.cli.logs import log_at, log_level_option
-from prfaas.cli.secret import read_secret
-from prfaas.cli.sizes import format_bytes, parse_bytes
+from prfaas.config.address import parse_address
+from prfaas.config.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
-from prfaas.kvd.incoming import TransferOptions
-from prfaas.kvd.keys import read_key
-from prfaas.kvd.server import KvdOptions, Running, TlsFiles, running
+from prfaas.kvd.process import KvdOptions, Running, TlsFiles, running
 from prfaas.kvd.store import StoreOptions
-from prfaas.transport.address import parse_address
+from prfaas.kvd.transfers.incoming import TransferOptions
+from prfaas.launch.allocator import steady_heap
+from prfaas.security.deployment_key import read_key
+from prfaas.security.secret_file import read_secret
 
 _STORE = StoreOptions()
 _TRANSFERS = TransferOptions()

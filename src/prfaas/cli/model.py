@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from prfaas.cli.extras import engine_extra
-from prfaas.cli.output import print_json
+from prfaas.display.console import print_json
 from prfaas.engine.checkpoint.architectures import (
     ARCHITECTURES,
     DEFAULT_ARCH,
@@ -18,6 +17,7 @@ from prfaas.engine.checkpoint.architectures import (
     Size,
 )
 from prfaas.errors import InputError
+from prfaas.launch.extras import engine_extra
 
 
 @click.group()

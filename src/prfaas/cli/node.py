@@ -10,20 +10,20 @@ from pathlib import Path
 import click
 import uvloop
 
-from prfaas.cli.child import child_kvd
-from prfaas.cli.engines import (
+from prfaas.cli.logs import log_at, log_level_option
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError
+from prfaas.launch.allocator import steady_heap
+from prfaas.launch.attached_process import child_kvd
+from prfaas.launch.engine_choice import (
     EmulatedChoice,
     EngineChoice,
     emulated_engine,
     hf_engine,
 )
-from prfaas.cli.heap import steady_heap
-from prfaas.cli.logs import log_at, log_level_option
-from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError
-from prfaas.kvd.keys import read_key
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
-from prfaas.text import load_words
+from prfaas.security.deployment_key import read_key
+from prfaas.text import load_tokenizer
 
 DEFAULT_BLOCK_TOKENS = 64
 DEFAULT_MAX_WAITING = 256
@@ -122,7 +122,7 @@ def node(
         leave_s=leave_s,
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
-    words = load_words(words_in) if words_in is not None else None
+    words = load_tokenizer(words_in) if words_in is not None else None
     key = read_key(kvd_key_file) if kvd_key_file is not None else None
     if kvd_key_file is not None:
         kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import click
 
-from prfaas.cli.output import console, print_json
-from prfaas.cli.plan_compare import compare, read_published
-from prfaas.cli.plan_tables import comparison_table, notes, plan_table, sweep_table, verdict
-from prfaas.cli.sweep import run_sweep
-from prfaas.cli.wiring import Study
 from prfaas.config import parse_deployment
 from prfaas.config.strict import parse_toml, read_text
+from prfaas.display.console import console, print_json, with_progress
+from prfaas.display.plan_tables import comparison_table, notes, plan_table, sweep_table, verdict
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
 from prfaas.planner.report import plan_as_dict
+from prfaas.studies.plan_comparison import compare, read_published
+from prfaas.studies.problem_files import Study
+from prfaas.studies.sweep import run_sweep
 
 
 @click.command()
@@ -64,13 +64,13 @@ def plan(
     parsed = parse_deployment(raw, deployment)
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
-    points = run_sweep(study, raw, deployment, sweep, load) if sweep else []
+    points = run_sweep(study, raw, deployment, sweep, load, with_progress) if sweep else []
     against = compare(result, read_published(published)) if published else []
 
     written: list[Path] = []
     if plot is not None:
         # Imported here: matplotlib is an extra, and slow to import.
-        from prfaas.cli.plots import plan_plots
+        from prfaas.display.plan_plots import plan_plots
 
         written = plan_plots(plot, study, parsed, result, sweep, points)
     if as_json:

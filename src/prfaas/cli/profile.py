@@ -16,11 +16,11 @@ from rich.table import Table
 
 from prfaas.catalog import Accelerator, Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
-from prfaas.cli.extras import engine_extra
-from prfaas.cli.output import console, print_json, progress_bar, with_progress
 from prfaas.clock import MonotonicClock
+from prfaas.display.console import console, print_json, progress_bar, with_progress
 from prfaas.engine.profiling import Measured, Profiler
 from prfaas.errors import InputError
+from prfaas.launch.extras import engine_extra
 from prfaas.measure.client import connect
 from prfaas.measure.http_profile import HttpProfiler
 from prfaas.measure.prompts import Prompts

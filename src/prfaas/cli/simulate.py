@@ -12,8 +12,23 @@ from typing import Any
 
 import click
 
-from prfaas.cli.output import console, print_json, progress_bar
-from prfaas.cli.simulate_cases import (
+from prfaas.config import Deployment, load_deployment
+from prfaas.display.console import console, print_json, progress_bar
+from prfaas.display.simulation_tables import notes, runs_table, saturated_table
+from prfaas.errors import InputError
+from prfaas.planner.plan import DEFAULT_UTILISATION
+from prfaas.planner.problem import Problem
+from prfaas.scheduler.plan import best_for
+from prfaas.sim.arrivals import Arrivals, poisson, replay
+from prfaas.sim.config import SimConfig
+from prfaas.sim.results.result import Result
+from prfaas.sim.results.service_level import Promise, idle_promise
+from prfaas.sim.results.summary import summarise
+from prfaas.sim.results.timeline import chrome_trace
+from prfaas.sim.run import simulate as run_simulation
+from prfaas.studies.problem_files import Study
+from prfaas.studies.saturation import saturate, saturated_as_dict
+from prfaas.studies.simulation_cases import (
     BASELINES,
     POLICIES,
     Case,
@@ -24,21 +39,6 @@ from prfaas.cli.simulate_cases import (
     planned_for,
     read_requests,
 )
-from prfaas.cli.simulate_saturated import saturate, saturated_as_dict
-from prfaas.cli.simulate_tables import notes, runs_table, saturated_table
-from prfaas.cli.wiring import Study
-from prfaas.config import Deployment, load_deployment
-from prfaas.errors import InputError
-from prfaas.planner.plan import DEFAULT_UTILISATION
-from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
-from prfaas.sim.arrivals import Arrivals, poisson, replay
-from prfaas.sim.config import SimConfig
-from prfaas.sim.promise import Promise, idle_promise
-from prfaas.sim.result import Result
-from prfaas.sim.run import simulate as run_simulation
-from prfaas.sim.summary import summarise
-from prfaas.sim.timeline import chrome_trace
 
 DEFAULT_REQUESTS = 10_000
 
@@ -218,7 +218,7 @@ def _write(results: Mapping[str, Result], plot: Path | None, timeline: Path | No
     written: list[Path] = []
     if plot is not None:
         # Imported here: matplotlib is an extra, and slow to import.
-        from prfaas.cli.simulate_plots import simulate_plots
+        from prfaas.display.simulation_plots import simulate_plots
 
         written += simulate_plots(plot, results)
     if timeline is not None:

@@ -12,14 +12,14 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.child import tether
-from prfaas.cli.fire import FireEngine, fire
-from prfaas.cli.output import print_json
-from prfaas.cli.up_prepare import CACHE
 from prfaas.clock import MonotonicClock
+from prfaas.display.console import print_json
+from prfaas.faults.deployment import staged
+from prfaas.faults.fault_deployment import FireEngine, fire
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
-from prfaas.faults.stage import staged
+from prfaas.launch.attached_process import tether
 from prfaas.launch.children import ChildDied
+from prfaas.launch.preparation import CACHE
 
 CASE_STUDY = Path("configs/case_study.toml")
 _OPTIONS = SoakOptions()

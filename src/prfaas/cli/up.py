@@ -13,10 +13,16 @@ import click
 import uvloop
 from rich.live import Live as LiveDisplay
 
-from prfaas.cli.child import tether
-from prfaas.cli.output import console
-from prfaas.cli.simulate_cases import BASELINES
-from prfaas.cli.up_prepare import (
+from prfaas.config import load_deployment
+from prfaas.display.console import console
+from prfaas.display.deployment_table import live_view
+from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.attached_process import tether
+from prfaas.launch.children import ChildDied
+from prfaas.launch.commands import EngineKind
+from prfaas.launch.deployment import Live, launched_gateway, launched_hosts
+from prfaas.launch.preparation import (
     CACHE,
     TINY_DEVICE,
     Prepared,
@@ -26,14 +32,8 @@ from prfaas.cli.up_prepare import (
     prepared,
     tiny_deployment,
 )
-from prfaas.cli.up_table import live_view
-from prfaas.config import load_deployment
-from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError, PeerError
-from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import EngineKind
-from prfaas.launch.running import Live, launched_gateway, launched_hosts
-from prfaas.launch.stories import Stories
+from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.studies.simulation_cases import BASELINES
 
 LOOK_S = 1.0  # between two looks at the gateway's state
 DEFAULT_PORT = 8080
@@ -139,7 +139,7 @@ async def _serve(ready: Prepared, folder: Path, options: list[str]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    stories = Stories()
+    stories = RequestOutcomes()
 
     def say(what: str) -> None:
         screen.print(f"starting {what}")
@@ -181,7 +181,7 @@ def _where(live: Live) -> str:
     )
 
 
-async def _show(live: Live, stories: Stories) -> None:
+async def _show(live: Live, stories: RequestOutcomes) -> None:
     """Until cancelled; raises `ChildDied` when one does. The table is for a terminal only."""
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     screen = console()

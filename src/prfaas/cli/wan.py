@@ -11,11 +11,11 @@ from dataclasses import replace
 import click
 import msgspec
 
-from prfaas.cli.heap import steady_heap
+from prfaas.config.address import parse_address
 from prfaas.errors import InputError
-from prfaas.transport.address import parse_address
-from prfaas.transport.wan import Relay, describe
-from prfaas.transport.wan_path import Conditions, Recurring
+from prfaas.launch.allocator import steady_heap
+from prfaas.wan.path import Conditions, Recurring
+from prfaas.wan.relay import Relay, describe
 
 _STDIN = 0
 

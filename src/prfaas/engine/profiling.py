@@ -30,8 +30,8 @@ from prfaas.engine.api import (
     Sampling,
     Token,
 )
-from prfaas.engine.driving import run
 from prfaas.engine.memory import MemorySegments, ScratchSink
+from prfaas.engine.runner import run
 from prfaas.errors import EngineError, InputError
 from prfaas.planner.profile import DecodeStep, PrefillTime
 from prfaas.types import NotNow

@@ -16,13 +16,13 @@ from typing import Literal, TypeAlias
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
-from prfaas.faults.asking import Verdict
-from prfaas.faults.stage import GATEWAYS, LOOK_S, Stage
+from prfaas.faults.deployment import GATEWAYS, LOOK_S, FaultDeployment
+from prfaas.faults.questions import Verdict
 
 Mend: TypeAlias = Callable[[], Awaitable[None]]
-Victim: TypeAlias = Callable[[Stage], Awaitable[str | None]]
+Victim: TypeAlias = Callable[[FaultDeployment], Awaitable[str | None]]
 Part: TypeAlias = Literal["far", "decode", "gateway", "wan", "store", "clock"]
-Strike: TypeAlias = Callable[[Stage, str], Awaitable[Mend]]
+Strike: TypeAlias = Callable[[FaultDeployment, str], Awaitable[Mend]]
 
 SLOW = 0.01  # of the WAN's rate
 CRAWL = 0.005  # so that a transfer lasts until somebody is killed in its middle
@@ -51,23 +51,23 @@ class Fault:
 # Moments ------------------------------------------------------------------------------------------
 
 
-async def anytime(stage: Stage) -> str | None:
+async def anytime(stage: FaultDeployment) -> str | None:
     return stage.far
 
 
-async def prefilling(stage: Stage) -> str | None:
+async def prefilling(stage: FaultDeployment) -> str | None:
     """The far node computes."""
     outgoing = (await stage.stats(stage.far))["outgoing"]
     return stage.far if outgoing["writing"] else None
 
 
-async def sending(stage: Stage) -> str | None:
+async def sending(stage: FaultDeployment) -> str | None:
     """It has computed; the link still has to carry some of it."""
     outgoing = (await stage.stats(stage.far))["outgoing"]
     return stage.far if outgoing["sending"] else None
 
 
-async def awaiting(stage: Stage) -> str | None:
+async def awaiting(stage: FaultDeployment) -> str | None:
     """A decode node to which state is on its way: no token of that request has been sent."""
     for name in await stage.with_role("decode"):
         if (await stage.stats(name))["incoming"]["granted"]:
@@ -75,7 +75,7 @@ async def awaiting(stage: Stage) -> str | None:
     return None
 
 
-async def decoding(stage: Stage) -> str | None:
+async def decoding(stage: FaultDeployment) -> str | None:
     """A decode node that answers, and has let go of the state it began with."""
     for name in await stage.with_role("decode"):
         incoming = (await stage.stats(name))["incoming"]
@@ -84,12 +84,12 @@ async def decoding(stage: Stage) -> str | None:
     return None
 
 
-async def running(stage: Stage, name: str) -> bool:
+async def running(stage: FaultDeployment, name: str) -> bool:
     found = _RUNNING.search(await stage.text(f"{stage.node(name).url}/metrics"))
     return found is not None and float(found[1]) > 0
 
 
-async def a_gateway(stage: Stage) -> str | None:
+async def a_gateway(stage: FaultDeployment) -> str | None:
     """One that has something to do."""
     for number, name in enumerate(GATEWAYS):
         if (await stage.state(number))["requests"]["in_flight"]:
@@ -100,16 +100,16 @@ async def a_gateway(stage: Stage) -> str | None:
 # Strikes ------------------------------------------------------------------------------------------
 
 
-async def killed(stage: Stage, name: str) -> Mend:
+async def killed(stage: FaultDeployment, name: str) -> Mend:
     await stage.kill(name)
     return partial(stage.restart, name)
 
 
-async def kvd_killed(stage: Stage, name: str) -> Mend:
+async def kvd_killed(stage: FaultDeployment, name: str) -> Mend:
     return await killed(stage, f"kvd-{name}")
 
 
-async def frozen(stage: Stage, name: str) -> Mend:
+async def frozen(stage: FaultDeployment, name: str) -> Mend:
     child = stage.child(name)
     child.freeze()
 
@@ -119,30 +119,30 @@ async def frozen(stage: Stage, name: str) -> Mend:
     return thaw
 
 
-async def kvd_frozen(stage: Stage, name: str) -> Mend:
+async def kvd_frozen(stage: FaultDeployment, name: str) -> Mend:
     return await frozen(stage, f"kvd-{name}")
 
 
-async def wan_out(stage: Stage, name: str) -> Mend:
+async def wan_out(stage: FaultDeployment, name: str) -> Mend:
     stage.wan("outage")
     return partial(_order, stage, "restore")
 
 
-async def wan_slow(stage: Stage, name: str) -> Mend:
+async def wan_slow(stage: FaultDeployment, name: str) -> Mend:
     stage.wan(f"gbps {stage.gbps * SLOW:g}")
     return partial(_order, stage, f"gbps {stage.gbps:g}")
 
 
-async def wan_damages(stage: Stage, name: str) -> Mend:
+async def wan_damages(stage: FaultDeployment, name: str) -> Mend:
     stage.wan(f"damage {DAMAGED_CHUNKS}")
     return partial(_order, stage, "damage 0")
 
 
-async def _order(stage: Stage, order: str) -> None:
+async def _order(stage: FaultDeployment, order: str) -> None:
     stage.wan(order)
 
 
-async def arenas_full(stage: Stage, name: str) -> Mend:
+async def arenas_full(stage: FaultDeployment, name: str) -> Mend:
     """Somebody else has reserved all that the decode nodes have."""
     taken: list[tuple[str, str]] = []
 
@@ -179,7 +179,7 @@ async def arenas_full(stage: Stage, name: str) -> Mend:
     return give_back
 
 
-async def disks_full(stage: Stage, name: str) -> Mend:
+async def disks_full(stage: FaultDeployment, name: str) -> Mend:
     """No kvd's file may grow any more."""
     limits = {}
     for child, pid in stage.processes.items():
@@ -201,7 +201,7 @@ async def disks_full(stage: Stage, name: str) -> Mend:
     return free
 
 
-async def clocks_jump(stage: Stage, name: str) -> Mend:
+async def clocks_jump(stage: FaultDeployment, name: str) -> Mend:
     """Everybody's wall clock; the way back is a jump, too."""
     stage.wall_clock.set_off(JUMP_S)
 
@@ -211,7 +211,7 @@ async def clocks_jump(stage: Stage, name: str) -> Mend:
     return back
 
 
-async def struck(stage: Stage, fault: Fault, within_s: float) -> Mend:
+async def struck(stage: FaultDeployment, fault: Fault, within_s: float) -> Mend:
     """Strikes in the right moment. Raises `TimeoutError` when none comes. Looking for it is broken
     off then, a strike never: it might have killed somebody whom nobody would start again."""
     until_s = stage.clock.now() + within_s

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from prfaas.faults.asking import Question, Verdict, body, judged
-from prfaas.faults.stage import GATEWAYS, Stage
-from prfaas.measure.client import Answer
+from prfaas.faults.deployment import GATEWAYS, FaultDeployment
+from prfaas.faults.questions import Question, Verdict, body, judged
+from prfaas.measure.client import TimedAnswer
 
 ATTEMPTS = 4  # of a client whose connections end before the first token
 _UNREACHED = "cannot connect"  # a gateway that is being started again: nobody has accepted it
@@ -21,7 +21,7 @@ class Asked:
     id: str
     gateway: str  # that had it last
     verdict: Verdict
-    answer: Answer
+    answer: TimedAnswer
 
     def __str__(self) -> str:
         seen = f"{len(self.answer.token_ids)} tokens, {self.answer.error or 'no error'}"
@@ -29,7 +29,7 @@ class Asked:
 
 
 class Clients:
-    def __init__(self, stage: Stage, name: str) -> None:
+    def __init__(self, stage: FaultDeployment, name: str) -> None:
         self._stage = stage
         self._name = name
         self._numbers = count()

@@ -9,11 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from prfaas.faults.asking import Question, Verdict, learnt, prompt
 from prfaas.faults.catalogue import TOKENS, Fault, struck
 from prfaas.faults.clients import Asked, Clients
-from prfaas.faults.stage import GATEWAYS, LOOK_S, PATIENCE_S, Stage
-from prfaas.faults.traces import settled
+from prfaas.faults.deployment import GATEWAYS, LOOK_S, PATIENCE_S, FaultDeployment
+from prfaas.faults.questions import Question, Verdict, learnt, prompt
+from prfaas.faults.resource_usage import settled
 
 MOMENT_S = 60.0  # the right moment comes within this, or never
 RETRIES = 10.0  # what gateways have in store before a fault: more than those under way can cost
@@ -46,7 +46,7 @@ class Unmet(Exception):
 class Campaign:
     """Goes through faults, one after another, on one deployment."""
 
-    def __init__(self, stage: Stage, lengths: Lengths, each: int) -> None:
+    def __init__(self, stage: FaultDeployment, lengths: Lengths, each: int) -> None:
         """`each`: how many long and how many short requests are under way when a fault strikes."""
         self._stage = stage
         self._lengths = lengths

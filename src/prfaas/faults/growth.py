@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from prfaas.faults.traces import Held
+from prfaas.faults.resource_usage import Held
 
 WARM, WARM_S = 1 / 3, 120.0  # bounded stores are full by then, at the rate of a soak
 SETTLED_S = 45.0  # what counts of a life is worth comparing when it is at least this long

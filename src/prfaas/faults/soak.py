@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from prfaas.faults.asking import Question, Verdict, learnt, prompt
 from prfaas.faults.catalogue import FAULTS, Fault, Part, struck
 from prfaas.faults.clients import Asked, Clients
+from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, grown
-from prfaas.faults.stage import GATEWAYS, Stage
-from prfaas.faults.traces import Held, held, settled
+from prfaas.faults.questions import Question, Verdict, learnt, prompt
+from prfaas.faults.resource_usage import Held, held, settled
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
@@ -91,7 +91,7 @@ class SoakReport:
 class Soak:
     def __init__(
         self,
-        stage: Stage,
+        stage: FaultDeployment,
         lengths: Lengths,
         options: SoakOptions,
         say: Callable[[str], None],

@@ -1,6 +1,6 @@
 """The gateway's back, put together: membership, watching, routing, planning, lives of requests.
 
-`running` owns every task and connection of it; the front talks to the `Back` it yields.
+`running` owns every task and connection of it; the front talks to the `GatewayBackend` it yields.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
 from prfaas.errors import InputError
-from prfaas.gateway.ask import Ask, Refusal, Story, Upstream
-from prfaas.gateway.budget import RetryBudget
-from prfaas.gateway.calls import calling
-from prfaas.gateway.errands import Errands
-from prfaas.gateway.evacuating import Evacuations
-from prfaas.gateway.handing import ABORT_S, OPEN_S
-from prfaas.gateway.life import Lives, request_of
-from prfaas.gateway.moves import Moves
-from prfaas.gateway.planning import Planning
-from prfaas.gateway.record import Recorder
-from prfaas.gateway.replicating import Replicating
+from prfaas.gateway.decision_log import DecisionLog
+from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.dispatch.dispatcher import Dispatcher, request_of
+from prfaas.gateway.dispatch.handoff import ABORT_S, OPEN_S
+from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.gateway.fleet.polling import Poller
+from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.long_term_loop import LongTermLoop
+from prfaas.gateway.planning.prefix_copies import PrefixCopies
+from prfaas.gateway.planning.replication import Replication
+from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, Upstream
 from prfaas.gateway.router import Router
-from prfaas.gateway.showing import pace_metric, shown_explanation, shown_plan, shown_state
-from prfaas.gateway.watching import Watching
+from prfaas.gateway.status import pace_metric, shown_explanation, shown_plan, shown_state
+from prfaas.http_client.client import calling
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
@@ -42,23 +42,23 @@ END_S = OPEN_S + ABORT_S
 
 
 @dataclass(frozen=True, slots=True)
-class BackOptions:
+class BackendOptions:
     """What is not in the deployment file."""
 
     record: Path | None = None  # routing decisions, one JSON line each
     node_key: str | None = None  # sent to nodes and kvds as a bearer token
 
 
-class Back:
+class GatewayBackend:
     """A `Backend`."""
 
     def __init__(
         self,
         router: Router,
-        lives: Lives,
-        moves: Moves,
-        watching: Watching,
-        planning: Planning,
+        lives: Dispatcher,
+        moves: PrefixCopies,
+        watching: Poller,
+        planning: LongTermLoop,
         budget: RetryBudget,
         clock: Clock,
     ) -> None:
@@ -70,10 +70,12 @@ class Back:
         self._budget = budget
         self._clock = clock
 
-    def answer(self, ask: Ask, story: Story) -> AbstractAsyncContextManager[Upstream]:
+    def answer(
+        self, ask: GatewayRequest, story: RequestTrace
+    ) -> AbstractAsyncContextManager[Upstream]:
         return self._lives.answer(ask, story)
 
-    def explain(self, ask: Ask) -> dict[str, Any]:
+    def explain(self, ask: GatewayRequest) -> dict[str, Any]:
         prompt = PromptHashes(ask.token_ids.array, salt=ask.salt, adapter=ask.adapter)
         request = request_of(ask, 0, self._clock.now())
         return shown_explanation(self.router.explain(request, prompt))
@@ -94,7 +96,7 @@ class Back:
     def register(self, beat: Heartbeat) -> None:
         known = self.router.members.clusters
         if beat.cluster not in known:
-            raise Refusal(
+            raise RequestError(
                 400,
                 "unknown_cluster",
                 f"no cluster is named {beat.cluster!r}; there are: {', '.join(known)}",
@@ -110,41 +112,41 @@ class Back:
 async def running(
     deployment: Deployment,
     problem: Problem,
-    options: BackOptions | None = None,
+    options: BackendOptions | None = None,
     clock: Clock | None = None,
-) -> AsyncIterator[Back]:
+) -> AsyncIterator[GatewayBackend]:
     """`problem` is the deployment's, as `cli.wiring.Study.problem` builds it; the policy is
     `deployment.scheduler`'s."""
-    options, clock = options or BackOptions(), clock or MonotonicClock()
+    options, clock = options or BackendOptions(), clock or MonotonicClock()
     async with AsyncExitStack() as stack:
         recorder = None
         if options.record is not None:
             try:
-                recorder = Recorder(stack.enter_context(options.record.open("ab")))
+                recorder = DecisionLog(stack.enter_context(options.record.open("ab")))
             except OSError as error:
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
         calls = await stack.enter_async_context(calling(options.node_key))
         # Ended last, before the connections close: what is ended earlier still starts calls.
-        errands = await stack.enter_async_context(Errands(END_S))
+        errands = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         router = Router(deployment, problem, clock, recorder)
         budget = RetryBudget()
-        watching = Watching(router, calls, clock, tasks)
-        moves = Moves(router, calls, errands, clock)
+        watching = Poller(router, calls, clock, tasks)
+        moves = PrefixCopies(router, calls, errands, clock)
         rules = deployment.scheduler.moves
         evacuations = Evacuations(router, moves, errands, clock, rules)
-        planning = Planning(router, evacuations, deployment, problem, calls, clock)
+        planning = LongTermLoop(router, evacuations, deployment, problem, calls, clock)
         for member in router.members:
             watching.watch(member)
         loops = [tasks.create_task(watching.tick()), tasks.create_task(planning.run())]
         if deployment.gateway.plans:
-            replicating = Replicating(router, moves, evacuations, clock, rules)
+            replicating = Replication(router, moves, evacuations, clock, rules)
             loops.append(tasks.create_task(replicating.run()))
-        lives = Lives(router, calls, errands, moves, budget, clock)
+        lives = Dispatcher(router, calls, errands, moves, budget, clock)
         try:
-            yield Back(router, lives, moves, watching, planning, budget, clock)
+            yield GatewayBackend(router, lives, moves, watching, planning, budget, clock)
         finally:
             await lives.end(CUT_S)
             for loop in loops:

@@ -17,16 +17,16 @@ from aiohttp import web
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
 from prfaas.errors import InputError
-from prfaas.gateway.ask import Backend
-from prfaas.gateway.backend import BackOptions, running
-from prfaas.gateway.front import Front, Limits
-from prfaas.gateway.front.bodies import Bodies
-from prfaas.gateway.front.keys import Keyring, TenantKey
-from prfaas.gateway.front.metrics import FrontMetrics
-from prfaas.gateway.front.prompting import THREADS, Prompts
-from prfaas.gateway.front.stalls import watched
+from prfaas.gateway.api import GatewayApi, Limits
+from prfaas.gateway.api.api_keys import Keyring, TenantKey
+from prfaas.gateway.api.body_limits import BodyReader
+from prfaas.gateway.api.loop_lag import watched
+from prfaas.gateway.api.metrics import ApiMetrics
+from prfaas.gateway.api.prompts import THREADS, Prompts
+from prfaas.gateway.backend import BackendOptions, running
+from prfaas.gateway.request import Backend
 from prfaas.planner.problem import Problem
-from prfaas.text import Words
+from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
 _MB = 10**6
@@ -38,9 +38,9 @@ LINGER_S = 1.0  # what is still being sent behind a refusal is read so long, so 
 class GatewayOptions:
     """What was read from files that the deployment names, and what is not in it."""
 
-    words: Words | None = None
+    words: ModelTokenizer | None = None
     keys: Sequence[TenantKey] = ()
-    back: BackOptions = BackOptions()
+    back: BackendOptions = BackendOptions()
     drain_s: float = 30.0  # how long answers under way may take after a SIGTERM
 
 
@@ -79,15 +79,15 @@ async def serving(
     """The front over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
-        metrics = FrontMetrics()
+        metrics = ApiMetrics()
         metrics.include(backend.metrics)
-        front = Front(
+        front = GatewayApi(
             deployment.model.name,
             max_tokens,
             backend,
             Prompts(options.words, max_tokens, threads),
             Keyring(options.keys),
-            Bodies(
+            BodyReader(
                 each_bytes=int(section.max_body_mb * _MB),
                 all_bytes=int(section.max_bodies_mb * _MB),
                 patience_s=section.body_s,

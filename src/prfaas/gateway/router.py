@@ -18,28 +18,28 @@ from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager, PromptMatch
 from prfaas.clock import Clock
 from prfaas.config import Deployment
-from prfaas.gateway.ask import Refusal
-from prfaas.gateway.booking import Booking
-from prfaas.gateway.linking import LinkReports
-from prfaas.gateway.loop_log import LoopLog
-from prfaas.gateway.membership import HUNG_AFTER_S, Member, Membership
-from prfaas.gateway.node_client import Load
-from prfaas.gateway.record import Recorder
-from prfaas.gateway.work import PrefillWork
-from prfaas.kvd.messages import spec_of
+from prfaas.gateway.client.node_client import Load
+from prfaas.gateway.decision_log import DecisionLog
+from prfaas.gateway.dispatch.booking import Booking
+from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.membership import HUNG_AFTER_S, Member, Membership
+from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.request import RequestError
+from prfaas.gateway.short_term_log import ShortTermLog
+from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.kvd.report import Report
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.explain import Explanation, explain
-from prfaas.scheduler.pace import Paces
+from prfaas.scheduler.long_term.profile_correction import Paces
+from prfaas.scheduler.long_term.traffic import Traffic
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.scheduler.request import Request, Route, stays_because
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import LinkId, LinkView, View, without
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.scheduler.window import Traffic
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
-class Seeker:
+class PlacementRequest:
     """A request that wants a place."""
 
     request: Request
@@ -64,7 +64,7 @@ class Seeker:
 
 class Router:
     def __init__(
-        self, deployment: Deployment, problem: Problem, clock: Clock, recorder: Recorder | None
+        self, deployment: Deployment, problem: Problem, clock: Clock, recorder: DecisionLog | None
     ) -> None:
         self.started_s = clock.now()
         self.members = Membership(deployment)
@@ -73,7 +73,7 @@ class Router:
         longest = min(deployment.model.max_tokens, _LONGEST_LOOKUP)
         self.costs = costs_of(problem, longest)
         self.links = LinkReports(deployment)
-        self.loop_log = LoopLog()
+        self.loop_log = ShortTermLog()
         self.state = State(deployment.scheduler)
         self.plan: Plan | None = None  # until somebody can decode
         self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
@@ -81,7 +81,7 @@ class Router:
         self.manager = GlobalKVManager(problem.spec)
         self.traffic = Traffic(self.started_s, deployment.scheduler.replan.window_s)
         self.paces = Paces(deployment.scheduler.correction)
-        self.held: WaitingRoom[Seeker] = WaitingRoom()
+        self.held: WaitingRoom[PlacementRequest] = WaitingRoom()
         self.changed = asyncio.Event()  # somebody came or went
         self._clock = clock
         self._recorder = recorder
@@ -106,17 +106,17 @@ class Router:
 
     # Requests -------------------------------------------------------------------------------------
 
-    async def place(self, seeker: Seeker, patience_s: float) -> Booking:
-        """Where it goes now, or as soon as there is room. Raises `Refusal`."""
+    async def place(self, seeker: PlacementRequest, patience_s: float) -> Booking:
+        """Where it goes now, or as soon as there is room. Raises `RequestError`."""
         hold = self._refused(seeker)
         if hold is not None:
             await self._wait(seeker, hold, patience_s)
         assert seeker.booking is not None
         return seeker.booking
 
-    async def _wait(self, seeker: Seeker, hold: Hold, patience_s: float) -> None:
+    async def _wait(self, seeker: PlacementRequest, hold: Hold, patience_s: float) -> None:
         if len(self.held) >= MAX_HELD:
-            raise Refusal(
+            raise RequestError(
                 429,
                 "overloaded",
                 f"{len(self.held)} requests are waiting already",
@@ -135,13 +135,13 @@ class Router:
                 seeker.booking.close(self._clock.now())
             if isinstance(error, TimeoutError):
                 message = f"nobody could take it within {patience_s:.0f} s: {hold.reason}"
-                raise Refusal(503, "overloaded", message, retry_after_s=FULL_RETRY_S) from None
+                raise RequestError(503, "overloaded", message, retry_after_s=FULL_RETRY_S) from None
             raise
 
     def ask_again(self) -> None:
         """Tries those who wait, as far as there is room."""
         for line in self.held.lines():
-            refused: list[tuple[Seeker, Hold]] = []
+            refused: list[tuple[PlacementRequest, Hold]] = []
             while line is None or has_room(line, self._view({}), self.state):
                 seeker = self.held.take(line)
                 if seeker is None:
@@ -156,7 +156,7 @@ class Router:
             for seeker, hold in refused:
                 self.held.put(seeker, hold)
 
-    def _refused(self, seeker: Seeker) -> Hold | None:
+    def _refused(self, seeker: PlacementRequest) -> Hold | None:
         """Routes and books a request, unless it is to wait."""
         if self.plan is None:
             return _UNPLANNED._replace(precedence=seeker.request.arrived_s)

@@ -10,17 +10,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from prfaas.cache.lease import Occupancy, PoolStats
+from prfaas.kvd.engine_socket.messages import GroupShape, shapes_of
+from prfaas.kvd.engine_socket.server import Engines
 from prfaas.kvd.events import EventLog
-from prfaas.kvd.incoming import IncomingTransfers
-from prfaas.kvd.links import Links
-from prfaas.kvd.local import Engines
-from prfaas.kvd.messages import GroupShape, shapes_of
-from prfaas.kvd.outgoing import OutgoingTransfers
 from prfaas.kvd.role import Role
 from prfaas.kvd.store import Store
+from prfaas.kvd.transfers.incoming import IncomingTransfers
+from prfaas.kvd.transfers.links import Links
+from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
-from prfaas.transport.arrivals import ArrivalStats
 from prfaas.transport.listener import Listener
+from prfaas.transport.receiver import ArrivalStats
 from prfaas.types import Compat, LinkStats, NodeId
 
 # A report says how late the kvd was within the last seconds: long enough for what a gateway that

@@ -13,16 +13,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prfaas.cache.arena import Arena, choose_layout
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import CostAware
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.ssd import SpillFile
+from prfaas.cache.storage.arena import Arena, choose_layout
+from prfaas.cache.storage.ssd import SpillFile
 from prfaas.errors import InputError
+from prfaas.kvd.engine_socket.messages import Register, spec_of
 from prfaas.kvd.events import EventLog
-from prfaas.kvd.messages import Register, spec_of
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NodeId
 

@@ -1,8 +1,8 @@
 """One completion of an OpenAI server, with the moment of every token.
 
-Knows nothing of load or of what is served: a body goes out, an `Answer` comes back. Never raises
-for what a server or the network does; the answer then says what went wrong, in few words, so that
-equal failures can be counted.
+Knows nothing of load or of what is served: a body goes out, a `TimedAnswer` comes back. Never
+raises for what a server or the network does; the answer then says in few words what went wrong, so
+that equal failures can be counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIVEN_UP = "timeout"
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """Moments are on the asker's clock."""
 
     asked_s: float
@@ -86,12 +86,12 @@ class Target:
         *,
         limit: asyncio.Timeout | None = None,
         on_tokens: Callable[[], None] | None = None,
-    ) -> Answer:
+    ) -> TimedAnswer:
         """`body` is a whole JSON body; an answer that is no stream comes in one moment. After
         `within_s` it is given up; the answer has what came until then. A `limit` stands instead of
         `within_s` where the caller learns only later when to give up. `on_tokens` is called after
         every event that brought tokens."""
-        answer = Answer(self._clock.now(), on_tokens=on_tokens)
+        answer = TimedAnswer(self._clock.now(), on_tokens=on_tokens)
         named = {} if request_id is None else {"X-Request-Id": request_id}
         try:
             async with (
@@ -120,7 +120,7 @@ class Target:
         answer.ended_s = self._clock.now()
         return answer
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> str | None:
+    async def _read(self, response: aiohttp.ClientResponse, answer: TimedAnswer) -> str | None:
         pending = b""
         async for data in response.content.iter_any():
             now_s = self._clock.now()
@@ -136,7 +136,7 @@ class Target:
                     return failure
         return "stream cut short"
 
-    def _event(self, payload: bytes, answer: Answer, now_s: float) -> str | None:
+    def _event(self, payload: bytes, answer: TimedAnswer, now_s: float) -> str | None:
         try:
             event = self._decoder.decode(payload)
         except msgspec.MsgspecError:

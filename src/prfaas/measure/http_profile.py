@@ -23,7 +23,7 @@ from prfaas.engine.profiling import (
     step_together_s,
 )
 from prfaas.errors import EngineError, InputError
-from prfaas.measure.client import Answer, Target
+from prfaas.measure.client import Target, TimedAnswer
 from prfaas.measure.open_loop import Ask
 from prfaas.measure.prompts import Prompts, Run
 
@@ -79,7 +79,7 @@ class HttpProfiler:
         self._check_cached(answer, task)
         self._samples.prefilled(task, max(1e-6, answer.ttft_s - round_trip_s))
 
-    def _check_cached(self, answer: Answer, task: PrefillTask) -> None:
+    def _check_cached(self, answer: TimedAnswer, task: PrefillTask) -> None:
         """Where the server says what it had cached, that must be what was asked for."""
         if answer.cached_tokens in (None, task.cached_tokens):
             return
@@ -111,7 +111,7 @@ class HttpProfiler:
             fix="leave that batch out: the server decodes faster than it takes requests in",
         )
 
-    async def _answer(self, runs: Sequence[Run], output_tokens: int) -> Answer:
+    async def _answer(self, runs: Sequence[Run], output_tokens: int) -> TimedAnswer:
         body = self._ask.body(self._prompts.text(runs), output_tokens)
         answer = await self._target.complete(body)
         if answer.error is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from prfaas.clock import Clock
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
-from prfaas.measure.client import Answer, Target
+from prfaas.measure.client import Target, TimedAnswer
 from prfaas.measure.prompts import Prompts, Run
 from prfaas.sim.arrivals import Arrivals
 
@@ -148,7 +148,7 @@ class _Silent:
             self.over.set()
 
 
-def _outcome(answer: Answer, began_s: float, at_s: float) -> Outcome:
+def _outcome(answer: TimedAnswer, began_s: float, at_s: float) -> Outcome:
     moments = answer.moments_s
     output = answer.output_tokens or len(answer.token_ids) or len(moments)
     whole = answer.error is None

@@ -16,16 +16,16 @@ from aiohttp import web
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
-from prfaas.kvd.client import KvdClient
-from prfaas.kvd.keys import bearer
+from prfaas.kvd.engine_socket.client import KvdClient
+from prfaas.node.event_follower import EventFollower, Learner
 from prfaas.node.events import Announcer
-from prfaas.node.following import Follower, Learner
+from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.pooling import Pooling
 from prfaas.node.publisher import publishing
+from prfaas.node.request_runner import serving
 from prfaas.node.server import Model, Surface
-from prfaas.node.serving import serving
-from prfaas.text import Words
+from prfaas.security.deployment_key import bearer
+from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class NodeSettings:
 
 async def run_node(
     engine: Engine,
-    words: Words | None,
+    words: ModelTokenizer | None,
     kvd: KvdPlace,
     settings: NodeSettings,
     report: Callable[[str], None],
@@ -76,7 +76,7 @@ async def run_node(
         served = await stack.enter_async_context(
             serving(
                 engine,
-                Pooling(client, block_tokens),
+                JobBuilder(client, block_tokens),
                 metrics,
                 MonotonicClock(),
                 Learner(announcer, publisher),
@@ -93,7 +93,7 @@ async def run_node(
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(headers=bearer(kvd.key))
             )
-            follower = Follower(session, kvd.url)
+            follower = EventFollower(session, kvd.url)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)
         await stop.wait()

@@ -15,12 +15,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prfaas import __version__
 from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Sampling, Token
 from prfaas.errors import InputError
-from prfaas.node import failures
-from prfaas.node.answers import CHAT, DONE, TEXT, Account, Shape, error_piece
-from prfaas.node.failures import RequestFailed
+from prfaas.node import errors
+from prfaas.node.errors import RequestError
+from prfaas.node.job_builder import Work
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.pooling import Work
-from prfaas.node.protocol import (
+from prfaas.node.request_runner import Ongoing, RequestRunner
+from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     Generation,
     RemoteDecode,
@@ -29,8 +29,8 @@ from prfaas.node.protocol import (
     parse_completion,
     transfer_of,
 )
-from prfaas.node.serving import Ongoing, Serving
-from prfaas.text import Answer, Words
+from prfaas.node.responses import CHAT, DONE, TEXT, Account, Shape, error_piece
+from prfaas.text import AnswerText, ModelTokenizer
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids as JSON are some 8 MB
 
@@ -40,12 +40,12 @@ class Model:
     """What is served, under which name."""
 
     name: str
-    words: Words | None  # None: token ids only
+    words: ModelTokenizer | None  # None: token ids only
     kvd_url: str | None = None  # where a gateway finds this node's kvd
     events: str | None = None  # where KV events are published, and where they are replayed
     replay: str | None = None
 
-    def speaking(self) -> Words:
+    def speaking(self) -> ModelTokenizer:
         if self.words is None:
             raise InputError(
                 "this node has no tokenizer", where="prompt", fix="send a list of token ids"
@@ -55,7 +55,7 @@ class Model:
 
 class Surface:
     def __init__(
-        self, model: Model, engine: Engine, serving: Serving, metrics: NodeMetrics
+        self, model: Model, engine: Engine, serving: RequestRunner, metrics: NodeMetrics
     ) -> None:
         self._model = model
         self._engine = engine
@@ -77,7 +77,7 @@ class Surface:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._serving.draining:
-            raise RequestFailed("draining", "this node is shutting down")
+            raise RequestError("draining", "this node is shutting down")
         return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -145,7 +145,7 @@ class Surface:
 
     def _check_model(self, asked: Generation) -> None:
         if asked.model is not None and asked.model != self._model.name:
-            raise RequestFailed(
+            raise RequestError(
                 "model_not_found",
                 f"{asked.model!r} is not served here; {self._model.name!r} is",
                 param="model",
@@ -199,7 +199,7 @@ class Surface:
             created_s=int(time.time()),
             prompt_tokens=len(work.prompt),
             return_token_ids=asked.return_token_ids,
-            answer=Answer(words.decode if words is not None else None, asked.stops),
+            answer=AnswerText(words.decode if words is not None else None, asked.stops),
             transfer=handed_off,
         )
 
@@ -251,7 +251,7 @@ class Surface:
                     text = account.finished(finished)
                     await response.write(account.piece(text, held))
                 case Failed(error):
-                    failure = failures.of_job(error)
+                    failure = errors.of_job(error)
                     await response.write(error_piece(failure.body()))
                     break
         if account.finish_reason is not None and asked.stream_options is not None:
@@ -267,11 +267,11 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
         answer: web.StreamResponse = await handler(request)
         return answer
     except InputError as error:
-        failure = failures.bad_input(error)
-    except RequestFailed as error:
+        failure = errors.bad_input(error)
+    except RequestError as error:
         failure = error
     except web.HTTPRequestEntityTooLarge:
-        failure = RequestFailed("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
+        failure = RequestError("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
     headers = {}
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))

@@ -61,7 +61,7 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Comparison:
     reading: Reading
     prfaas_pd: Solution
     homogeneous: Solution | None
@@ -95,13 +95,13 @@ class Planner:
         # Points of a sweep often share baselines: a link's speed is nothing to homogeneous PD.
         self._solved: dict[tuple[Problem, float | None], Solution] = {}
 
-    def plan(self, problem: Problem, load_rps: float | None = None) -> Plan:
+    def plan(self, problem: Problem, load_rps: float | None = None) -> Comparison:
         assert problem.workload is self._cuts.workload, "a planner serves one workload"
 
         def solved(other: Problem | None) -> Solution | None:
             return None if other is None else self.solve(other, load_rps)
 
-        return Plan(
+        return Comparison(
             reading=self._reading,
             prfaas_pd=self.solve(problem, load_rps),
             homogeneous=solved(baselines.homogeneous(problem)),
@@ -190,7 +190,7 @@ class Planner:
         )
 
 
-def make_plan(problem: Problem, reading: Reading, load_rps: float | None = None) -> Plan:
+def make_plan(problem: Problem, reading: Reading, load_rps: float | None = None) -> Comparison:
     return Planner(problem, reading).plan(problem, load_rps)
 
 

@@ -1,8 +1,8 @@
 """What prefills, hand-offs and copies cost on this deployment: the numbers routing weighs.
 
 Made of the planner's own parts, so that a prediction here and the planner's `exact` reading agree.
-Fixed for the life of a deployment, but for the pace of its clusters (`scheduler/pace.py`). Lookups
-only: routing asks several times per request.
+Fixed for the life of a deployment, except for the correction of its clusters' profiles
+(`scheduler/long_term/profile_correction.py`). Lookups only: routing asks several times per request.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from prfaas.cache.arena import choose_layout
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import CostAware
 from prfaas.cache.groups import rules_for, unit_bytes
@@ -19,6 +18,7 @@ from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
+from prfaas.cache.storage.arena import choose_layout
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import PrefillProfile
 from prfaas.scheduler.handoff import handoff

@@ -8,8 +8,8 @@ from math import inf
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig, link_id
-from prfaas.sim.result import Result
-from prfaas.sim.upheaval import schedule
+from prfaas.sim.faults import schedule
+from prfaas.sim.results.result import Result
 from prfaas.sim.world import World
 
 _STEPS = 200  # of progress

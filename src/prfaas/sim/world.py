@@ -19,22 +19,22 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.congestion import Verdict
 from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.long_term.traffic import Traffic
 from prfaas.scheduler.plan import Plan, Role, first_plan, hardware_for
 from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import State
 from prfaas.scheduler.view import CachedPrefix, LinkId, LinkView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.scheduler.window import Traffic
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.caches import Caches
 from prfaas.sim.config import SimConfig, link_id, local_nodes, node_names
 from prfaas.sim.events import Events
 from prfaas.sim.job import Job
 from prfaas.sim.links import FluidLink
-from prfaas.sim.meters import Columns, Load, Samples
 from prfaas.sim.nodes import Batch, SimNode
-from prfaas.sim.result import PlanChange, Span
+from prfaas.sim.results.meters import Columns, Load, Samples
+from prfaas.sim.results.result import PlanChange, Span
 from prfaas.types import ClusterId, LinkStats, NodeId
 
 NOTHING: Mapping[NodeId, CachedPrefix] = {}

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import WireError
-from prfaas.kvd.messages import Commit, Frames, Numbered, Ready, Register, decode_call, frame
+from prfaas.kvd.engine_socket.messages import (
+    Commit,
+    Frames,
+    Numbered,
+    Ready,
+    Register,
+    decode_call,
+    frame,
+)
 
 _READ_BYTES = 1 << 16
 _END_S = 10.0

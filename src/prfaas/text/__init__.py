@@ -5,7 +5,7 @@ is the same tokens wherever it is read.
 
 from prfaas.text.chat import Chat
 from prfaas.text.conversation import is_multimodal
-from prfaas.text.growing import Answer
-from prfaas.text.words import Words, load_words
+from prfaas.text.detokenizer import AnswerText
+from prfaas.text.tokenizer import ModelTokenizer, load_tokenizer
 
-__all__ = ["Answer", "Chat", "Words", "is_multimodal", "load_words"]
+__all__ = ["AnswerText", "Chat", "ModelTokenizer", "is_multimodal", "load_tokenizer"]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost
-from prfaas.transport.laid import FileRange
+from prfaas.transport.buffers import FileRange
 
 TICK_S = 0.25
 _TIMEVAL = struct.Struct("@ll")

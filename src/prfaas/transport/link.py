@@ -21,18 +21,9 @@ from itertools import islice
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, InputError, WireError
 from prfaas.lateness import LateSince, never_late
+from prfaas.transport.buffers import FileSlice
 from prfaas.transport.channel import TICK_S, Channel, connect
-from prfaas.transport.departures import (
-    Departures,
-    Nothing,
-    SendAbort,
-    SendFrame,
-    SendOpen,
-    SendProbe,
-    Work,
-)
 from prfaas.transport.grants import transfer_key
-from prfaas.transport.laid import FileSlice
 from prfaas.transport.messages import (
     HELLO,
     Ended,
@@ -44,7 +35,16 @@ from prfaas.transport.messages import (
     encode,
 )
 from prfaas.transport.meter import Meter
-from prfaas.transport.outgoing import Outgoing
+from prfaas.transport.sender import (
+    Nothing,
+    SendAbort,
+    SenderTransfers,
+    SendFrame,
+    SendOpen,
+    SendProbe,
+    Work,
+)
+from prfaas.transport.sender_transfer import SenderTransfer
 from prfaas.transport.wire import (
     MAX_MANIFEST_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -125,7 +125,7 @@ class FrameSize:
 class Transfer:
     """One granted transfer, for the owner of its bytes."""
 
-    def __init__(self, link: Link, outgoing: Outgoing) -> None:
+    def __init__(self, link: Link, outgoing: SenderTransfer) -> None:
         self._link = link
         self._outgoing = outgoing
 
@@ -180,7 +180,7 @@ class Link:
         self.clock = clock or MonotonicClock()
         self._late_since = late_since
         self.closing = threading.Event()
-        self.departures = Departures(
+        self.departures = SenderTransfers(
             in_flight_limit=self.options.in_flight_bytes,
             rate_bps=self.options.rate_bps,
             open_s=self.options.open_s,
@@ -227,7 +227,7 @@ class Link:
             )
         if self.closing.is_set():
             raise InputError("this link is closed")
-        outgoing = Outgoing(
+        outgoing = SenderTransfer(
             transfer_key(grant.transfer_id),
             auth_of(grant.token),
             manifest,

@@ -19,10 +19,10 @@ from itertools import chain
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, WireError
-from prfaas.transport.arrivals import Arrivals, ArrivalStats
 from prfaas.transport.channel import TICK_S, Channel, tune
-from prfaas.transport.incoming import Claims, Incoming, Receiver
 from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
+from prfaas.transport.receiver import ArrivalStats, ReceiverTransfers
+from prfaas.transport.receiver_transfer import Claims, Receiver, ReceiverTransfer
 from prfaas.transport.wire import (
     HEADER_BYTES,
     MAX_ACKS,
@@ -71,7 +71,7 @@ class Listener:
         self._options = options or ListenerOptions()
         self._tls = tls
         self._clock = clock or MonotonicClock()
-        self._arrivals = Arrivals(self._clock)
+        self._arrivals = ReceiverTransfers(self._clock)
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
         self._closing = threading.Event()
         self._lock = threading.Lock()  # of the two sets below
@@ -213,7 +213,7 @@ class _Session:
     def __init__(
         self,
         channel: Channel,
-        arrivals: Arrivals,
+        arrivals: ReceiverTransfers,
         measure: _MeasureBudget,
         options: ListenerOptions,
         clock: Clock,
@@ -280,7 +280,7 @@ class _Session:
         else:
             raise WireError(f"a {header.kind.name} from a sender")
 
-    def _open(self, header: Header, transfer: Incoming, manifest: Manifest) -> None:
+    def _open(self, header: Header, transfer: ReceiverTransfer, manifest: Manifest) -> None:
         refusal = self._arrivals.open(transfer, manifest)
         if refusal is not None:
             # What cannot begin holds nothing: the reservation goes back at once.
@@ -301,9 +301,9 @@ class _Session:
         claims = None if isinstance(found, Ended) else self._arrivals.claim(found, pieces)
         if isinstance(found, Ended) or claims is None:
             self._drain(sum(piece.wire_bytes for piece in pieces))
-            if isinstance(found, Incoming) and found.result is None:
+            if isinstance(found, ReceiverTransfer) and found.result is None:
                 raise WireError("data before OPEN")
-            ended = found.result if isinstance(found, Incoming) else found
+            ended = found.result if isinstance(found, ReceiverTransfer) else found
             assert ended is not None
             self._answer(Kind.ENDED, header, encode(ended))
             return
@@ -312,7 +312,7 @@ class _Session:
     def _receive(
         self,
         header: Header,
-        transfer: Incoming,
+        transfer: ReceiverTransfer,
         table: memoryview,
         pieces: list[Piece],
         claims: Claims,

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from prfaas.engine.api import Job, Resume, Sampling
-from prfaas.engine.driving import run
 from prfaas.engine.hf import HFEngine, load_model
 from prfaas.engine.memory import MemorySegments
+from prfaas.engine.runner import run
 
 
 def main(directory: str, cases: str, answers: str) -> None:

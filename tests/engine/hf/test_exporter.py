@@ -10,9 +10,9 @@ import pytest
 
 from prfaas.engine.api import Export, Job, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.engine.driving import run
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import MemorySegments
+from prfaas.engine.runner import run
 from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
 from tests.engine.hf import models
 

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, Qwen3Config, Qwen3ForCausalLM
 
 from prfaas.engine.api import Job, Sampling
-from prfaas.engine.driving import run
 from prfaas.engine.hf import load_model
+from prfaas.engine.runner import run
 from prfaas.errors import InputError
 from prfaas.kvspec import build_spec
 from tests.catalog.hf_tiny import TINY

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prfaas.engine.api import Export, Job, Resume, Sampling
-from prfaas.engine.driving import run
 from prfaas.engine.memory import MemorySegments
+from prfaas.engine.runner import run
 from prfaas.errors import EngineError
 from prfaas.testing.token_identical import Generation, compare
 from tests.engine.hf import models

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.engine.api import Export, Job, Resume, Sampling
-from prfaas.engine.driving import Outcome, Running, run
 from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
+from prfaas.engine.runner import Outcome, Running, run
 from prfaas.kvspec import FullAttention
 from prfaas.testing.token_identical import Generation, assert_token_identical
 from tests.engine.hf import models

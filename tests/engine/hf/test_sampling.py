@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from prfaas.engine.api import Finished, Job, Sampling
-from prfaas.engine.driving import Running, run
 from prfaas.engine.hf.sampling import Sampler
+from prfaas.engine.runner import Running, run
 from tests.engine.hf import models
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.4]))

@@ -26,9 +26,9 @@ from prfaas.engine.api import (
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
-from prfaas.engine.desk import JobDesk, as_ours
 from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
 from prfaas.engine.emulated.sequence import Sequence
+from prfaas.engine.job_queue import JobQueue, as_ours
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import DecodeStep, PrefillProfile
@@ -79,7 +79,7 @@ class EmulatedEngine:
             block_tokens=block_tokens,
             layout="emulated",
         )
-        self._desk: JobDesk[Sequence] = JobDesk(limits.max_waiting)
+        self._desk: JobQueue[Sequence] = JobQueue(limits.max_waiting)
         self._prefilling: Sequence | None = None  # the thread's own, as are the next two;
         self._running: list[Sequence] = []  # changed under the desk's lock, for `stats`
         self._free_s = self._clock.now()  # when what was begun is due to end

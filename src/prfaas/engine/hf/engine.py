@@ -27,12 +27,12 @@ from prfaas.engine.api import (
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
-from prfaas.engine.desk import JobDesk, as_ours
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.sampling import Sampler
 from prfaas.engine.hf.slots import SlotCache
+from prfaas.engine.job_queue import JobQueue, as_ours
 from prfaas.errors import EngineError
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NotNow
@@ -79,7 +79,7 @@ class HFEngine:
             torch.empty(0, dtype=loaded.dtype, device=loaded.device),
             additive_masks=loaded.model.config._attn_implementation == "eager",
         )
-        self._desk: JobDesk[_Sequence] = JobDesk(max_waiting)
+        self._desk: JobQueue[_Sequence] = JobQueue(max_waiting)
         self._prefilling: _Sequence | None = None  # the thread's own, as is the next; changed
         self._running: list[_Sequence] = []  # (row by row) under the desk's lock, for `stats`
         self._thread = threading.Thread(target=self._work, name="prfaas-engine", daemon=True)

@@ -22,10 +22,10 @@ from prfaas.integrations.vllm import compat
 from prfaas.integrations.vllm.events import EventRelay
 from prfaas.integrations.vllm.layout import NativeLayout, native_layout
 from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
-from prfaas.integrations.vllm.scheduling import SchedulerSide
+from prfaas.integrations.vllm.scheduler_side import SchedulerSide
 from prfaas.integrations.vllm.steps import Steps
-from prfaas.integrations.vllm.working import WorkerSide
-from prfaas.kvd.client import KvdClient
+from prfaas.integrations.vllm.worker_side import WorkerSide
+from prfaas.kvd.engine_socket.client import KvdClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ import zmq
 
 from prfaas.errors import PrfaasError
 from prfaas.integrations.vllm.layout import NativeLayout
-from prfaas.kvd.client import KvdClient
+from prfaas.kvd.engine_socket.client import KvdClient
 
 _LOG = logging.getLogger(__name__)
 _POLL_MS = 200  # how soon a close is noticed

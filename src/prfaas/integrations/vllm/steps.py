@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from prfaas.integrations.vllm.layout import Move
-from prfaas.kvd.messages import Ticket
+from prfaas.kvd.engine_socket.messages import Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,232 @@
+"""The demo's first scene: a real model on three nodes, short and long prompts, a WAN cut."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from prfaas.clock import MonotonicClock
+from prfaas.config import Deployment
+from prfaas.demo.scene import Check, RelayEar, watched, with_policy
+from prfaas.errors import PeerError
+from prfaas.launch.attached_process import tether
+from prfaas.launch.commands import hosts, ways
+from prfaas.launch.deployment import Live, launched_gateway, launched_hosts
+from prfaas.launch.preparation import CACHE, TINY_DEVICE, Wish, prepared, tiny_deployment
+from prfaas.launch.request_outcomes import RequestOutcomes, Told
+from prfaas.measure.client import Target, TimedAnswer, connect
+from prfaas.measure.open_loop import Ask
+from prfaas.measure.prompts import Prompts, Run
+
+OUTPUT_TOKENS = 16
+CUT_PROMPTS = 2
+OUTAGE_S = 2.0
+TOLD_S = 60.0  # for the gateway's line about a request to arrive; only a lost line takes longer
+LOOK_S = 0.02
+
+
+@dataclass(slots=True)
+class Served:
+    """One prompt: what the deployment answered, and what one process alone answers."""
+
+    what: str
+    ids: list[int]
+    answer: TimedAnswer
+    told: Told
+    wan_bytes: int | None
+    expected: list[int] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        return self.answer.error is None and self.answer.token_ids == self.expected
+
+
+class Scene:
+    def __init__(
+        self, live: Live, stories: RequestOutcomes, ear: RelayEar, gateway: Target, alone: Target
+    ) -> None:
+        assert gateway.model is not None
+        self._stories = stories
+        self._ear = ear
+        self._gateway = gateway
+        self._alone = alone
+        self._ask = Ask(gateway.model)
+        self._prompts = Prompts()
+        (way,) = ways(live.deployment)
+        self._relay = live.hosts.children.named(way.name)
+
+    def ids(self, name: str, tokens: int) -> list[int]:
+        text = self._prompts.text([Run(name.encode(), tokens)])
+        return [int(word) for word in text.split(b",")]
+
+    async def served(self, what: str, ids: list[int], *, counted: bool = True) -> Served:
+        """`counted`: nothing else uses the WAN meanwhile, so the relay's counter is of this one."""
+        before = await self._ear.carried_bytes(self._relay) if counted else 0
+        answer = await self._gateway.complete(_body(self._ask, ids))
+        wan_bytes = await self._ear.carried_bytes(self._relay) - before if counted else None
+        return Served(what, ids, answer, await self._told(answer), wan_bytes)
+
+    async def expect(self, served: Sequence[Served]) -> None:
+        """The same prompts on one node alone, under a salt that nobody has used."""
+        assert self._alone.model is not None
+        for one in served:
+            alone = Ask(self._alone.model, salt=secrets.token_hex(8))
+            answer = await self._alone.complete(_body(alone, one.ids))
+            if answer.error is not None:
+                raise PeerError(f"{self._alone.url}: {answer.error}")
+            one.expected = answer.token_ids
+
+    async def cut(self, prompts: Sequence[list[int]]) -> list[Served]:
+        """Long prompts at once; when their KV is on its way the WAN goes down, for a while."""
+        idle = await self._ear.carried_bytes(self._relay)
+        asking = [
+            asyncio.create_task(self.served(f"during the cut {n}", ids, counted=False))
+            for n, ids in enumerate(prompts, start=1)
+        ]
+        while await self._ear.carried_bytes(self._relay) == idle:
+            if all(task.done() for task in asking):
+                break
+            await asyncio.sleep(LOOK_S)
+        for order in ("outage", "cut"):
+            self._relay.tell(order)
+        await asyncio.sleep(OUTAGE_S)
+        self._relay.tell("restore")
+        return await asyncio.gather(*asking)
+
+    async def _told(self, answer: TimedAnswer) -> Told:
+        async with asyncio.timeout(TOLD_S):
+            return await self._stories.of(answer.request_id)
+
+
+async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
+    wish = Wish("hf", device=TINY_DEVICE)
+    deployment, profile = tiny_deployment(CACHE, wish, say)
+    ready = prepared(with_fixed_threshold(deployment), profile, wish, folder)
+    stories, ear = RequestOutcomes(), RelayEar()
+    async with (
+        launched_hosts(
+            ready.deployment, ready.engines, folder, tether(), say=say, heard=ear.heard
+        ) as here,
+        launched_gateway(here, ready.deployment, say=say, heard=stories.heard) as live,
+        connect(live.gateway_url, MonotonicClock()) as gateway,
+        connect(_remote_url(live), MonotonicClock()) as alone,
+    ):
+        scene = Scene(live, stories, ear, gateway, alone)
+        return await watched(here.children, _play(scene, live, screen, say))
+
+
+def with_fixed_threshold(deployment: Deployment) -> Deployment:
+    """The scene shows the plan's threshold. So it is served by the policy that routes by it, and
+    without the loop that raises it: on a busy machine the relay is slow, and the loop may take that
+    for a slow link."""
+    deployment = with_policy(deployment, "paper")
+    rules = deployment.scheduler
+    fixed = msgspec.structs.replace(rules.paper, limit=1.0)
+    return msgspec.structs.replace(
+        deployment, scheduler=msgspec.structs.replace(rules, paper=fixed)
+    )
+
+
+async def _play(
+    scene: Scene, live: Live, screen: Console, say: Callable[[str], None]
+) -> list[Check]:
+    state = await live.state()
+    threshold = state["plan"]["threshold_tokens"]
+    short, long = max(16, threshold // 4), threshold + threshold // 4
+    say("sending a short prompt, a long one, and a second turn of each")
+    served = [await scene.served("warm-up", scene.ids("warm-up", long))]
+    for name, tokens in (("short", short), ("long", long)):
+        first = await scene.served(name, scene.ids(name, tokens))
+        more = [*first.ids, *first.answer.token_ids, *scene.ids(f"{name} again", short)]
+        served += [first, await scene.served(f"{name}, second turn", more)]
+    served = served[1:]  # the first one made connections and met cold code
+    say("asking one node alone for the same answers")
+    await scene.expect(served)
+    link = live.deployment.links[0]
+    model = live.deployment.model.name
+    screen.print(
+        _table(
+            f"{model}: what has more than {threshold:,} uncached tokens (the plan's threshold) is "
+            f"long; WAN of {link.gbps:g} Gbit/s, {link.rtt_ms:g} ms",
+            served,
+        )
+    )
+    say(f"cutting the WAN for {OUTAGE_S:g} s under {CUT_PROMPTS} long prompts")
+    cut = await scene.cut([scene.ids(f"cut {n}", long) for n in range(CUT_PROMPTS)])
+    await scene.expect(cut)
+    screen.print(_table("the WAN was cut while their KV travelled", cut))
+    return _checks(served, cut)
+
+
+def _checks(served: Sequence[Served], cut: Sequence[Served]) -> list[Check]:
+    def routes(name: str) -> list[str]:
+        return [one.told.route for one in served if one.what == name]
+
+    equal, lost = sum(one.same for one in served), [one for one in cut if not one.same]
+    again = [one.told.cached_tokens for one in served if "second" in one.what]
+    saved = [one for one in cut if one.told.attempts > 1]
+    return [
+        Check(
+            "short prompts stay, long ones are offloaded",
+            routes("short") == ["local"] and routes("long") == ["remote"],
+            f"short: {routes('short')[0]}, long: {routes('long')[0]}",
+        ),
+        Check("a second turn reuses the first", all(again), f"{again} tokens were cached"),
+        Check(
+            "answers equal those of one process alone",
+            equal == len(served),
+            f"{equal} of {len(served)}, token by token",
+        ),
+        Check(
+            "a cut WAN loses nothing",
+            not lost,
+            f"{len(cut) - len(lost)} of {len(cut)} answered rightly; {len(saved)} of them at a "
+            "second attempt",
+        ),
+    ]
+
+
+def _table(title: str, served: Sequence[Served]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "prompt",
+        "tokens",
+        "cached",
+        "prefilled at",
+        "why",
+        "WAN (KB)",
+        "TTFT (s)",
+        "=",
+    ):
+        table.add_column(column, justify="right" if column[0] in "tcWT" else "left")
+    for one in served:
+        told = one.told
+        again = f"; attempt {told.attempts}" if told.attempts > 1 else ""
+        table.add_row(
+            one.what,
+            f"{len(one.ids):,}",
+            f"{told.cached_tokens:,}",
+            told.prefill or told.decode,
+            f"{told.reason.partition(':')[0]}{again}",
+            "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
+            "-" if not one.answer.moments_s else f"{one.answer.ttft_s:.2f}",
+            "equal" if one.same else one.answer.error or "NOT equal",
+        )
+    return table
+
+
+def _remote_url(live: Live) -> str:
+    remote = live.deployment.of_kind("prfaas")[0].name
+    first = next(host for host in hosts(live.deployment) if host.cluster == remote)
+    return live.hosts.engine_urls[first.name]
+
+
+def _body(ask: Ask, ids: Sequence[int]) -> bytes:
+    return ask.body(",".join(map(str, ids)).encode(), OUTPUT_TOKENS)

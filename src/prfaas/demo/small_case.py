@@ -1,0 +1,205 @@
+"""A deployment on emulated accelerators, made small, and the baselines of the same hardware: what
+the demo's second scene, `bench agree` and `bench episode` serve, plan and simulate.
+
+All of them take turns on one set of hosts. The problem is the small world's own, so that what is
+planned and simulated is what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.clock import MonotonicClock
+from prfaas.config import Deployment
+from prfaas.demo.disturbance import Counters, Disturbance, disturbance
+from prfaas.demo.probe import probing
+from prfaas.demo.scene import RelayEar
+from prfaas.engine.emulated.pace import Scales
+from prfaas.launch.children import Child
+from prfaas.launch.commands import Engines, ways
+from prfaas.launch.deployment import Hosts, Live, launched_gateway
+from prfaas.launch.preparation import Prepared, Wan, Wish, prepared
+from prfaas.launch.step_timing import step_timing
+from prfaas.measure.client import GIVEN_UP, connect
+from prfaas.measure.open_loop import Ask, Outcome, offer
+from prfaas.measure.prompts import Prompts
+from prfaas.planner.problem import Problem
+from prfaas.sim.arrivals import Arrivals
+from prfaas.studies.problem_files import Study
+
+Array = npt.NDArray[np.float64]
+
+AS_STATED = Wan()
+WARM_SHARE = 0.2  # of the arrivals, before anything is counted
+NEVER_S = 1e9
+SYSTEMS = ("prfaas_pd", "homogeneous", "naive")
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCase:
+    deployment: Deployment
+    engines: Engines
+    problem: Problem
+
+
+def small_case(
+    deployment: Deployment,
+    file: Path,
+    folder: Path,
+    scales: Scales,
+    system: str = SYSTEMS[0],
+    wan: Wan = AS_STATED,
+) -> SmallCase:
+    """`deployment` is what `file` says. What engines read is written into `folder`."""
+    baseline = None if system == SYSTEMS[0] else system
+    made = prepared(deployment, file, Wish("emulated", scales, baseline, wan), folder)
+    problem = Study(folder / "deployment.toml", "exact").problem(made.deployment)
+    return SmallCase(made.deployment, made.engines, problem)
+
+
+def hosts_enough(cases: Mapping[str, SmallCase]) -> Prepared:
+    """For each of them: their deployments take turns on the same processes."""
+    first = cases[SYSTEMS[0]]
+    gpus = {
+        cluster.name: max(
+            c.gpus
+            for one in cases.values()
+            for c in one.deployment.clusters
+            if c.name == cluster.name
+        )
+        for cluster in first.deployment.clusters
+    }
+    clusters = [
+        msgspec.structs.replace(c, gpus=gpus[c.name], prefill=None, decode=None)
+        for c in first.deployment.clusters
+    ]
+    deployment = msgspec.structs.replace(first.deployment, clusters=clusters)
+    return Prepared(deployment, first.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What became of a load, live."""
+
+    outcomes: list[Outcome]
+    egress_bps: float  # over the WAN, until the last arrival
+    disturbance: Disturbance  # until then, too
+
+
+async def offered(
+    hosts: Hosts,
+    deployment: Deployment,
+    arrivals: Arrivals,
+    ear: RelayEar,
+    *,
+    first_tokens_s: float = 0.0,
+) -> Offered:
+    """Start a gateway over the hosts and send it the arrivals. Requests that have not ended by the
+    last arrival are given up: the end of a run counts for nothing. With `first_tokens_s` they are
+    given up when each of them has a first token, at most so much later. A request that has none
+    then is lost."""
+    clock = MonotonicClock()
+    (way,) = ways(hosts.deployment)
+    relay = hosts.children.named(way.name)
+    async with (
+        launched_gateway(hosts, deployment) as live,
+        connect(live.gateway_url, clock) as target,
+    ):
+        assert target.model is not None
+        ask = Ask(target.model, salt=secrets.token_hex(8))
+        until_s = float(arrivals.at_s[-1])
+        before = await _counters(live, relay, ear)
+        load = asyncio.create_task(
+            offer(
+                target,
+                arrivals,
+                ask,
+                Prompts(),
+                clock,
+                give_up_s=until_s,
+                first_tokens_s=first_tokens_s,
+            )
+        )
+        try:
+            async with probing() as probe:
+                await asyncio.sleep(until_s)
+            after = await _counters(live, relay, ear)
+            outcomes = await load
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+    carried_bytes = after.relay.to_target_bytes - before.relay.to_target_bytes
+    late_s = float(np.mean([max(0.0, one.late_s) for one in outcomes]))
+    disturbed = disturbance(before, after, late_s, probe.mean_late_s)
+    return Offered(outcomes, carried_bytes * 8 / until_s, disturbed)
+
+
+async def _counters(live: Live, relay: Child, ear: RelayEar) -> Counters:
+    engines = await step_timing(live.http, live.hosts.engine_urls.values())
+    return Counters(engines, await ear.stats(relay))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """First tokens of one run, in the seconds of the deployment that was made small."""
+
+    counted: int
+    rps: float
+    ttft_mean_s: float
+    ttft_p90_s: float
+
+
+def seen(arrival_s: Array, first_token_s: Array, scales: Scales) -> Seen:
+    """Of the time from the warm-up's end to the last arrival: first tokens per second, and the TTFT
+    of those who arrived and were answered in it. Seconds in are this machine's."""
+    start_s, stop_s = arrival_s[int(len(arrival_s) * WARM_SHARE)], arrival_s[-1]
+    inside = (first_token_s >= start_s) & (first_token_s <= stop_s)
+    ttft_s = (first_token_s - arrival_s)[inside & (arrival_s >= start_s)] / scales.time
+    if not ttft_s.size:
+        return Seen(0, 0.0, np.nan, np.nan)
+    rps = float(inside.sum() / (stop_s - start_s)) * scales.time
+    return Seen(int(inside.sum()), rps, float(ttft_s.mean()), float(np.quantile(ttft_s, 0.9)))
+
+
+def egress_gbps(egress_bps: float, scales: Scales) -> float:
+    """As the deployment that was made small would have sent it."""
+    return egress_bps / 1e9 * scales.time / scales.bytes
+
+
+def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[Outcome]) -> Array:
+    """Since the beginning of the load, in the order of the arrivals. NaN: none came."""
+    first_s = np.full(len(arrivals), np.nan)
+    rows = {at_s: row for row, at_s in enumerate(arrivals.at_s.tolist())}
+    for one in outcomes:
+        if one.ttft_s is not None:
+            first_s[rows[one.at_s]] = one.at_s + one.late_s + one.ttft_s
+    return first_s
+
+
+def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """By kind. A request that the end of a run cut off has not failed."""
+    return dict(Counter(one.error for one in outcomes if one.error not in (None, GIVEN_UP)))
+
+
+def lost(outcomes: Sequence[Outcome]) -> int:
+    """Requests without a first token in a run that waited for first tokens."""
+    return sum(one.error == GIVEN_UP and one.ttft_s is None for one in outcomes)
+
+
+def with_one_plan(deployment: Deployment) -> Deployment:
+    """The same deployment without the long-term loop, so that one plan is compared with another
+    rather than with what the loop makes of it."""
+    rules = deployment.scheduler
+    replan = msgspec.structs.replace(rules.replan, every_s=NEVER_S)
+    return msgspec.structs.replace(
+        deployment, scheduler=msgspec.structs.replace(rules, replan=replan)
+    )

@@ -1,0 +1,103 @@
+"""The live table of `prfaas up`, from what the gateway says of itself. Pure but for rich."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.scheduler.congestion import Verdict
+
+
+def live_view(state: Mapping[str, Any], stories: RequestOutcomes) -> RenderableType:
+    words = Text("\n".join((*plan_lines(state), hits_line(stories), links_line(state))))
+    return Group(nodes_table(state), routes_table(stories), words)
+
+
+def nodes_table(state: Mapping[str, Any]) -> Table:
+    table = Table(title=f"policy {state['policy']}", title_justify="left")
+    for column, justify in (
+        ("node", "left"),
+        ("role", "left"),
+        ("running", "right"),
+        ("queue", "right"),
+        ("wait (s)", "right"),
+        ("KV held", "right"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for cluster in state["clusters"]:
+        for node in cluster["nodes"]:
+            table.add_row(*node_row(cluster["cluster"], node))
+    return table
+
+
+def plan_lines(state: Mapping[str, Any]) -> list[str]:
+    """What is planned and why, and what would be."""
+    return [
+        f"{name}: threshold {wish['threshold_tokens']:,} tokens, {split(wish)}, "
+        f"{wish['age_s']:.0f} s ago: {wish['reason']}"
+        for name, wish in (("plan", state["plan"]), ("advice", state["advice"]))
+        if wish is not None and wish["made"]
+    ]
+
+
+def split(plan: Mapping[str, Any]) -> str:
+    roles = list(plan["roles"].values())
+    return f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
+
+
+def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
+    name = str(node["node"] or node["kvd_url"])
+    if not node["alive"]:
+        return [name, "not alive", "", "", "", ""]
+    if node["incompatible"]:
+        return [name, f"incompatible: {', '.join(node['incompatible'])}", "", "", "", ""]
+    cache = node.get("cache")
+    role = f"{cluster} {node.get('role', 'not in use')}"
+    if node.get("becomes") is not None:
+        role += f", {'drains' if node['draining'] else 'copies'} to {node['becomes']}"
+    return [
+        name,
+        role,
+        f"{node.get('running', 0):.0f}",
+        f"{node.get('waiting', 0):.0f}",
+        f"{node.get('wait_s', 0.0):.1f}",
+        "" if cache is None else f"{cache['used_bytes'] / 2**20:.1f} MiB",
+    ]
+
+
+def routes_table(stories: RequestOutcomes) -> Table:
+    table = Table()
+    for column in ("route", "completed", "other ends", "TTFT p50 (s)", "p90 (s)"):
+        table.add_column(column, justify="left" if column == "route" else "right")
+    for route, what in (("local", "prefilled locally"), ("remote", "offloaded")):
+        ends = {o: n for (r, o), n in stories.outcomes.items() if r == route}
+        completed = ends.pop("completed", 0)
+        others = ", ".join(f"{count} {outcome}" for outcome, count in sorted(ends.items()))
+        ttfts = stories.ttfts_s(route)
+        p50, p90 = (f"{q:.3f}" for q in np.quantile(ttfts, (0.5, 0.9))) if ttfts else ("-", "-")
+        table.add_row(what, str(completed), others, p50, p90)
+    return table
+
+
+def hits_line(stories: RequestOutcomes) -> str:
+    cached, total = stories.cached_tokens, stories.prompt_tokens
+    return f"cached: {cached:,} of {total:,} prompt tokens ({cached / max(1, total):.0%})"
+
+
+def links_line(state: Mapping[str, Any]) -> str:
+    lines = []
+    for link in state["links"]:
+        verdict = Verdict(link["verdict"]).name.lower() if link["up"] else "down"
+        lines.append(
+            f"{link['from']} -> {link['to']}: {verdict}, "
+            f"{link['goodput_bps'] / 1e6:.1f} of {link['capacity_bps'] / 1e6:.0f} Mbit/s"
+        )
+    waiting = state["requests"]
+    lines.append(f"{waiting['in_flight']} requests in flight, {waiting['waiting']} waiting")
+    return "\n".join(lines)

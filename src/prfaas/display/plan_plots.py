@@ -1,0 +1,147 @@
+"""The figures of the paper's analysis for any deployment: 2, 5a, 5b, and the sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prfaas.catalog import Catalog
+from prfaas.config import Deployment
+from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, RED, make_folder, pyplot, save
+from prfaas.kvspec import KVSpec
+from prfaas.planner.equations import eq1_kv_throughput_bps
+from prfaas.planner.optimise import Choice, Producers, rates
+from prfaas.planner.plan import Comparison, Planner
+from prfaas.planner.problem import Problem, prefill_profile
+from prfaas.planner.profile import PrefillProfile
+from prfaas.studies.problem_files import Study
+from prfaas.studies.sweep import SweepPoint
+
+DENSE_REFERENCE = "minimax-m2.5"  # the paper's Figure 2
+
+
+def plan_plots(
+    folder: Path,
+    study: Study,
+    deployment: Deployment,
+    plan: Comparison,
+    sweep: str | None,
+    points: Sequence[SweepPoint],
+) -> list[Path]:
+    """Writes what can be drawn of this plan; returns the files."""
+    make_folder(folder)
+    problem = study.problem(deployment)
+    planner = study.planner(problem)
+    written = [
+        _figure_2(folder, study.catalog(deployment), deployment.model.name, problem),
+        _figure_5a(folder, planner, problem, plan),
+    ]
+    if plan.prfaas_pd.threshold_tokens is not None:
+        written.append(_figure_5b(folder, planner, problem, plan))
+    if sweep:
+        written.append(_sweep(folder, sweep.partition("=")[0], points))
+    return written
+
+
+def _figure_2(folder: Path, catalog: Catalog, name: str, problem: Problem) -> Path:
+    """KV throughput over input length: the deployment's model beside a dense one."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    dense = catalog.profile(DENSE_REFERENCE, "h200", 8)
+    if dense is not None:
+        spec = catalog.model(DENSE_REFERENCE).spec()
+        title = catalog.model(DENSE_REFERENCE).display_name
+        _throughput(axes, spec, prefill_profile(catalog, dense), f"{title} (dense), 8 x h200", RED)
+    pool = problem.remotes[0].pool if problem.remotes else problem.local.pool
+    label = f"{name}, {pool.gpus_per_instance} x {pool.accelerator}"
+    _throughput(axes, problem.spec, pool.profile, label, BLUE)
+    axes.set(xscale="log", xlabel="input length (tokens)", ylabel="Phi_kv (Gbps)", ylim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title("KV throughput of one prefill instance (eq. 1)")
+    axes.legend()
+    return save(figure, folder / "fig2_kv_throughput.png")
+
+
+def _throughput(axes: Any, spec: KVSpec, profile: PrefillProfile, label: str, colour: str) -> None:
+    low, high = profile.measured_range
+    lengths = np.geomspace(low, high, 200)
+    kv_bytes = spec.growing_bytes(lengths) + spec.closing_bytes(lengths)
+    phi = np.asarray(eq1_kv_throughput_bps(kv_bytes, profile.seconds(lengths))) / 1e9
+    axes.plot(lengths, phi, color=colour, label=label)
+    known = [point for point in profile.points if point.cached_tokens == 0]
+    at = [spec.kv_bytes(point.new_tokens) * 8e-9 / point.seconds for point in known]
+    axes.plot([point.new_tokens for point in known], at, "o", color=colour)
+
+
+def _figure_5a(folder: Path, planner: Planner, problem: Problem, plan: Comparison) -> Path:
+    """Lambda_max over the split, at the chosen threshold."""
+    row = _chosen_row(planner, plan)
+    splits = np.arange(0, problem.local.pool.instances)
+    at = [rates(problem, planner.curves, Choice(row, int(n))) for n in splits]
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    axes.plot(splits, [r.prfaas + r.pd_p for r in at], "-", color=BLUE, label="prefill")
+    axes.plot(splits, [r.pd_d for r in at], "-", color=ORANGE, label="decode")
+    axes.plot(splits, [r.lambda_max for r in at], "o-", color=GREEN, label="Lambda_max")
+    best = plan.prfaas_pd
+    axes.plot(best.n_prefill, best.lambda_max_rps, "*", color=RED, markersize=16)
+    axes.set(xlabel="N_p, local prefill instances", ylabel="requests/s")
+    axes.set_title(
+        f"Split: best N_p = {best.n_prefill}, N_d = {best.n_decode}, "
+        f"Lambda_max = {best.lambda_max_rps:.2f}"
+    )
+    axes.legend()
+    return save(figure, folder / "fig5a_split.png")
+
+
+def _figure_5b(folder: Path, planner: Planner, problem: Problem, plan: Comparison) -> Path:
+    """The two producers' bounds over the threshold, at the chosen split."""
+    best = plan.prfaas_pd
+    assert best.threshold_tokens is not None
+    producers = Producers(problem, planner.curves)
+    threshold = planner.curves.cuts.threshold[producers.rows]
+    # The range the paper shows: up to about three times the best threshold.
+    shown = (threshold >= 1) & (threshold <= 3.1 * best.threshold_tokens)
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    prfaas, pd_p = producers.prfaas_bound, producers.pd_p_bound(best.n_prefill)
+    axes.plot(threshold[shown], prfaas[shown], color=BLUE, label="Theta_prfaas / p")
+    axes.plot(threshold[shown], pd_p[shown], color=ORANGE, label="Theta_pd-p / (1 - p)")
+    axes.axhline(best.theta.pd_d, color=GREY, linestyle="--", label="Theta_pd-d")
+    axes.plot(best.threshold_tokens, best.lambda_max_rps, "*", color=RED, markersize=16)
+    axes.set(xlabel="threshold t (tokens)", ylabel="sustained arrivals (requests/s)")
+    axes.set_ylim(0, 3 * best.lambda_max_rps)
+    axes.set_title(
+        f"Threshold: best t = {best.threshold_tokens:,}, Lambda_max = {best.lambda_max_rps:.2f}"
+    )
+    axes.legend()
+    return save(figure, folder / "fig5b_threshold.png")
+
+
+def _sweep(folder: Path, key: str, points: Sequence[SweepPoint]) -> Path:
+    numeric = all(isinstance(point.value, int | float) for point in points)
+    at = [point.value if numeric else str(point.value) for point in points]
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6.4, 6.0), sharex=True)
+    for name, colour in (("prfaas_pd", BLUE), ("homogeneous", GREY), ("naive", ORANGE)):
+        solutions = [getattr(point.plan, name) for point in points]
+        if all(solution is not None for solution in solutions):
+            rps = [solution.lambda_max_rps for solution in solutions]
+            top.plot(at, rps, "o-", color=colour, label=name)
+    top.set(ylabel="Lambda_max (requests/s)", ylim=(0, None))
+    top.legend()
+    thresholds = [point.plan.prfaas_pd.threshold_tokens or 0 for point in points]
+    bottom.plot(at, thresholds, "o-", color=BLUE)
+    bottom.set(xlabel=key, ylabel="best threshold (tokens)", ylim=(0, None))
+    values = [point.value for point in points]
+    if numeric and min(values) > 0 and max(values) / min(values) > 20:
+        bottom.set_xscale("log")
+    top.set_title(f"Re-optimised over {key}")
+    return save(figure, folder / "sweep.png")
+
+
+def _chosen_row(planner: Planner, plan: Comparison) -> int:
+    threshold = planner.curves.cuts.threshold
+    best = plan.prfaas_pd
+    if best.threshold_tokens is None:
+        return 0 if best.offload_fraction else len(threshold) - 1
+    return int(np.searchsorted(threshold, best.threshold_tokens, "right") - 1)

@@ -1,0 +1,93 @@
+"""Simulated runs for people: side by side, what saturates where, and what to mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from prfaas.display.plan_tables import TITLES
+from prfaas.planner.plan import DEFAULT_UTILISATION
+from prfaas.sim.results.summary import Summary
+from prfaas.studies.saturation import Saturated
+
+
+def runs_table(runs: Mapping[str, Summary], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in runs:
+        table.add_column(TITLES.get(name, name), justify="right")
+
+    def row(label: str, pick: Callable[[Summary], Any], spec: str, *, end: bool = False) -> None:
+        cells = [_cell(pick(run), spec) for run in runs.values()]
+        table.add_row(label, *cells, end_section=end)
+
+    row("throughput (req/s)", lambda r: r.throughput_rps, ".3f")
+    row("goodput (req/s)", lambda r: r.goodput_rps, ".3f", end=True)
+    row("TTFT mean (s)", lambda r: r.ttft_s.mean, ".2f")
+    row("TTFT P50 (s)", lambda r: r.ttft_s.p50, ".2f")
+    row("TTFT P90 (s)", lambda r: r.ttft_s.p90, ".2f")
+    row("TTFT P99 (s)", lambda r: r.ttft_s.p99, ".2f")
+    row("of it waiting for prefill (s)", lambda r: r.wait_s, ".2f")
+    row("time per output token (ms)", lambda r: r.tpot_s * 1e3, ".1f", end=True)
+    row("offloaded", lambda r: r.offload_fraction, ".1%")
+    row("egress mean (Gbps)", lambda r: r.egress_gbps.mean, ".1f")
+    row("egress peak (Gbps)", lambda r: r.egress_gbps.peak, ".1f")
+    row("prefix hits, of prompt tokens", lambda r: r.hit_rate, ".1%")
+    row("prefixes copied (GB)", lambda r: r.copied_gb, ".1f", end=True)
+    for role in dict.fromkeys(role for run in runs.values() for role in run.utilisation):
+        row(f"{role} busy", lambda r, role=role: r.utilisation.get(role), ".0%")  # type: ignore[misc]
+    row("plan changes", lambda r: r.plan_changes, "d")
+    row("stable", lambda r: "yes" if r.stable else "[red]no[/red]", "")
+    return table
+
+
+def saturated_table(rows: Sequence[Saturated]) -> Table:
+    table = Table(
+        title=f"saturated; TTFT at {DEFAULT_UTILISATION:.0%} of each one's own throughput, "
+        "mean / P90 in s",
+        title_justify="left",
+    )
+    for heading in ("", "req/s", "PrfaaS-PD over it", "published", "TTFT with queueing"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_column("without", justify="right")
+    table.add_column("published", justify="right")
+    for row in rows:
+        with_, without, theirs = row.ttft_s, row.ttft_without_queueing_s, row.published
+        table.add_row(
+            TITLES[row.system],
+            f"{row.rps:.3f}",
+            "" if row.system == "prfaas_pd" else f"{row.ratio:.2f}x",
+            "" if row.published_ratio is None else f"{row.published_ratio:.2f}x",
+            f"{with_.mean:.2f} / {with_.p90:.2f}",
+            f"{without.mean:.2f} / {without.p90:.2f}",
+            "" if theirs.ttft_mean_s is None else f"{theirs.ttft_mean_s} / {theirs.ttft_p90_s}",
+        )
+    return table
+
+
+def notes(runs: Mapping[str, Summary], wall_s: float) -> str:
+    lines = []
+    for name, run in runs.items():
+        title = TITLES.get(name, name)
+        if run.behind is not None:
+            stage, growth = run.behind.stage, run.behind.growth_s_per_s
+            lines.append(
+                f"{title}: unstable, cannot keep up with this load. {stage} falls behind by "
+                f"{growth:.2f} s of work per second, {growth / (1 + growth):.0%} of what it is "
+                "given; its TTFT grows with the length of the run."
+            )
+        elif not run.stable:
+            lines.append(f"{title}: some requests were never answered.")
+    requests = sum(run.requests for run in runs.values())
+    lines.append(f"{requests:,} requests simulated; {wall_s:.1f} s in all.")
+    return "\n".join(f"[dim]- {escape(line)}[/dim]" for line in lines)
+
+
+def _cell(value: Any, spec: str) -> str:
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return "-"
+    return format(value, spec)

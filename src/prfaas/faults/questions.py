@@ -1,0 +1,77 @@
+"""Questions whose answers are known, and what became of them. Answers come from one process, asked
+before anything happens; a verdict says whether a client could have been misled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from prfaas.errors import PeerError
+from prfaas.measure.client import GIVEN_UP, Target, TimedAnswer
+from prfaas.measure.prompts import TEXT_IDS
+
+REFUSALS = ("HTTP 429", "HTTP 503")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    ids: tuple[int, ...]
+    expected: tuple[int, ...]  # of the answer; as many are asked for
+
+
+class Verdict(StrEnum):
+    RIGHT = "right"  # every token is the one process's
+    REFUSED = "refused"  # 429 or 503, before the first token
+    BROKEN = "broken"  # tokens right so far, then an error event
+    LOST = "lost"  # its gateway died: the connection ended
+    LEFT = "left"  # the client hung up
+    WRONG = "wrong"  # another token, another end, or silence: never
+
+
+def prompt(tokens: int, seed: str) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(TEXT_IDS, k=tokens))
+
+
+def body(model: str | None, question: Question, *, stream: bool, salt: str = "") -> bytes:
+    return msgspec.json.encode(
+        {
+            "model": model,
+            "prompt": question.ids,
+            "max_tokens": len(question.expected),
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": stream,
+            "cache_salt": salt,
+        }
+    )
+
+
+async def learnt(alone: Target, ids: Sequence[int], output_tokens: int) -> Question:
+    """What one process answers; it shares nothing with the others. Raises `PeerError`."""
+    unknown = Question(tuple(ids), (0,) * output_tokens)
+    answer = await alone.complete(body(alone.model, unknown, stream=False, salt="alone"))
+    if answer.error is not None or len(answer.token_ids) != output_tokens:
+        raise PeerError(f"{alone.url}: {answer.error}, {len(answer.token_ids)} tokens")
+    return Question(unknown.ids, tuple(answer.token_ids))
+
+
+def judged(question: Question, answer: TimedAnswer, *, left: bool, gateway_died: bool) -> Verdict:
+    """`left`: the client gave it up on purpose. `gateway_died`: while it was being answered."""
+    tokens = tuple(answer.token_ids)
+    if tokens != question.expected[: len(tokens)]:
+        return Verdict.WRONG
+    if answer.error is None:
+        return Verdict.RIGHT if tokens == question.expected else Verdict.WRONG
+    if answer.error == GIVEN_UP and left:
+        return Verdict.LEFT
+    if answer.error.startswith(REFUSALS):
+        return Verdict.REFUSED
+    if answer.error.startswith("stream failed"):
+        return Verdict.BROKEN if tokens else Verdict.WRONG
+    ended = answer.error.startswith(("connection lost", "cannot connect", "stream cut short"))
+    return Verdict.LOST if ended and gateway_died else Verdict.WRONG

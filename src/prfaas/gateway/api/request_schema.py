@@ -1,0 +1,203 @@
+"""Bodies of requests: what is checked here before anything is computed. Everything else a client
+sends reaches the decode engine untouched. Pure.
+
+A long prompt of token ids is looked at once, as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from prfaas.errors import InputError
+from prfaas.gateway.client.token_ids import LIMIT, TokenIds
+from prfaas.schema import prepare
+from prfaas.text import Chat
+
+Path: TypeAlias = Literal["/v1/completions", "/v1/chat/completions"]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=LIMIT)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+Ids: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests of both kinds have in common; ranges are vLLM's."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    n: One | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def limit_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def shows_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionOptions(Options, frozen=True, kw_only=True):
+    best_of: One | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatOptions(Options, frozen=True, kw_only=True):
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    @property
+    def limit_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    prompt: Text | Ids
+
+
+class _Prompts(msgspec.Struct, frozen=True):
+    prompt: list[Text | Ids]
+
+
+# Would make the engine's prompt another than the one that is routed and handed off.
+REFUSED = {
+    "kv_transfer_params": "hand-offs are the gateway's own",
+    "chat_template": "the model's own is used",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "prompt_embeds": "prompts are text or token ids",
+}
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPT = msgspec.json.Decoder(Prompt)
+_PROMPTS = msgspec.json.Decoder(_Prompts)
+_ANY = msgspec.json.Decoder()
+prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are read in threads
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    path: Path
+    options: Options
+    prompt: str | TokenIds | Chat
+    fields: dict[str, Any]  # for the decode engine
+    prompt_logprobs: bool = False
+    add_special_tokens: bool = True
+
+
+def read_completion(body: bytes) -> Reading:
+    """InputError names the field."""
+    raw = _parsed(_OBJECT, body)
+    fields = _fields(raw)
+    options = _converted(fields, CompletionOptions)
+    return Reading(
+        "/v1/completions",
+        options,
+        _prompt(raw.get("prompt"), body),
+        _onward(fields, options),
+        prompt_logprobs=options.prompt_logprobs is not None
+        or bool(options.echo and options.logprobs is not None),
+        add_special_tokens=options.add_special_tokens,
+    )
+
+
+def read_chat(body: bytes) -> Reading:
+    """InputError names the field."""
+    fields = _fields(_parsed(_OBJECT, body))
+    options = _converted(fields, ChatOptions)
+    return Reading(
+        "/v1/chat/completions",
+        options,
+        _converted(fields, Chat),
+        _onward(fields, options),
+        prompt_logprobs=options.prompt_logprobs is not None,
+    )
+
+
+def read_either(body: bytes) -> Reading:
+    """A body of either kind: a chat has messages."""
+    return read_chat(body) if "messages" in _parsed(_OBJECT, body) else read_completion(body)
+
+
+def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
+    ids = TokenIds.read(bytes(raw)) if raw is not None else None
+    if ids is not None:
+        return ids
+    try:
+        return _told(_parsed(_PROMPT, body).prompt)
+    except InputError as error:
+        try:
+            several = _parsed(_PROMPTS, body).prompt
+        except InputError:
+            raise error from None
+    if len(several) != 1:
+        raise InputError(
+            f"{len(several)} prompts in one request", where="prompt", fix="send one each"
+        )
+    return _told(several[0])
+
+
+def _told(prompt: str | list[int]) -> str | TokenIds:
+    return prompt if isinstance(prompt, str) else TokenIds.of(prompt)
+
+
+def _fields(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    """Without the prompt, which may be long and is read on its own."""
+    fields = {name: _parsed(_ANY, value, name) for name, value in raw.items() if name != "prompt"}
+    for name, reason in REFUSED.items():
+        if fields.get(name) is not None:
+            raise InputError(reason, where=name, fix="leave it out")
+    return fields
+
+
+def _onward(fields: dict[str, Any], options: Options) -> dict[str, Any]:
+    """What the decode engine gets: usage is always wanted, a salt is put in by the gateway."""
+    onward = {name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)}
+    if options.stream:
+        onward["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
+    elif options.stream_options is not None:
+        raise InputError("of no use", where="stream_options", fix="set stream, or leave it out")
+    return onward
+
+
+def _parsed(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, at: str = "") -> T:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _named(error, at) from None
+    except msgspec.DecodeError as error:
+        raise InputError(f"not JSON: {error}", where=at or None) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8: {error.reason}", where=at or None) from None
+    except RecursionError:
+        raise InputError("nested too deeply", where=at or None) from None
+
+
+def _converted(fields: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _named(error) from None
+
+
+def _named(error: msgspec.ValidationError, at: str = "") -> InputError:
+    problem, _, path = str(error).partition(" - at `$")
+    where = ".".join(part for part in (at, path.strip("`.")) if part)
+    return InputError(problem[:1].lower() + problem[1:], where=where or None)

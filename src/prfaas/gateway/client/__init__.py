@@ -1,0 +1,1 @@
+"""The gateway's clients of nodes and kvds."""

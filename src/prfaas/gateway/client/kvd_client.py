@@ -1,0 +1,91 @@
+"""A kvd as gateways see it (`kvd/http_api.py` is the other end)."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+from urllib.parse import quote
+
+import msgspec
+
+from prfaas.errors import TransferFailed
+from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.kvd.events import EventPage
+from prfaas.kvd.http_api import LONGEST_WAIT_S, AbortReason
+from prfaas.kvd.report import Report
+from prfaas.kvd.role import Role
+from prfaas.kvd.transfers.incoming import TransferStatus
+from prfaas.kvd.transfers.prefix_pull import Pull, Pulled
+from prfaas.types import Grant, NodeId, NotNow, OpenTransfer, TransferId
+
+ASK_S = 5.0  # a kvd answers from memory
+SNAPSHOT = -1  # `since` for everything that is held
+_SLACK_S = 5.0  # a long poll ends a little later than it says
+_Opened: TypeAlias = Grant | NotNow
+_Pulling: TypeAlias = Pulled | NotNow
+
+
+class KvdClient:
+    def __init__(self, calls: HttpClient, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._calls = calls
+
+    async def open(self, asked: OpenTransfer) -> Grant | NotNow:
+        body = msgspec.json.encode(asked)
+        return await self._calls.ask(
+            "POST",
+            f"{self.url}/v1/open",
+            _Opened,  # type: ignore[arg-type]  # a union is no `type`
+            timeout_s=ASK_S,
+            body=body,
+        )
+
+    async def committed(self, transfer_id: TransferId) -> TransferStatus:
+        """Returns when it is; TransferFailed when it never will be."""
+        url = f"{self.url}/v1/transfers/{transfer_id}?wait_s={LONGEST_WAIT_S:g}"
+        while True:
+            status = await self._calls.ask(
+                "GET", url, TransferStatus, timeout_s=LONGEST_WAIT_S + _SLACK_S
+            )
+            if status.state == "committed":
+                return status
+            if status.state != "granted":
+                raise TransferFailed(f"transfer {transfer_id} is {status.state}: {status.reason}")
+
+    async def transfer(self, transfer_id: TransferId) -> TransferStatus:
+        url = f"{self.url}/v1/transfers/{transfer_id}"
+        return await self._calls.ask("GET", url, TransferStatus, timeout_s=ASK_S)
+
+    async def abort(self, transfer_id: TransferId, reason: str) -> None:
+        body = msgspec.json.encode(AbortReason(reason))
+        url = f"{self.url}/v1/transfers/{transfer_id}/abort"
+        await self._calls.ask("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
+
+    async def pull(self, asked: Pull) -> Pulled | NotNow:
+        """Returns when the prefix is there."""
+        body = msgspec.json.encode(asked)
+        return await self._calls.ask(
+            "POST",
+            f"{self.url}/v1/pull",
+            _Pulling,  # type: ignore[arg-type]
+            timeout_s=asked.within_s + _SLACK_S,
+            body=body,
+        )
+
+    async def stats(self) -> Report:
+        return await self._calls.ask("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
+
+    async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
+        url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"
+        return await self._calls.ask("GET", url, EventPage, timeout_s=wait_s + _SLACK_S)
+
+    async def set_role(self, role: Role) -> Role | None:
+        """The new role; None when another planner was quicker."""
+        body = msgspec.json.encode(role)
+        try:
+            return await self._calls.ask(
+                "POST", f"{self.url}/v1/role", Role, timeout_s=ASK_S, body=body
+            )
+        except PeerHttpError as error:
+            if error.status == 409:
+                return None
+            raise

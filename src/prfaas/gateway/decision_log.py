@@ -1,0 +1,175 @@
+"""Routing decisions as they were taken, one JSON line each, and the same decisions again.
+
+A line has everything `route` was given but what is fixed for the deployment's life: its profiles
+and the problem behind the plan. JSON has no infinity; None stands for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import IO, NamedTuple
+
+import msgspec
+
+from prfaas.cache.index import NodeMatch
+from prfaas.config.deployment import SchedulerSection
+from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.plan import Plan, Role
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.short_term import route
+from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
+from prfaas.scheduler.waiting import HeldWork, Hold
+from prfaas.types import ClusterId, NodeId
+
+
+class _Node(NamedTuple):
+    node: NodeId
+    role: Role
+    usable: bool
+    free_at_s: float | None  # None: it never had work
+    queued: int
+    active: int
+    slots: int
+    free_kv_bytes: float | None  # None: unbounded
+
+
+class _Cluster(NamedTuple):
+    cluster: ClusterId
+    nodes: list[_Node]
+
+
+class _Link(NamedTuple):
+    source: ClusterId
+    target: ClusterId
+    view: LinkView | None
+    state: LinkState | None
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One line."""
+
+    now_s: float
+    request: Request
+    clusters: list[_Cluster]  # the PD cluster first
+    links: list[_Link]
+    cached: dict[NodeId, NodeMatch]
+    held: dict[ClusterId, HeldWork]
+    threshold_tokens: int
+    roles: dict[NodeId, Role]
+    shares: tuple[float, ...]
+    rules: SchedulerSection
+    threshold_factor: float
+    changed_s: float | None
+    paces: dict[ClusterId, float] = {}
+    route: Route | None = None
+    hold: Hold | None = None
+
+    @property
+    def taken(self) -> Route | Hold:
+        taken = self.route or self.hold
+        assert taken is not None
+        return taken
+
+
+class DecisionLog:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(
+        self, request: Request, view: View, plan: Plan, state: State, taken: Route | Hold
+    ) -> None:
+        self._file.write(msgspec.json.encode(_decision(request, view, plan, state, taken)) + b"\n")
+
+
+def replay(
+    lines: Iterable[bytes], costs: Costs, plan: Plan
+) -> Iterator[tuple[Decision, Route | Hold]]:
+    """Every recorded decision, and what `route` says today. `plan` lends its problem."""
+    for line in lines:
+        decision = msgspec.json.decode(line, type=Decision)
+        then = replace(
+            plan,
+            threshold_tokens=decision.threshold_tokens,
+            roles=decision.roles,
+            shares=decision.shares,
+        )
+        view = _view(decision, costs.paced(decision.paces))
+        yield decision, route(decision.request, view, then, _state(decision))
+
+
+def _decision(
+    request: Request, view: View, plan: Plan, state: State, taken: Route | Hold
+) -> Decision:
+    ways = {**view.links, **state.links}
+    return Decision(
+        now_s=view.now_s,
+        request=request,
+        clusters=[
+            _Cluster(cluster.cluster, [_written(node) for node in cluster.nodes])
+            for cluster in (view.local, *view.remotes)
+        ],
+        links=[_Link(*way, view.links.get(way), state.links.get(way)) for way in ways],
+        cached={n: NodeMatch(c.tokens, c.attention_tokens) for n, c in view.cached.items()},
+        held=dict(view.held),
+        threshold_tokens=plan.threshold_tokens,
+        roles=dict(plan.roles),
+        shares=plan.shares,
+        rules=state.rules,
+        threshold_factor=state.threshold_factor,
+        changed_s=_finite(state.changed_s),
+        paces=dict(view.costs.paces),
+        route=taken if isinstance(taken, Route) else None,
+        hold=taken if isinstance(taken, Hold) else None,
+    )
+
+
+def _written(node: NodeView) -> _Node:
+    written = _Node(*node)
+    return written._replace(
+        free_at_s=_finite(node.free_at_s), free_kv_bytes=_finite(node.free_kv_bytes)
+    )
+
+
+def _read(node: _Node) -> NodeView:
+    return NodeView(
+        node.node,
+        node.role,
+        node.usable,
+        -math.inf if node.free_at_s is None else node.free_at_s,
+        node.queued,
+        node.active,
+        node.slots,
+        math.inf if node.free_kv_bytes is None else node.free_kv_bytes,
+    )
+
+
+def _view(decision: Decision, costs: Costs) -> View:
+    local, *remotes = [
+        ClusterView(cluster.cluster, tuple(_read(node) for node in cluster.nodes))
+        for cluster in decision.clusters
+    ]
+    return View(
+        decision.now_s,
+        local,
+        tuple(remotes),
+        {(way.source, way.target): way.view for way in decision.links if way.view is not None},
+        costs,
+        decision.cached,
+        decision.held,
+    )
+
+
+def _state(decision: Decision) -> State:
+    return State(
+        decision.rules,
+        {(way.source, way.target): way.state for way in decision.links if way.state is not None},
+        decision.threshold_factor,
+        -math.inf if decision.changed_s is None else decision.changed_s,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

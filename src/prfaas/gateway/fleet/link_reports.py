@@ -1,0 +1,153 @@
+"""From what every kvd says of its connections to one report per link between clusters. Pure.
+
+A kvd reports per peer address; which cluster an address belongs to is known here. The report of a
+link is the sum over its senders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from prfaas.config import Deployment
+from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member
+from prfaas.kvd.report import LATE_WINDOW_S
+from prfaas.scheduler.view import LinkId
+from prfaas.types import ClusterId, LinkStats
+
+STALLED_S = 2.5  # bytes wait so long, and none arrives: nothing passes any more
+# A link whose bytes have waited less may have no connection yet: making one takes round trips.
+CONNECTING_S = 0.5
+# Kvds are asked twice a second; one that has not answered for longer than this is late.
+ANSWERS_WITHIN_S = 0.75
+
+
+class LinkReports:
+    def __init__(self, deployment: Deployment) -> None:
+        self._via = {
+            (ClusterId(link.source), ClusterId(link.target)): link.via for link in deployment.links
+        }
+        self._heard: dict[tuple[str, str], float] = {}  # kvd, peer: its last report's time
+        self._stalled: dict[LinkId, float] = {}  # links over which nothing passes, since when
+
+    def via(self, link_id: LinkId) -> str | None:
+        return self._via.get(link_id)
+
+    def new(self, members: Sequence[Member], now_s: float) -> dict[LinkId, LinkStats]:
+        """Of every link about which something new was said."""
+        found: dict[LinkId, list[LinkStats]] = {}
+        fresh: set[LinkId] = set()
+        for sender in members:
+            if sender.report is None:
+                continue
+            for stats in sender.report.links:
+                link_id = self._link(sender, stats.peer, members)
+                if link_id is None:
+                    continue
+                key = (sender.kvd_url, stats.peer)
+                if self._heard.get(key) != stats.at_s:
+                    self._heard[key] = stats.at_s
+                    fresh.add(link_id)
+                elif stats.retransmitted_segments:
+                    # Counted when this report was new.
+                    stats = msgspec.structs.replace(stats, retransmitted_segments=0)
+                late_s = self._receivers_late_s(link_id, stats.peer, members, now_s)
+                found.setdefault(link_id, []).append(discounted(stats, late_s))
+        return {way: self._judged(way, combined(found[way], now_s), now_s) for way in fresh}
+
+    def _judged(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
+        """Connections may stand although nothing passes: their ends notice much later."""
+        if not stats.backlog_bytes or stats.goodput_bps or not stats.waited_s:
+            self._stalled.pop(link_id, None)
+            return stats
+        since_s = self._stalled.setdefault(link_id, now_s)
+        if now_s - since_s < STALLED_S:
+            return stats
+        return msgspec.structs.replace(stats, connections=0)
+
+    def _receivers_late_s(
+        self, link_id: LinkId, peer: str, members: Sequence[Member], now_s: float
+    ) -> float:
+        """How late the process at `peer` was lately; where a relay leads to several, the latest of
+        them."""
+        known = [m for m in members if m.report is not None and m.cluster == link_id[1]]
+        at_peer = [m for m in known if m.report and peer in (m.report.data_address, m.via)]
+        return max((_late_s(m, now_s) for m in at_peer or known), default=0.0)
+
+    def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
+        for link_id, via in self._via.items():
+            if link_id[0] == sender.cluster and via == peer:
+                return link_id
+        for member in members:
+            if member.report is not None and peer in (member.report.data_address, member.via):
+                link_id = (sender.cluster, member.cluster)
+                return link_id if link_id[0] != link_id[1] and link_id in self._via else None
+        return None
+
+
+def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
+    """Clocks of different hosts do not compare: the sum has ours. A broken connection is made anew
+    when there is something to send, so a link with nothing to send counts as one that works: the
+    next transfer will show."""
+    backlog = sum(s.backlog_bytes for s in stats)
+    connections = sum(s.connections for s in stats)
+    waited_s = max(s.waited_s for s in stats)
+    works = not backlog or waited_s < CONNECTING_S
+    return LinkStats(
+        peer=stats[0].peer,
+        at_s=now_s,
+        connections=connections or int(works),
+        goodput_bps=sum(s.goodput_bps for s in stats),
+        backlog_bytes=backlog,
+        in_flight_bytes=sum(s.in_flight_bytes for s in stats),
+        waited_s=waited_s,
+        late_s=max(s.late_s for s in stats),
+        rtt_s=min(_known(s.rtt_s for s in stats), default=None),
+        delivery_bps=_delivery_bps(stats),
+        retransmitted_segments=_whole(s.retransmitted_segments for s in stats),
+        congestion_window_bytes=_whole(s.congestion_window_bytes for s in stats),
+    )
+
+
+def _late_s(receiver: Member, now_s: float) -> float:
+    """As it says itself or, where it does not answer, as long as it has been silent. A member that
+    stays silent is dead, and its silence explains nothing any more."""
+    said_s = 0.0 if receiver.report is None else receiver.report.late_s
+    silent_s = now_s - receiver.kvd_heard_s - ANSWERS_WITHIN_S
+    return max(said_s, silent_s if silent_s < DEAD_AFTER_S else 0.0)
+
+
+def discounted(stats: LinkStats, receiver_late_s: float) -> LinkStats:
+    """Bytes that waited while their receiver was not able to run did not wait for the path."""
+    if not receiver_late_s:
+        return stats
+    # A rate that was taken while the receiver was mostly late is the receiver's.
+    unsure = receiver_late_s > LATE_WINDOW_S / 2
+    return msgspec.structs.replace(
+        stats,
+        waited_s=max(0.0, stats.waited_s - receiver_late_s),
+        delivery_bps=None if unsure else stats.delivery_bps,
+    )
+
+
+def _delivery_bps(stats: Sequence[LinkStats]) -> float | None:
+    """Once bytes stand waiting at one sender, the link is full: what the others get through it is
+    a part of what it carries."""
+    if all(s.delivery_bps is None for s in stats):
+        return None
+    return sum(s.goodput_bps if s.delivery_bps is None else s.delivery_bps for s in stats)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return sum(known) if known else None
+
+
+def _whole(values: Iterable[int | None]) -> int | None:
+    total = _sum(values)
+    return None if total is None else int(total)

@@ -1,0 +1,115 @@
+"""What the short-term loop concluded, for people: one log line and one metric per change.
+
+Verdicts on links, rates that are believed of them, and the factor on the plan's threshold, each
+with its cause. Without these lines an operator cannot tell afterwards why requests went where they
+went.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.view import LinkId
+
+log = logging.getLogger(__name__)
+
+# A believed rate moves a little with every report. It is worth a line when it has moved this much
+# since the last line.
+_NOTABLE_RATIO = 1.5
+
+
+class ShortTermLog:
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._said_bps: dict[LinkId, float | None] = {}
+        self._changes: Counter[tuple[LinkId, str, str]] = Counter()  # link, verdict, cause
+        self._factor_changes = 0
+
+    def tell(self, state: State) -> None:
+        """The state after a round of reports."""
+        before, self._state = self._state, state
+        for link_id, link in state.links.items():
+            known = LinkState() if before is None else before.links.get(link_id) or LinkState()
+            self._tell_verdict(link_id, known, link)
+            self._tell_rate(link_id, link)
+        if before is not None and before.threshold_factor != state.threshold_factor:
+            self._factor_changes += 1
+            log.info(
+                "the threshold factor is %g, it was %g: %s",
+                state.threshold_factor,
+                before.threshold_factor,
+                state.cause,
+            )
+
+    def _tell_verdict(self, link_id: LinkId, known: LinkState, link: LinkState) -> None:
+        if link.health.verdict is known.health.verdict:
+            return
+        cause = link.health.cause or known.health.cause
+        self._changes[link_id, link.health.verdict.name.lower(), cause] += 1
+        level = logging.INFO if link.health.verdict is Verdict.CLEAR else logging.WARNING
+        log.log(
+            level,
+            "link %s -> %s is %s, it was %s",
+            *link_id,
+            link.health.described,
+            known.health.described,
+        )
+
+    def _tell_rate(self, link_id: LinkId, link: LinkState) -> None:
+        said = self._said_bps.get(link_id)
+        if link.bps is None:
+            if said is not None:
+                log.info("link %s -> %s is believed to carry what is configured", *link_id)
+        elif said is None or not said / _NOTABLE_RATIO <= link.bps <= said * _NOTABLE_RATIO:
+            log.info(
+                "link %s -> %s is believed to carry %.3g Mbit/s: that arrived while bytes waited",
+                *link_id,
+                link.bps / 1e6,
+            )
+        else:
+            return
+        self._said_bps[link_id] = link.bps
+
+    def metrics(self) -> Iterator[Metric]:
+        if self._state is None:
+            return
+        verdict = GaugeMetricFamily(
+            "prfaas_gateway_link_verdict",
+            "Verdict on a link: 0 clear, 1 building, 2 congested.",
+            labels=["source", "target"],
+        )
+        rate = GaugeMetricFamily(
+            "prfaas_gateway_link_believed_bps",
+            "Bits per second that a link is believed to carry; absent: as configured.",
+            labels=["source", "target"],
+        )
+        changes = CounterMetricFamily(
+            "prfaas_gateway_link_verdict_changes",
+            "Changes of the verdict on a link.",
+            labels=["source", "target", "verdict", "cause"],
+        )
+        for link_id, link in self._state.links.items():
+            verdict.add_metric(link_id, link.health.verdict.value)
+            if link.bps is not None:
+                rate.add_metric(link_id, link.bps)
+        for (link_id, name, cause), number in self._changes.items():
+            changes.add_metric([*link_id, name, cause], number)
+        yield verdict
+        yield rate
+        yield changes
+        yield GaugeMetricFamily(
+            "prfaas_gateway_threshold_factor",
+            "What the plan's threshold is multiplied by.",
+            value=self._state.threshold_factor,
+        )
+        yield CounterMetricFamily(
+            "prfaas_gateway_threshold_factor_changes",
+            "Changes of the threshold factor.",
+            value=self._factor_changes,
+        )

@@ -1,0 +1,67 @@
+"""The connections to one host and port: those that nobody uses are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from urllib.parse import urlsplit
+
+from prfaas.errors import ConnectionLost
+from prfaas.http_client.connection import Connection
+
+CONNECT_S = 3.0
+
+
+class ConnectionPool:
+    def __init__(self, url: str, key: str | None) -> None:
+        """`key` goes with every request as a bearer token."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConnectionLost(f"{url!r} is no URL: {error}") from None
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ConnectionLost(f"{url!r} is no URL of a peer, like http://HOST:PORT")
+        self._url = url
+        self._host = parts.hostname
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self.headers = header("Host", parts.netloc.rpartition("@")[2])
+        if key:
+            self.headers += header("Authorization", f"Bearer {key}")
+
+    async def connection(self) -> Connection:
+        """One that nobody uses."""
+        if self._idle:
+            return self._idle.pop()  # the latest: the others may rest, and end
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self._url, self._idle.append, self._forget),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                )
+        except TimeoutError:
+            raise ConnectionLost(f"{self._url}: no connection in time") from None
+        except OSError as error:
+            raise ConnectionLost(f"{self._url}: {error}") from None
+        self._open.add(made)
+        return made
+
+    def _forget(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.close("this side stops")
+
+
+def header(name: str, value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"{name} would be more than one line of a request")
+    return f"{name}: {value}\r\n"

@@ -1,0 +1,166 @@
+"""A worker's side: copies finished blocks into kvd pages, and committed pages into blocks.
+
+Blocks are copied out before the step ends: vLLM reuses a window's block in the very next step. Of a
+layer whose attention reports itself they leave when it is done, of all others (linear states never
+report) at the end of the step: the sweep, states last. Loads run in a thread beside the engine's
+steps. A rank moves its own shard. Knows nothing of requests but their names.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from prfaas.errors import PrfaasError
+from prfaas.integrations.vllm import tensors
+from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.integrations.vllm.steps import Load, Save, Steps
+from prfaas.kvd.engine_socket.client import KvdClient
+from prfaas.kvd.engine_socket.leases import WriteLease
+from prfaas.kvspec import Segment
+
+_LOG = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """One layer's share of a save."""
+
+    lease: WriteLease
+    segment: Segment
+    block_ids: tuple[int, ...]
+
+
+class Results(NamedTuple):
+    ended: set[str]  # those asked about, of which no page is touched any more
+    loaded: set[str]  # failed ones included
+    failed: set[str]
+
+
+class WorkerSide:
+    def __init__(self, kvd: KvdClient, layout: NativeLayout, rank: int, num_blocks: int) -> None:
+        self._kvd = kvd
+        self._layout = layout
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._blocks: dict[str, torch.Tensor] = {}
+        self._writing: dict[str, WriteLease] = {}
+        self._due: dict[str, list[Piece]] = {}  # of this step, by layer
+        self._flush = False
+        self._ended: set[str] = set()  # asked about by the scheduler's side
+        self._counts: dict[str, float] = {}
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prfaas-load")
+        self._lock = threading.Lock()  # of what the loading thread reports
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+
+    def use(self, caches: Mapping[str, torch.Tensor]) -> None:
+        self._blocks = {
+            name: tensors.blocks_of(cache, self._num_blocks) for name, cache in caches.items()
+        }
+
+    # One step of the engine -----------------------------------------------------------------------
+
+    def begin_step(self, steps: Steps) -> None:
+        self._due = {}
+        self._flush = False
+        self._ended.update(steps.ended)
+        for save in steps.saves:
+            self._plan(save)
+
+    def layer_done(self, layer: str) -> None:
+        blocks = self._blocks[layer]
+        for piece in self._due.pop(layer, ()):
+            try:
+                tensors.save(blocks, piece.block_ids, piece.lease.buffers(piece.segment))
+            except PrfaasError as error:  # the commit will find it incomplete
+                _LOG.error("%s cannot be saved: %s", piece.segment.name, error)
+            else:
+                piece.lease.ready(piece.segment)
+                self._count("saved_bytes", len(piece.block_ids) * blocks.shape[1])
+
+    def end_step(self) -> None:
+        """Everything that is due has left this worker when it returns."""
+        for group in self._layout.groups:
+            if group.kind != "state":
+                self._sweep(group.layer_names)
+        for group in self._layout.groups:
+            if group.kind == "state":
+                self._sweep(group.layer_names)
+        if self._flush:
+            try:
+                self._kvd.flush()  # the scheduler's commit travels on another connection
+            except PrfaasError as error:
+                _LOG.warning("saves are lost: %s", error)
+
+    def start_loads(self, steps: Steps) -> None:
+        with self._lock:
+            self._loaded.update(steps.failed)
+            self._failed.update(steps.failed)
+        for load in steps.loads:
+            self._threads.submit(self._load, load)
+
+    def results(self, finished: set[str]) -> Results:
+        """`finished` requests have no unfinished step: steps come in order."""
+        for request_id in finished:
+            self._writing.pop(request_id, None)
+        ended, self._ended = self._ended, set()
+        with self._lock:
+            loaded, self._loaded = self._loaded, set()
+            failed, self._failed = self._failed, set()
+        return Results(ended, loaded, failed)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        self._kvd.close()
+
+    def take_counts(self) -> dict[str, float]:
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        return counts
+
+    # Inside ---------------------------------------------------------------------------------------
+
+    def _plan(self, save: Save) -> None:
+        if save.ticket is not None:
+            try:
+                self._writing[save.request_id] = self._kvd.join_write(save.ticket)
+            except PrfaasError as error:
+                _LOG.warning("%s: cannot be saved: %s", save.request_id, error)
+        lease = self._writing.get(save.request_id)
+        if lease is None:
+            return  # the commit will find it incomplete
+        for move in save.moves:
+            if self._layout.writes(self._layout.of(move.group), self._rank):
+                for layer, segment in self._layout.segments(move, self._rank):
+                    self._due.setdefault(layer, []).append(Piece(lease, segment, move.block_ids))
+        self._flush |= save.last
+
+    def _sweep(self, layers: tuple[str, ...]) -> None:
+        for layer in layers:
+            self.layer_done(layer)
+
+    def _load(self, load: Load) -> None:
+        try:
+            lease = self._kvd.join_read(load.ticket)
+            for move in load.moves:
+                for layer, segment in self._layout.segments(move, self._rank):
+                    blocks = self._blocks[layer]
+                    tensors.load(blocks, move.block_ids, lease.views(segment))
+                    self._count("loaded_bytes", len(move.block_ids) * blocks.shape[1])
+            problem = None
+        except PrfaasError as error:
+            problem = error
+            _LOG.warning("%s: cannot be loaded: %s", load.request_id, error)
+        with self._lock:
+            self._loaded.add(load.request_id)
+            if problem is not None:
+                self._failed.add(load.request_id)
+
+    def _count(self, what: str, n: float) -> None:
+        with self._lock:
+            self._counts[what] = self._counts.get(what, 0) + n

@@ -1,0 +1,214 @@
+"""The gateways' side of the kvd: HTTP with JSON bodies (bytes as base64).
+
+POST /v1/open               OpenTransfer -> Grant | NotNow; 409 names what differs
+GET  /v1/transfers/ID       how it stands; ?wait_s= waits for commit or failure. Renews the lease
+POST /v1/transfers/ID/abort gives it up, unless an engine has attached it
+POST /v1/match              {hashes} -> {tokens, attention_tokens}
+POST /v1/pull               {source, hashes}: brings a prefix here from another kvd
+POST /v1/push               the other kvd's part of a pull
+GET  /v1/stats              a `Report`; ?check=1 also verifies the pool's invariants
+GET  /v1/events             ?node=&since=&wait_s=: cache events, or a snapshot when since=-1
+GET  /v1/role, POST         {role, epoch}: 409 when the epoch is not the current one
+GET  /health, /metrics
+
+With a key (`keys.py`) everything but the last two answers 401 to whoever does not show it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from prfaas.errors import InputError, PeerError
+from prfaas.kvd.events import EventLog
+from prfaas.kvd.report import Reporter
+from prfaas.kvd.role import Role, compare_and_set
+from prfaas.kvd.store import Store
+from prfaas.kvd.transfers.incoming import IncomingTransfers
+from prfaas.kvd.transfers.outgoing import OutgoingTransfers
+from prfaas.kvd.transfers.prefix_pull import Matched, Prefix, Pull, Push, Pushing, pull
+from prfaas.security.deployment_key import only_with
+from prfaas.types import BlockHash, NodeId, OpenTransfer, TransferId
+
+LONGEST_WAIT_S = 60.0
+MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
+T = TypeVar("T")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    code: str  # incompatible, bad_request, unknown, failed, epoch, unauthorized
+    message: str
+    differences: tuple[str, ...] = ()
+
+
+class AbortReason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reason: str = "aborted by the gateway"
+
+
+class GatewaySide:
+    def __init__(
+        self,
+        store: Store,
+        incoming: IncomingTransfers,
+        outgoing: OutgoingTransfers,
+        events: EventLog,
+        reporter: Reporter,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        self._store = store
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._events = events
+        self._reporter = reporter
+        self._http = http
+
+    def app(self, key: str | None = None) -> web.Application:
+        checks = [] if key is None else [only_with(key, _unauthorized)]
+        app = web.Application(middlewares=[*checks, _errors], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/v1/open", self._open),
+                web.get("/v1/transfers/{id}", self._transfer),
+                web.post("/v1/transfers/{id}/abort", self._abort),
+                web.post("/v1/match", self._match),
+                web.post("/v1/pull", self._pull),
+                web.post("/v1/push", self._push),
+                web.get("/v1/stats", self._stats),
+                web.get("/v1/events", self._events_page),
+                web.get("/v1/role", self._role),
+                web.post("/v1/role", self._set_role),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        return app
+
+    async def _open(self, request: web.Request) -> web.Response:
+        asked = await _body(request, OpenTransfer)
+        differences = self._incoming.differences(asked.compat)
+        if differences:
+            return _incompatible(differences)
+        return _json(self._incoming.open(asked))
+
+    async def _transfer(self, request: web.Request) -> web.Response:
+        transfer_id = TransferId(request.match_info["id"])
+        status = await self._incoming.wait(transfer_id, _wait_s(request))
+        status = status or self._outgoing.status(transfer_id)
+        return _unknown(transfer_id) if status is None else _json(status)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        transfer_id = TransferId(request.match_info["id"])
+        reason = (await _body(request, AbortReason)).reason
+        self._incoming.abort(transfer_id, reason)
+        status = self._incoming.status(transfer_id)
+        return _unknown(transfer_id) if status is None else _json(status)
+
+    async def _match(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Prefix)
+        if self._store.shelf is None:
+            return _json(Matched(0, 0))
+        match = self._store.shelf.pool.match([BlockHash(name) for name in asked.hashes])
+        return _json(Matched(match.tokens, match.attention_tokens))
+
+    async def _pull(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Pull)
+        return _json(await pull(self._store, self._incoming, self._http, asked))
+
+    async def _push(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Push)
+        differences = self._incoming.differences(asked.compat)
+        if differences:
+            return _incompatible(differences)
+        shelf = self._store.shelf
+        tokens = len(asked.hashes) * shelf.block_tokens if shelf is not None else 0
+        hashes = [BlockHash(name) for name in asked.hashes]
+        return _json(self._outgoing.push(asked.grant, hashes, tokens) or Pushing())
+
+    async def _stats(self, request: web.Request) -> web.Response:
+        if request.query.get("check") and self._store.shelf is not None:
+            self._store.shelf.pool.check()
+        return _json(self._reporter.report())
+
+    async def _events_page(self, request: web.Request) -> web.Response:
+        node = NodeId(request.query.get("node", self._store.node))
+        since = _number(request, "since", 0)
+        if since >= 0:
+            await self._events.wait(node, since, _wait_s(request))
+        shelf = self._store.shelf
+        held = shelf.pool.holdings() if shelf is not None and node == self._store.node else None
+        return _json(self._events.page(node, since, held))
+
+    async def _role(self, request: web.Request) -> web.Response:
+        return _json(self._reporter.role)
+
+    async def _set_role(self, request: web.Request) -> web.Response:
+        asked = await _body(request, Role)
+        role = compare_and_set(self._reporter.role, asked)
+        if role is None:
+            return _json(self._reporter.role, status=409)
+        self._reporter.role = role
+        return _json(role)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._reporter.metrics(), content_type="text/plain")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except InputError as error:
+        return _json(Problem("bad_request", str(error)), status=400)
+    except PeerError as error:
+        return _json(Problem("failed", str(error)), status=502)
+
+
+async def _body(request: web.Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"not a {kind.__name__}: {error}", where=request.path) from None
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{text!r} is no number", where=name) from None
+
+
+def _wait_s(request: web.Request) -> float:
+    text = request.query.get("wait_s", "0")
+    try:
+        return min(max(0.0, float(text)), LONGEST_WAIT_S)
+    except ValueError:
+        raise InputError(f"{text!r} is no time", where="wait_s", fix="give seconds") from None
+
+
+def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
+    data = msgspec.json.encode(body)
+    return web.Response(body=data, content_type="application/json", status=status)
+
+
+def _incompatible(differences: tuple[str, ...]) -> web.Response:
+    message = f"state of that engine is of no use here: {'; '.join(differences)}"
+    return _json(Problem("incompatible", message, differences), status=409)
+
+
+def _unauthorized() -> web.Response:
+    problem = Problem("unauthorized", "this kvd wants the key of its --key-file as a bearer token")
+    answer = _json(problem, status=401)
+    answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
+
+
+def _unknown(transfer_id: TransferId) -> web.Response:
+    return _json(Problem("unknown", f"transfer {transfer_id} is not known here"), status=404)

@@ -1,0 +1,1 @@
+"""Transfers of KV between kvds: what is owed, sent, received and committed."""

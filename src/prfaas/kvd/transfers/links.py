@@ -1,0 +1,56 @@
+"""One link per kvd that is sent to, made when it is first needed."""
+
+from __future__ import annotations
+
+import ssl
+
+from prfaas.config.address import parse_address
+from prfaas.errors import InputError
+from prfaas.lateness import LateSince, never_late
+from prfaas.transport.link import ConnectionBudget, Link, LinkOptions
+from prfaas.types import LinkStats
+
+
+class Links:
+    """All links share one budget of connections."""
+
+    def __init__(
+        self,
+        options: LinkOptions,
+        *,
+        tls: ssl.SSLContext | None,
+        budget: ConnectionBudget,
+        late_since: LateSince = never_late,
+    ) -> None:
+        self._options = options
+        self._tls = tls
+        self._budget = budget
+        self._late_since = late_since
+        self._links: dict[str, Link] = {}
+        self.reports: tuple[LinkStats, ...] = ()  # of the last sample
+
+    def to(self, address: str) -> Link:
+        link = self._links.get(address)
+        if link is None:
+            try:
+                host, port = parse_address(address, "data_address")
+            except InputError as error:
+                raise InputError(error.problem, where="grant", fix=error.fix) from None
+            link = Link(
+                (host, port),
+                options=self._options,
+                tls=self._tls,
+                budget=self._budget,
+                late_since=self._late_since,
+            )
+            self._links[address] = link
+        return link
+
+    def sample(self) -> None:
+        """A report says what has happened since the one before: one sampler, many readers."""
+        self.reports = tuple(link.stats() for link in self._links.values())
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()

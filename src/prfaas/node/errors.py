@@ -1,0 +1,86 @@
+"""What a request can fail with, and how a client is told: OpenAI's error shape, one code each.
+
+A gateway decides by `code`: a lost transfer is re-issued elsewhere, an overload is retried later,
+a bad request goes back to whoever sent it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from prfaas.errors import InputError, PeerError, PrfaasError
+from prfaas.types import NotNow
+
+Code: TypeAlias = Literal[
+    "invalid_request",
+    "model_not_found",
+    "draining",  # this node takes no new work
+    "overloaded",  # come back after Retry-After
+    "transfer_lost",  # the state to continue from is not here, or no longer
+    "kvd_unavailable",  # a hand-off needs the kvd, and it does not answer
+    "engine_failed",
+]
+
+_STATUS: dict[Code, int] = {
+    "invalid_request": 400,
+    "model_not_found": 404,
+    "draining": 503,
+    "overloaded": 503,
+    "transfer_lost": 424,
+    "kvd_unavailable": 503,
+    "engine_failed": 500,
+}
+_TYPES = {400: "BadRequestError", 404: "NotFoundError", 424: "FailedDependencyError"}
+
+
+class RequestError(PrfaasError):
+    """One request's end, as its client hears it."""
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code: Code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def status(self) -> int:
+        return _STATUS[self.code]
+
+    def body(self) -> dict[str, object]:
+        kind = _TYPES.get(self.status, "InternalServerError")
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def bad_input(error: InputError) -> RequestError:
+    return RequestError("invalid_request", str(error), param=error.where)
+
+
+def not_now(refusal: NotNow) -> RequestError:
+    return RequestError("overloaded", refusal.reason, retry_after_s=refusal.retry_after_s)
+
+
+def of_job(error: Exception) -> RequestError:
+    """From what an engine's job failed with."""
+    match error:
+        case RequestError():
+            return error
+        case InputError():
+            return bad_input(error)
+        case PeerError():
+            return RequestError("kvd_unavailable", str(error))
+        case _:
+            return RequestError("engine_failed", str(error))

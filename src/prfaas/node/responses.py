@@ -1,0 +1,138 @@
+"""Answers to completions and chats, whole or in pieces, as OpenAI and vLLM shape them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from prfaas.engine.api import Finished, Prefilled
+from prfaas.text import AnswerText
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an answer's text is wrapped."""
+
+    id_prefix: str
+    whole_object: str
+    piece_object: str
+    whole: Callable[[str], dict[str, Any]]
+    piece: Callable[[str], dict[str, Any]]
+    opening: dict[str, Any] | None = None  # of the choice in a piece before all others
+
+
+TEXT = Shape(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    whole=lambda text: {"text": text},
+    piece=lambda text: {"text": text},
+)
+CHAT = Shape(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    piece=lambda text: {"delta": {"content": text}},
+    opening={"delta": {"role": "assistant", "content": ""}},
+)
+
+
+@dataclass(slots=True)
+class Account:
+    """What one request has come to so far."""
+
+    shape: Shape
+    id: str
+    model: str
+    created_s: int
+    prompt_tokens: int
+    return_token_ids: bool
+    answer: AnswerText
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
+
+    def prefilled(self, event: Prefilled) -> None:
+        self.cached_tokens = event.resumed_tokens
+
+    def token(self, token: int) -> str:
+        """The text that is certain now; a stop string ends the answer."""
+        self.tokens.append(token)
+        text = self.answer.push(token)
+        if self.answer.stopped_by is not None:
+            self.finish_reason = "stop"
+        return text
+
+    def finished(self, event: Finished) -> str:
+        text = self.answer.finish()
+        if self.finish_reason is None:
+            stopped = self.answer.stopped_by is not None
+            self.finish_reason = "stop" if stopped or event.reason == "stop" else "length"
+        return text
+
+    def usage(self) -> dict[str, Any]:
+        generated = len(self.tokens)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    # Whole ----------------------------------------------------------------------------------------
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return {
+            **self._head(self.shape.whole_object),
+            "choices": [self._choice(self.shape.whole(text), self.tokens)],
+            "usage": self.usage(),
+            "kv_transfer_params": self.transfer,
+        }
+
+    # In pieces ------------------------------------------------------------------------------------
+
+    def opening(self) -> bytes | None:
+        """What comes before the first token, if anything does."""
+        if self.shape.opening is None:
+            return None
+        return self._piece([self._choice(self.shape.opening, [])])
+
+    def piece(self, text: str, tokens: list[int]) -> bytes:
+        return self._piece([self._choice(self.shape.piece(text), tokens)])
+
+    def usage_piece(self) -> bytes:
+        return self._piece([], usage=self.usage())
+
+    def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({**self._head(self.shape.piece_object), "choices": choices, **more})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+
+    def _choice(self, wrapped: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            **wrapped,
+            "logprobs": None,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.answer.stopped_by,
+        }
+        if self.return_token_ids:
+            choice["token_ids"] = tokens
+        return choice
+
+
+def error_piece(body: dict[str, object]) -> bytes:
+    """An error after the first piece: the status line has been sent already."""
+    return _event(body)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

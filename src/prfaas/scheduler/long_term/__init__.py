@@ -1,0 +1,1 @@
+"""Long-term re-optimisation: the traffic seen, new plans, profiles corrected by observation."""

@@ -1,0 +1,1 @@
+"""Keys, secrets and certificates, and how they are read and checked."""

@@ -1,0 +1,1 @@
+"""What a simulated run measures and reports."""

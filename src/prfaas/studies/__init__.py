@@ -1,0 +1,1 @@
+"""Studies of a deployment: files read into problems, sweeps, cases to simulate, saturation."""

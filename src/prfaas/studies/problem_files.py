@@ -1,0 +1,106 @@
+"""From files to a solvable problem: everything that must be read from disk is read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prfaas.catalog import Catalog
+from prfaas.catalog.hf_config import ConfigGeometry
+from prfaas.catalog.hf_file import read_hf_config
+from prfaas.config import Deployment
+from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
+from prfaas.config.trace import read_trace
+from prfaas.errors import InputError
+from prfaas.kvspec import KVSpec, build_spec
+from prfaas.planner.curves import Reading
+from prfaas.planner.plan import Comparison, Planner
+from prfaas.planner.problem import Problem, build_problem
+from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached
+
+
+class Study:
+    """Plans deployments that come from one file (a sweep makes many). What they have in common,
+    usually the workload and the model, is read and prepared once."""
+
+    def __init__(self, file: Path, reading: Reading) -> None:
+        self._file = file
+        self._reading: Reading = reading
+        self._catalogs: dict[tuple[str, ...], Catalog] = {}
+        self._workloads: dict[bytes, Workload] = {}
+        self._planners: dict[tuple[int, KVSpec], Planner] = {}
+
+    def plan(self, deployment: Deployment, load_rps: float | None = None) -> Comparison:
+        problem = self.problem(deployment)
+        return self.planner(problem).plan(problem, load_rps)
+
+    def planner(self, problem: Problem) -> Planner:
+        key = (id(problem.workload), problem.spec)  # workloads live as long as this study
+        if key not in self._planners:
+            self._planners[key] = Planner(problem, self._reading)
+        return self._planners[key]
+
+    def catalog(self, deployment: Deployment) -> Catalog:
+        files = tuple(deployment.catalog)
+        if files not in self._catalogs:
+            beside = [self._file.parent / name for name in files]
+            self._catalogs[files] = Catalog.builtin().extended(beside)
+        return self._catalogs[files]
+
+    def problem(self, deployment: Deployment) -> Problem:
+        catalog = self.catalog(deployment)
+        try:
+            spec = self._spec(deployment.model, catalog)
+            return build_problem(deployment, catalog, spec, self._workload(deployment.workload))
+        except InputError as error:
+            raise error.in_file(self._file) from None
+
+    def _spec(self, model: ModelSection, catalog: Catalog) -> KVSpec:
+        if model.config is not None:
+            return config_spec(read_hf_config(self._file.parent / model.config), model.kv_dtype)
+        try:
+            return catalog.model(model.name).spec(model.kv_dtype)
+        except InputError as error:
+            key = "kv_dtype" if model.name in catalog.models else "name"
+            raise InputError(error.problem, where=f"model.{key}", fix=error.fix) from None
+
+    def _workload(self, section: WorkloadSection) -> Workload:
+        key = msgspec.json.encode(section)
+        if key not in self._workloads:
+            self._workloads[key] = self._read_workload(section)
+        return self._workloads[key]
+
+    def _read_workload(self, section: WorkloadSection) -> Workload:
+        match section:
+            case Lognormal(mu, sigma, low, high, output, cached):
+                return lognormal(mu, sigma, low, high, output_tokens=output, cached_tokens=cached)
+            case Mixture(components, output):
+                parts = [
+                    Part(
+                        c.weight,
+                        lognormal(
+                            c.mu,
+                            c.sigma,
+                            c.min_tokens,
+                            c.max_tokens,
+                            output_tokens=output,
+                            cached_tokens=c.cached_tokens,
+                        ),
+                    )
+                    for c in components
+                ]
+                return mixture(parts, output_tokens=output)
+        path = self._file.parent / section.path
+        try:
+            rows = read_trace(path, section.block_tokens)
+            requests = uncached(rows, section.block_tokens)
+        except InputError as error:
+            raise error.in_file(path) from None
+        return empirical(requests, output_tokens=section.output_tokens)
+
+
+def config_spec(config: ConfigGeometry, kv_dtype: str | None) -> KVSpec:
+    return build_spec(
+        config.geometries, kv_dtype=kv_dtype or config.kv_dtype, state_dtype=config.state_dtype
+    )

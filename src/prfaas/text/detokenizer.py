@@ -1,0 +1,89 @@
+"""Text as it grows: incremental detokenising, and stop strings that end it. Pure.
+
+A token may end in the middle of a character, and a stop string may span tokens, so text is given
+out only when it can no longer change and no longer become part of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for part of a character
+
+
+class Detokenizer:
+    """The pieces' concatenation is the decoded whole.
+
+        ids   (dropped) | the last piece | held |
+                                         ^ given
+
+    Decoders may treat a first token specially (a leading space), so every piece is decoded
+    together with the one before it and cut off behind that.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._given = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text, known = self._pending()
+        if len(text) <= known or text.endswith(_UNFINISHED):
+            return ""
+        # Only what a next piece still needs is kept: a long answer costs no more per token.
+        self._ids = self._ids[self._given :]
+        self._given = len(self._ids)
+        return text[known:]
+
+    def finish(self) -> str:
+        """What was held; an unfinished character stays a replacement character."""
+        text, known = self._pending()
+        return text[known:]
+
+    def _pending(self) -> tuple[str, int]:
+        known = len(self._decode(self._ids[: self._given]))
+        return self._decode(self._ids), known
+
+
+class AnswerText:
+    """The text of one answer: pieces to send, until a stop string ends it."""
+
+    def __init__(self, decode: Decode | None, stops: Sequence[str] = ()) -> None:
+        """Without `decode` there are tokens only, and no text."""
+        assert decode is not None or not stops
+        self._detokenizer = Detokenizer(decode) if decode is not None else None
+        self._stops = tuple(stops)
+        self._held = ""  # may be the beginning of a stop string
+        self.stopped_by: str | None = None
+
+    def push(self, token: int) -> str:
+        if self._detokenizer is None or self.stopped_by is not None:
+            return ""
+        return self._released(self._held + self._detokenizer.push(token))
+
+    def finish(self) -> str:
+        if self._detokenizer is None or self.stopped_by is not None:
+            return ""
+        text = self._released(self._held + self._detokenizer.finish())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _released(self, text: str) -> str:
+        found = [(text.index(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` could be the beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,115 @@
+"""What a checkpoint's folder says of text: `tokenizer.json`, `tokenizer_config.json` and the chat
+template in it or beside it (`chat_template.jinja`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from prfaas.config.strict import read_text
+from prfaas.errors import InputError
+from prfaas.text.chat import Chat
+from prfaas.text.conversation import conversation, tool_schemas
+from prfaas.text.template import ChatTemplate
+
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+
+
+class ModelTokenizer:
+    """Safe to use from several threads at once; encoding lets other threads run."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate]) -> None:
+        # A checkpoint may ask for truncated or padded batches; a prompt is what the client sent.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._templates = templates
+        # Characters; no token stands for more, so a text has at least so many tokens.
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: with what the tokenizer puts around a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """`chat` is as clients send it. InputError names the field."""
+        return self.encode(self.render(chat), add_special_tokens=chat.add_special_tokens)
+
+    def render(self, chat: Chat) -> str:
+        template = self._template(with_tools=bool(chat.tools))
+        messages = conversation(chat.messages, content_is_parts=template.content_is_parts)
+        tools = tool_schemas(chat.tools)
+        return template.render(msgspec.structs.replace(chat, messages=messages, tools=tools))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        names = [_WITH_TOOLS, _DEFAULT] if with_tools else [_DEFAULT]
+        for name in names:
+            if name in self._templates:
+                return self._templates[name]
+        raise InputError(
+            "this model has no chat template", where="messages", fix="use /v1/completions"
+        )
+
+
+def load_tokenizer(directory: Path) -> ModelTokenizer:
+    return ModelTokenizer(_tokenizer(directory / "tokenizer.json"), _templates(directory))
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise InputError(
+            "no such file", file=path, fix="save the tokenizer in its fast (JSON) form"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"not a tokenizer: {error}", file=path) from None
+
+
+def _templates(directory: Path) -> dict[str, ChatTemplate]:
+    path = directory / "tokenizer_config.json"
+    config: dict[str, Any] = {}
+    if path.is_file():
+        try:
+            config = msgspec.json.decode(read_text(path), type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise InputError(f"not a tokenizer's configuration: {error}", file=path) from None
+    special = _special_tokens(config)
+    beside = directory / "chat_template.jinja"
+    if beside.is_file():
+        path, sources = beside, {_DEFAULT: read_text(beside)}
+    else:
+        sources = _sources(config.get("chat_template"))
+    more = directory / "additional_chat_templates"
+    sources |= {found.stem: read_text(found) for found in sorted(more.glob("*.jinja"))}
+    try:
+        return {name: ChatTemplate(source, special) for name, source in sources.items()}
+    except InputError as error:
+        raise error.in_file(path) from None
+
+
+def _sources(templates: object) -> dict[str, str]:
+    """One template, or a list of named ones."""
+    if isinstance(templates, str):
+        return {_DEFAULT: templates}
+    if isinstance(templates, list):
+        return {named["name"]: named["template"] for named in templates}
+    return {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens

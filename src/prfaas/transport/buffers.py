@@ -1,0 +1,101 @@
+"""Buffers laid end to end, addressed as one, in memory and (where they are a file's) on file.
+
+Most segments lie in one buffer, and there may be tens of thousands: that case is kept cheap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class FileSlice(NamedTuple):
+    """Memory that maps a file, as a kvd's arena does: the kernel can send it without a copy."""
+
+    view: memoryview
+    fd: int
+    offset: int  # where the view begins in the file
+
+
+@dataclass(slots=True)
+class FileRange:
+    fd: int
+    offset: int
+    nbytes: int
+
+
+class BufferSequence:
+    """Views must be of bytes."""
+
+    __slots__ = ("_file", "_files", "_starts", "_view", "_views")
+
+    def __init__(self, name: str, nbytes: int, parts: Sequence[memoryview | FileSlice]) -> None:
+        self._file: FileSlice | None = None
+        self._view: memoryview | None = None
+        if len(parts) == 1:
+            part = parts[0]
+            if type(part) is FileSlice:
+                self._file = part
+                self._view = part.view
+            else:
+                assert isinstance(part, memoryview)
+                self._view = part
+            held, item_bytes = self._view.nbytes, self._view.itemsize
+        else:
+            self._views = [part.view if isinstance(part, FileSlice) else part for part in parts]
+            self._starts = list(accumulate((view.nbytes for view in self._views), initial=0))
+            files = [part for part in parts if isinstance(part, FileSlice)]
+            self._files = files if len(files) == len(parts) else []
+            held = self._starts[-1]
+            item_bytes = max((view.itemsize for view in self._views), default=1)
+        assert item_bytes == 1, f"{name}: views of {item_bytes}-byte items; cast them to bytes"
+        assert held == nbytes, f"{name}: {nbytes} bytes announced, buffers of {held} given"
+
+    @property
+    def on_file(self) -> bool:
+        """Whether all of it is a file's."""
+        return self._file is not None or (self._view is None and bool(self._files))
+
+    def slices(self, offset: int, nbytes: int) -> list[memoryview]:
+        """[offset, offset + nbytes), in as many views as it takes."""
+        view = self._view
+        if view is not None:
+            return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
+        return [
+            self._views[index][within : within + taken]
+            for index, within, taken in self._spread(offset, nbytes)
+        ]
+
+    def add_ranges(self, offset: int, nbytes: int, ranges: list[FileRange]) -> None:
+        """The same bytes on file, appended; neighbours in the file become one range."""
+        if self._file is not None:
+            _append(ranges, self._file.fd, self._file.offset + offset, nbytes)
+            return
+        for index, within, taken in self._spread(offset, nbytes):
+            file = self._files[index]
+            _append(ranges, file.fd, file.offset + within, taken)
+
+    def _spread(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """Which parts, from where in each, how many bytes."""
+        index = bisect_right(self._starts, offset) - 1
+        found = []
+        while nbytes:
+            within = offset - self._starts[index]
+            taken = min(nbytes, self._views[index].nbytes - within)
+            found.append((index, within, taken))
+            offset += taken
+            nbytes -= taken
+            index += 1
+        return found
+
+
+def _append(ranges: list[FileRange], fd: int, offset: int, nbytes: int) -> None:
+    if ranges:
+        last = ranges[-1]
+        if last.offset + last.nbytes == offset and last.fd == fd:
+            last.nbytes += nbytes
+            return
+    ranges.append(FileRange(fd, offset, nbytes))

@@ -1,0 +1,171 @@
+"""A front over one node: both in this process, over real sockets. The backend sends everything to
+that node and hands nothing off, so what is seen is the front's own doing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from prfaas.clock import MonotonicClock
+from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.engine.emulated.pace import Scales
+from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.gateway.process import GatewayOptions, serving
+from prfaas.gateway.request import (
+    GatewayRequest,
+    RequestError,
+    RequestTrace,
+    StreamBroken,
+    Upstream,
+)
+from prfaas.kvd.heartbeat import Heartbeat
+from prfaas.text import ModelTokenizer
+from tests.engine.emulated.builders import emulated
+from tests.node.surface import BYTES, Surfaced, surfaced
+from tests.waiting import HANG_S
+
+MAX_TOKENS = 4096
+FAST = Scales(time=1e-3)
+
+
+def deployment(**section: Any) -> Deployment:
+    return parse_deployment(
+        {
+            "model": {"name": "made-up", "max_tokens": MAX_TOKENS},
+            "workload": {
+                **{"kind": "lognormal", "mu": 6.0, "sigma": 1.0, "min_tokens": 16},
+                **{"max_tokens": MAX_TOKENS, "output_tokens": 100},
+            },
+            "slo": {"output_tokens_per_s": 10.0},
+            "clusters": [
+                {
+                    **{"name": "pd", "kind": "pd", "accelerator": "h20"},
+                    **{"gpus": 16, "gpus_per_instance": 8},
+                }
+            ],
+            "gateway": section,
+        },
+        "deployment.toml",
+    )
+
+
+class _Answer:
+    def __init__(self, response: aiohttp.ClientResponse, *, stream: bool) -> None:
+        self._response = response
+        self._stream = stream
+
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        if not self._stream:
+            yield [await self._response.read()]
+            return
+        rest = b""
+        try:
+            async for chunk in self._response.content.iter_any():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                yield [event + b"\n\n" for event in events]
+        except aiohttp.ClientError as error:
+            raise StreamBroken(str(error)) from error
+
+
+@dataclass(slots=True)
+class OneNode:
+    """A backend of one node."""
+
+    node: Surfaced
+    asked: list[GatewayRequest] = field(default_factory=list)
+    stories: list[RequestTrace] = field(default_factory=list)
+    beats: list[Heartbeat] = field(default_factory=list)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # somebody's answer is over
+
+    @asynccontextmanager
+    async def answer(self, ask: GatewayRequest, story: RequestTrace) -> AsyncIterator[Upstream]:
+        self.asked.append(ask)
+        self.came.set()
+        self.stories.append(story)
+        body = {**ask.fields, "cache_salt": ask.salt}
+        if ask.path == "/v1/completions":
+            body["prompt"] = ask.token_ids.json()
+        story.attempts, story.reason, story.routed_s = 1, "the only one", story.arrived_s
+        try:
+            async with self.node.http.post(ask.path, data=msgspec.json.encode(body)) as response:
+                if response.status != 200:
+                    error = (await response.json())["error"]
+                    raise RequestError(
+                        response.status, error["code"], error["message"], param=error["param"]
+                    )
+                story.first_token_s = MonotonicClock().now()
+                yield _Answer(response, stream=ask.stream)
+        finally:
+            self.left.set()
+
+    def explain(self, ask: GatewayRequest) -> dict[str, Any]:
+        return {"prompt_tokens": len(ask.token_ids), "salt": ask.salt}
+
+    def state(self) -> dict[str, Any]:
+        return {"nodes": 1}
+
+    def metrics(self) -> list[Metric]:
+        return [GaugeMetricFamily("prfaas_gateway_nodes", "Of the back.", 1)]
+
+    def plan(self) -> dict[str, Any]:
+        return {"threshold_tokens": 1}
+
+    def register(self, beat: Heartbeat) -> None:
+        self.beats.append(beat)
+
+
+@dataclass(frozen=True, slots=True)
+class Fronted:
+    url: str
+    http: aiohttp.ClientSession
+    backend: OneNode
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        async with self.http.post(f"{self.url}{path}", data=data, headers=headers) as answer:
+            return answer.status, msgspec.json.decode(await answer.read())
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        async with self.http.get(f"{self.url}{path}", headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+
+@asynccontextmanager
+async def fronted(
+    *,
+    keys: Sequence[TenantKey] = (),
+    words: ModelTokenizer | None = BYTES,
+    scales: Scales = FAST,
+    **section: Any,
+) -> AsyncIterator[Fronted]:
+    engine = emulated(scales=scales, vocab_size=264, max_tokens=MAX_TOKENS, max_running=8)
+    async with surfaced(engine, BYTES) as node, aiohttp.ClientSession() as http:
+        backend = OneNode(node)
+        options = GatewayOptions(words=words, keys=keys, drain_s=0.1)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            async with serving(
+                deployment(**section), backend, options, MonotonicClock(), listening
+            ) as url:
+                yield Fronted(url, http, backend)
+
+
+def with_front(scenario: Callable[[Fronted], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(HANG_S), fronted(**options) as front:
+            await scenario(front)
+
+    asyncio.run(run())

@@ -1,0 +1,172 @@
+"""The official client, unchanged, against the front."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from prfaas.engine.emulated.pace import Scales
+from prfaas.gateway.api.api_keys import TenantKey
+from tests.gateway.api.fronts import MAX_TOKENS, Fronted, with_front
+from tests.node.surface import BYTES
+from tests.waiting import HANG_S
+
+KEYS = [TenantKey("sk-right", "acme")]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+]
+
+
+def client_of(front: Fronted, key: str = "sk-right") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
+
+
+def test_completions_whole_and_streamed() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            asked = {"model": "made-up", "prompt": "Once upon", "max_tokens": 7, "seed": 5}
+            whole = await client.completions.create(**asked)
+            assert whole.choices[0].finish_reason == "length"
+            assert whole.usage is not None and whole.usage.completion_tokens == 7
+            assert whole.usage.prompt_tokens == len("Once upon")
+            stream = await client.completions.create(**asked, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+            assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+            ids = await client.completions.create(**{**asked, "prompt": [*b"Once upon"]})
+            assert ids.choices[0].text == whole.choices[0].text
+
+    with_front(scenario, keys=KEYS)
+
+
+def test_chats_whole_and_streamed() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            asked = {"model": "made-up", "messages": MESSAGES, "max_tokens": 7, "seed": 5}
+            whole = await client.chat.completions.create(**asked)
+            assert whole.choices[0].message.role == "assistant"
+            stream = await client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            *chunks, last = [chunk async for chunk in stream]
+            assert chunks[0].choices[0].delta.role == "assistant"
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert said == whole.choices[0].message.content
+            assert last.choices == [] and last.usage is not None and whole.usage is not None
+            assert last.usage.completion_tokens == whole.usage.completion_tokens
+            ask = front.backend.asked[-1]
+            assert len(ask.token_ids) == whole.usage.prompt_tokens and ask.conversation
+            assert ask.fields["messages"] == MESSAGES  # untouched, parts and all
+
+    with_front(scenario, keys=KEYS)
+
+
+def test_models() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            (model,) = [model async for model in client.models.list()]
+            assert (await client.models.retrieve(model.id)).id == "made-up"
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("another")
+
+    with_front(scenario, keys=KEYS)
+
+
+def test_what_is_wrong_is_the_clients_own_exception() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            good = {"model": "made-up", "prompt": "x", "max_tokens": 1}
+            with pytest.raises(openai.NotFoundError) as wrong:
+                await client.completions.create(**{**good, "model": "gpt-5"})
+            assert wrong.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError) as long:
+                await client.completions.create(**{**good, "prompt": [1] * MAX_TOKENS})
+            assert long.value.code == "context_length_exceeded"
+            assert long.value.message.count(str(MAX_TOKENS)) >= 2
+            with pytest.raises(openai.BadRequestError) as much:
+                await client.completions.create(**{**good, "max_tokens": MAX_TOKENS})
+            assert much.value.param == "max_tokens"
+            with pytest.raises(openai.BadRequestError) as several:
+                await client.completions.create(**{**good, "prompt": ["a", "b"]})
+            assert several.value.param == "prompt" and "2 prompts" in several.value.message
+            with pytest.raises(openai.BadRequestError) as n:
+                await client.completions.create(**{**good, "n": 2})
+            assert n.value.param == "n"
+            with pytest.raises(openai.BadRequestError) as engine:
+                await client.completions.create(**{**good, "prompt": [300]})
+            assert "263" in engine.value.message  # the engine's own words
+        async with client_of(front, "sk-wrong") as stranger:
+            with pytest.raises(openai.AuthenticationError) as key:
+                await stranger.completions.create(**good)
+            assert key.value.code == "invalid_api_key"
+
+    with_front(scenario, keys=KEYS)
+
+
+def test_a_stream_that_is_closed_ends_its_job() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            stream = await client.completions.create(
+                model="made-up", prompt="x", max_tokens=3000, stream=True
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+            await front.backend.left.wait()
+            await front.backend.node.serving.drain(HANG_S)
+            assert "cancelled" in (await front.get("/metrics"))[1].decode()
+
+    with_front(scenario, scales=Scales(time=0.01))
+
+
+def test_a_call_that_is_cancelled_before_its_answer_ends_its_job() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            asking = asyncio.create_task(
+                client.completions.create(model="made-up", prompt="x" * 100, max_tokens=3000)
+            )
+            await front.backend.came.wait()
+            asking.cancel()
+            await front.backend.left.wait()
+            await front.backend.node.serving.drain(HANG_S)
+
+    with_front(scenario, scales=Scales(time=1.0))
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+                await client.completions.create(model="made-up", prompt="x")
+            with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+                await client.chat.completions.create(model="made-up", messages=MESSAGES)
+            answer = await client.completions.create(model="made-up", prompt=[1, 2], max_tokens=2)
+            assert answer.choices[0].text is not None
+
+    with_front(scenario, words=None)
+
+
+def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+
+    async def scenario(front: Fronted) -> None:
+        async with client_of(front) as client:
+            await client.chat.completions.create(
+                model="made-up",
+                messages=MESSAGES,
+                tools=[tool],
+                tool_choice="auto",
+                max_tokens=1,
+                extra_body={"nobody_knows": {"deep": [1]}, "cache_salt": "mine"},
+            )
+            ask = front.backend.asked[-1]
+            assert ask.fields["tools"] == [tool] and ask.fields["tool_choice"] == "auto"
+            assert ask.fields["nobody_knows"] == {"deep": [1]}
+            assert "cache_salt" not in ask.fields and ask.salt not in ("", "mine")
+            assert BYTES.decode(ask.token_ids.array.tolist()).count("Why?") == 1
+
+    with_front(scenario)

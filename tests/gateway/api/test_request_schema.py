@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prfaas.errors import InputError
+from prfaas.gateway.api.request_schema import Reading, read_chat, read_completion, read_either
+from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.text import Chat
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def ids_of(prompt: Any) -> list[int]:
+    assert isinstance(prompt, TokenIds)
+    ids: list[int] = prompt.array.tolist()
+    return ids
+
+
+def completion(**fields: Any) -> Reading:
+    return read_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [("text", "text"), ([4, 5], [4, 5]), (["text"], "text"), ([[4, 5]], [4, 5])],
+)
+def test_prompts_come_in_four_shapes(prompt: Any, read: Any) -> None:
+    found = completion(prompt=prompt).prompt
+    assert (found if isinstance(found, str) else ids_of(found)) == read
+
+
+def test_what_is_not_checked_is_passed_on_as_it_is() -> None:
+    fields = {
+        "logit_bias": {"5": -1.5},
+        "x": [None, {"y": "é"}],
+        "temperature": 0.25,
+        "stop": ["a"],
+    }
+    assert completion(**fields).fields == fields
+    chat = {"messages": MESSAGES, "tools": [{"type": "function"}], "reasoning_effort": "low"}
+    reading = read_chat(
+        json.dumps({**chat, "cache_salt": "s", "kv_transfer_params": None}).encode()
+    )
+    assert reading.fields == chat and isinstance(reading.prompt, Chat)
+    assert reading.options.cache_salt == "s"
+
+
+def test_streams_always_ask_the_engine_for_usage() -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    reading = completion(stream=True, stream_options=options)
+    assert reading.fields["stream_options"] == {**options, "include_usage": True}
+    assert not reading.options.shows_usage
+    assert completion(stream=True).fields["stream_options"] == {"include_usage": True}
+    assert completion(stream=True, stream_options={"include_usage": True}).options.shows_usage
+    assert "stream_options" not in completion().fields
+
+
+def test_prompt_logprobs_are_noticed_in_both_spellings() -> None:
+    assert completion(prompt_logprobs=0).prompt_logprobs
+    assert completion(echo=True, logprobs=1).prompt_logprobs
+    assert not completion(echo=True).prompt_logprobs and not completion(logprobs=1).prompt_logprobs
+
+
+def test_the_length_of_an_answer_has_two_names() -> None:
+    for fields, limit in (
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 4, "max_tokens": 5}, 4),
+        ({}, None),
+    ):
+        reading = read_either(json.dumps({"messages": MESSAGES, **fields}).encode())
+        assert reading.options.limit_tokens == limit
+
+
+def test_of_a_field_that_is_there_twice_the_last_one_counts() -> None:
+    reading = read_completion(b'{"prompt": [1], "max_tokens": 1, "prompt": [2], "max_tokens": 2}')
+    assert ids_of(reading.prompt) == [2] and reading.fields == {"max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1, 2**31]}, "prompt[1]"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(InputError) as refused:
+        completion(**fields)
+    assert refused.value.where == where

@@ -1,0 +1,232 @@
+"""One client for both kinds of nodes, against a server that says what it is told to say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+from aiohttp import web
+
+from prfaas.errors import ConnectionLost
+from prfaas.gateway.client.node_client import Card, Load, NodeClient
+from prfaas.gateway.request import StreamBroken
+from prfaas.http_client.client import PeerHttpError, calling
+from tests.gateway.backs import until
+
+DONE = b"data: [DONE]\n\n"
+TOKENS = [b'data: {"choices":[{"token_ids":[%d]}]}\n\n' % i for i in range(4)]
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":9}}\n\n'
+
+
+@asynccontextmanager
+async def node(
+    *pieces: bytes, path: str = "/v1/completions", status: int = 200, cut: bool = False
+) -> AsyncIterator[NodeClient]:
+    """Sends `pieces` one by one; `cut`: and closes the connection in the middle of the answer."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        if cut and request.transport is not None:
+            request.transport.close()
+        return response
+
+    async with serving(answer, path) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], path: str = "/v1/completions"
+) -> AsyncIterator[NodeClient]:
+    app = web.Application()
+    app.router.add_route("*", path, answer)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        async with calling() as calls:
+            yield NodeClient(calls, f"http://{host}:{port}/")
+    finally:
+        await runner.cleanup()
+
+
+async def streamed(client: NodeClient) -> tuple[list[bytes], int]:
+    async with client.answer("/v1/completions", b"{}", {}, stream=True) as answer:
+        events = [event async for together in answer.events() for event in together]
+        return events, answer.output_tokens
+
+
+@pytest.mark.parametrize("size", [1, 7, 41, 1000])
+def test_events_are_whole_however_they_arrive(size: int) -> None:
+    whole = b"".join([*TOKENS, USAGE, DONE])
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    async def main() -> None:
+        async with node(*pieces) as client:
+            assert await streamed(client) == ([*TOKENS, USAGE, DONE], 9)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_silent_node_is_given_up(begun: bool) -> None:
+    """Before its first token and behind it; its connection stands all the while."""
+    silent = asyncio.Event()
+    ways: dict[bool, Callable[[], None]] = {}
+
+    @contextmanager
+    def unless(give_up: Callable[[], None], *, begun: bool) -> Iterator[None]:
+        ways[begun] = give_up
+        yield
+        del ways[begun]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if begun:
+            await response.prepare(request)
+            await response.write(TOKENS[0])
+        silent.set()
+        await asyncio.Event().wait()
+        return response
+
+    async def read(client: NodeClient) -> None:
+        ask = client.answer("/v1/completions", b"{}", {}, stream=True, unless=unless)
+        async with ask as found:
+            async for _ in found.events():
+                pass
+
+    async def main() -> None:
+        async with serving(answer) as client:
+            reading = asyncio.create_task(read(client))
+            await silent.wait()
+            await until(lambda: begun in ways)
+            ways[begun]()
+            with pytest.raises(StreamBroken if begun else ConnectionLost):
+                await reading
+
+    asyncio.run(main())
+
+
+def test_without_usage_events_are_counted() -> None:
+    async def main() -> None:
+        async with node(*TOKENS, DONE) as client:
+            assert await streamed(client) == ([*TOKENS, DONE], len(TOKENS))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "cut"),
+    [
+        (TOKENS, True),
+        (TOKENS, False),
+        (
+            [TOKENS[0], b'data: {"error":{"message":"lost","code":"engine_failed"}}\n\n', DONE],
+            False,
+        ),
+    ],
+)
+def test_a_stream_that_ends_too_soon_is_broken(pieces: Sequence[bytes], cut: bool) -> None:
+    async def main() -> None:
+        async with node(*pieces, cut=cut) as client:
+            with pytest.raises(StreamBroken):
+                await streamed(client)
+
+    asyncio.run(main())
+
+
+def test_before_the_first_token_a_failure_can_be_tried_again() -> None:
+    async def main() -> None:
+        error = b'data: {"error":{"message":"lost","code":"transfer_lost"}}\n\n'
+        async with node(error, DONE) as client:
+            with pytest.raises(PeerHttpError, match="lost") as said:
+                await streamed(client)
+            assert said.value.code == "transfer_lost"
+        async with node() as client:
+            with pytest.raises(ConnectionLost):
+                await streamed(client)
+
+    asyncio.run(main())
+
+
+def test_what_is_no_stream_comes_in_one_piece() -> None:
+    body = json.dumps({"choices": [], "usage": {"completion_tokens": 3}}).encode()
+
+    async def main() -> None:
+        async with node(body[:5], body[5:]) as client:
+            async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
+                assert [parts async for parts in answer.events()] == [[body]]
+                assert answer.whole and answer.output_tokens == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("params", "status"),
+    [
+        ({"do_remote_prefill": False, "error": {"code": "overloaded"}}, 503),
+        ({"do_remote_prefill": False, "error": {"code": "invalid_request"}}, 400),
+        ({"do_remote_prefill": True, "transfer_id": "t"}, None),
+        (None, None),
+    ],
+)
+def test_vllm_refuses_a_prefill_with_http_200(params: object, status: int | None) -> None:
+    body = json.dumps({"choices": [], "kv_transfer_params": params}).encode()
+
+    async def main() -> None:
+        async with node(body) as client:
+            if status is None:
+                await client.prefill(b"{}", {})
+                return
+            with pytest.raises(PeerHttpError) as said:
+                await client.prefill(b"{}", {})
+            assert said.value.status == status
+
+    asyncio.run(main())
+
+
+def test_load_and_card_of_both_kinds() -> None:
+    page = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+"""
+
+    async def main() -> None:
+        async with node(page, path="/metrics") as client:
+            assert await client.load() == Load(3, 4)
+        for extra, ours in (({}, False), ({"prfaas": {"kvd_url": None}}, True)):
+            body = json.dumps({"data": [{"id": "m", "max_model_len": 8, **extra}]}).encode()
+            async with node(body, path="/v1/models") as client:
+                assert await client.card() == Card("m", 8, ours)
+        async with node(b"{}", path="/v1/models") as client:
+            with pytest.raises(PeerHttpError):
+                await client.card()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error": {"message": "too long", "code": "invalid_request", "param": "prompt"}}',
+        b'{"code": "incompatible", "message": "too long"}',
+        b"too long",
+    ],
+)
+def test_errors_of_every_shape_are_understood(body: bytes) -> None:
+    async def main() -> None:
+        async with node(body, status=400) as client:
+            with pytest.raises(PeerHttpError, match="too long") as said:
+                await client.prefill(b"{}", {})
+            assert said.value.status == 400
+
+    asyncio.run(main())

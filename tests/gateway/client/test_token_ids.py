@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.gateway.client.token_ids import LIMIT, TokenIds
+
+SPACE = st.text(" \n\r\t", max_size=2)
+
+
+@st.composite
+def written(draw: st.DrawFn) -> tuple[list[int], bytes]:
+    """Ids, and one of the ways to write them."""
+    ids = draw(st.lists(st.integers(0, LIMIT - 1), min_size=1, max_size=20))
+    words = ",".join(f"{draw(SPACE)}{one}{draw(SPACE)}" for one in ids)
+    return ids, f"[{words}]".encode()
+
+
+@given(written(), st.data())
+def test_what_is_read_is_what_was_written(
+    written: tuple[list[int], bytes], data: st.DataObject
+) -> None:
+    ids, text = written
+    read = TokenIds.read(text)
+    assert read is not None and read.array.tolist() == ids and len(read) == len(ids)
+    stop = data.draw(st.integers(1, len(ids) + 1))
+    for tokens in (read, TokenIds.of(ids)):
+        assert json.loads(msgspec.json.encode(tokens.json())) == ids
+        assert json.loads(msgspec.json.encode({"p": tokens.json(stop)}))["p"] == ids[:stop]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "7", '"7"', "[-1]", "[1.0]", "[1e3]", "[[1]]", "[1, [2]]", '["1"]', "[true]"),
+        *(f"[{LIMIT}]", f"[1, {2**63}]", f"[{10**30}]", "null", "{}"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_not_read(text: str) -> None:
+    json.loads(text)
+    assert TokenIds.read(text.encode()) is None

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.gateway.dispatch.booking import Booking
+from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.request import Route
+from prfaas.scheduler.view import LinkView
+from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE
+
+STEPS = st.lists(st.sampled_from(["prefilled", "landed", "close"]), max_size=6)
+
+
+@given(st.lists(st.tuples(st.booleans(), STEPS), min_size=1, max_size=8), st.randoms())
+def test_whatever_becomes_of_requests_the_board_forgets_them(lives: list, random: object) -> None:
+    """Steps of several attempts in any order, each told as often as it happens to be learnt."""
+    link = LinkView(True, 1e8, 0.01, None, 0.0)
+    board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], {OUT: link, BACK: link}, slots=4)
+    work = {name: PrefillWork() for name in (*LOCAL, *REMOTE)}
+    start = board.view(0.0, {}, {})
+    freed: list[int] = []
+    bookings = []
+    for index, (offloaded, _) in enumerate(lives):
+        prefill = REMOTE[0] if offloaded else LOCAL[0]
+        cluster = FAR if offloaded else NEAR
+        route = Route(cluster, prefill, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
+        bookings.append(
+            Booking(board, work[prefill], route, 5e8, 0.0, lambda i=index: freed.append(i))
+        )
+    todo = [(b, step) for b, (_, steps) in zip(bookings, lives, strict=True) for step in steps]
+    random.shuffle(todo)  # type: ignore[attr-defined]
+    for now_s, (booking, step) in enumerate(todo):
+        if step == "prefilled":
+            booking.prefilled(now_s)
+        elif step == "landed" and booking.stage == "made":
+            booking.landed(now_s)
+        elif step == "close":
+            booking.close(now_s)
+    for booking in bookings:
+        booking.close(100.0)
+    assert sorted(freed) == list(range(len(lives))), "each prefill node is free of it once"
+    assert all(len(each) == 0 for each in work.values())
+    for name in (LOCAL[0], REMOTE[0]):
+        board.emptied(name)
+    assert board.view(0.0, {}, {}) == start

@@ -1,0 +1,284 @@
+"""Requests through the back: real kvds and nodes, engines that check every byte they resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.decision_log import replay
+from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, StreamBroken
+from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.plan import first_plan
+from prfaas.scheduler.request import Route
+from prfaas.text import Chat, load_tokenizer
+from prfaas.types import NodeId
+from tests.gateway.backs import (
+    THRESHOLD,
+    answered,
+    ask,
+    in_use,
+    is_clean,
+    problem,
+    prompt,
+    serving,
+    tokens_of,
+    until,
+    with_role,
+)
+from tests.gateway.conftest import Hosts
+from tests.node.hosts import Host
+
+LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
+
+
+def alone(hosts: Hosts, ids: list[int], max_tokens: int = 4) -> list[int]:
+    """One process that has computed everything itself."""
+    answer = hosts.home[0].complete(ids, max_tokens=max_tokens, cache_salt="alone")
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+async def collect(back: GatewayBackend, asked: GatewayRequest, story: RequestTrace) -> list[int]:
+    tokens: list[int] = []
+    async with back.answer(asked, story) as upstream:
+        async for together in upstream.events():
+            tokens += [token for event in together for token in tokens_of(event)]
+    return tokens
+
+
+def with_use(back: GatewayBackend, name: str) -> bool:
+    return any(node["node"] == name for node in in_use(back))
+
+
+def test_long_prompts_are_prefilled_far_away_and_short_ones_at_home(emulated: Hosts) -> None:
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            (near,) = with_role(back, "prefill")
+            for ids, where, cluster in ((prompt(LONG), "far0", "far"), (prompt(SHORT), near, "pd")):
+                found = await answered(back, ask(ids))
+                assert found.tokens == alone(emulated, ids)
+                assert (found.story.prefill, found.story.cluster) == (where, cluster)
+                assert found.story.decode in with_role(back, "decode")
+                assert found.story.offloaded == (cluster == "far")
+                story = found.story
+                times = (story.routed_s, story.granted_s, story.committed_s, story.first_token_s)
+                assert None not in times and list(times) == sorted(times)
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None:
+    """Every answer is that of one process; every decision is `route`'s again when it is asked
+    later, with the same view."""
+    record = tmp_path / "decisions.jsonl"
+    made = emulated.deployment()
+
+    async def conversation(back: GatewayBackend, seed: int) -> None:
+        length = (1, 2, 70, SHORT, THRESHOLD + 1, LONG)[seed % 6]
+        ids = prompt(length, seed)
+        for turn in range(2):
+            asked = ask(ids, conversation=True, stream=seed % 2 == 0, salt=f"tenant {seed % 3}")
+            found = await answered(back, asked)
+            expected = await asyncio.to_thread(alone, emulated, ids)
+            assert found.tokens == expected, f"conversation {seed}, turn {turn}"
+            ids = [*ids, *found.tokens, *prompt(200, seed)]
+
+    async def main() -> None:
+        async with serving(made, record=record) as back:
+            async with asyncio.TaskGroup() as group:
+                for seed in range(24):
+                    group.create_task(conversation(back, seed))
+            await until(lambda: is_clean(back))
+            assert back.state()["retries"]["spent"] == 0
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+    solved = problem(made)
+    lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
+    lines = record.read_bytes().splitlines()
+    replayed = list(replay(lines, costs_of(solved, 10_000), lent))
+    assert len(replayed) >= 48
+    assert {taken.offloaded for d, taken in replayed if isinstance(taken, Route)} == {True, False}
+    for decision, again in replayed:
+        assert again == decision.taken
+
+
+def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
+    far = emulated.far[0]
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            (near,) = with_role(back, "prefill")
+            far.node.popen.send_signal(signal.SIGSTOP)
+            asked, story = ask(prompt(LONG, 1)), RequestTrace(0.0)
+            answering = asyncio.create_task(collect(back, asked, story))
+            await until(lambda: story.granted_s is not None)
+            far.node.kill()
+            assert await answering == alone(emulated, prompt(LONG, 1))
+            assert (story.attempts, story.prefill, len(story.failures)) == (2, near, 1)
+            await until(lambda: is_clean(back) and not with_use(back, "far0"))
+            # Nobody is there: the next one goes home at once.
+            found = await answered(back, ask(prompt(LONG, 2)))
+            assert (found.story.attempts, found.story.prefill) == (1, near)
+
+    try:
+        asyncio.run(main())
+    finally:
+        far.begin_node()
+        far.wait_until_ready()
+    emulated.wait_until_idle()
+
+
+def test_a_dead_decode_node_is_replaced_before_the_first_token(emulated: Hosts) -> None:
+    far = emulated.far[0]
+    lost: list[Host] = []
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            expected = alone(emulated, prompt(LONG, 3))
+            far.node.popen.send_signal(signal.SIGSTOP)
+            asked, story = ask(prompt(LONG, 3)), RequestTrace(0.0)
+            answering = asyncio.create_task(collect(back, asked, story))
+            await until(lambda: story.granted_s is not None)
+            first = story.decode
+            lost.append(emulated.named(first))
+            lost[0].node.kill()
+            far.node.popen.send_signal(signal.SIGCONT)
+            assert await answering == expected
+            assert story.attempts >= 2 and story.decode != first
+            await until(lambda: is_clean(back))
+
+    try:
+        asyncio.run(main())
+    finally:
+        far.node.popen.send_signal(signal.SIGCONT)
+        for host in lost:
+            host.begin_node()
+            host.wait_until_ready()
+    emulated.wait_until_idle()
+
+
+def test_behind_the_first_token_nothing_is_tried_again(emulated: Hosts) -> None:
+    lost: list[Host] = []
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            story = RequestTrace(0.0)
+            with pytest.raises(StreamBroken):
+                async with back.answer(ask(prompt(SHORT, 4), 20_000), story) as upstream:
+                    async for _ in upstream.events():
+                        if not lost:
+                            lost.append(emulated.named(story.decode))
+                            lost[0].node.kill()
+            assert story.attempts == 1
+            await until(lambda: is_clean(back))
+
+    try:
+        asyncio.run(main())
+    finally:
+        for host in lost:
+            host.begin_node()
+            host.wait_until_ready()
+    emulated.wait_until_idle()
+
+
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
+def test_a_client_that_leaves_takes_everything_along(emulated: Hosts, moment: str) -> None:
+    far = emulated.far[0]
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            asked, story = ask(prompt(LONG, 5), 20_000), RequestTrace(0.0)
+            if moment == "prefill":
+                far.node.popen.send_signal(signal.SIGSTOP)
+            answering = asyncio.create_task(collect(back, asked, story))
+            reached = "granted_s" if moment == "prefill" else "first_token_s"
+            await until(lambda: getattr(story, reached) is not None)
+            answering.cancel()
+            await asyncio.wait([answering])
+            assert answering.cancelled()
+            far.node.popen.send_signal(signal.SIGCONT)
+            await until(lambda: is_clean(back))
+            assert story.attempts == 1
+
+    try:
+        asyncio.run(main())
+    finally:
+        far.node.popen.send_signal(signal.SIGCONT)
+    emulated.wait_until_idle()
+
+
+def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> None:
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            asked = ask(prompt(70))
+            asked.fields["presence_penalty"] = 1.0  # type: ignore[index]
+            with pytest.raises(RequestError) as refused:
+                await answered(back, asked)
+            assert (refused.value.status, refused.value.param) == (400, "presence_penalty")
+            await until(lambda: is_clean(back))
+            assert back.state()["retries"]["spent"] == 0
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
+    """The first turn was prefilled far away and its state is at a decode node; the second is short
+    enough for home, where the prefill node lacks it."""
+    ids = prompt(LONG + 64, 9)
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            first = await answered(back, ask(ids, conversation=True))
+            again = ask([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
+
+            def copies() -> list[dict[str, object]]:
+                found: list[dict[str, object]] = back.explain(again)["chosen"]["copies"]
+                return found
+
+            await until(lambda: bool(copies()))
+            near = emulated.named(with_role(back, "prefill")[0])
+            before = near.hit_tokens()
+            second = await answered(back, again)
+            assert not second.story.offloaded and second.story.cached_tokens >= LONG
+            assert near.hit_tokens() - before == second.story.cached_tokens
+            assert second.story.attempts == 1
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    emulated.wait_until_idle()
+
+
+def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
+    emulated: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway's tokenizer is not the engines' own: that costs time, and no answer."""
+    messages = [{"role": "user", "content": "why? " * LONG}]
+    rendered = load_tokenizer(emulated.tokenizer).encode_chat(Chat(messages))
+    asked = ask(prompt(LONG), stream=False, conversation=True)
+    fields = {**asked.fields, "messages": messages}
+    asked = replace(asked, path="/v1/chat/completions", fields=fields)
+
+    async def main() -> None:
+        async with serving(emulated.deployment()) as back:
+            story = RequestTrace(0.0)
+            async with back.answer(asked, story) as upstream:
+                body = b"".join([e async for events in upstream.events() for e in events])
+            usage = json.loads(body)["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
+            assert (story.attempts, story.prefill) == (2, story.decode)
+            assert "other tokens" in story.reason
+            await until(lambda: is_clean(back))
+
+    asyncio.run(main())
+    assert "Is [gateway] tokenizer the engines' own?" in caplog.text
+    emulated.wait_until_idle()

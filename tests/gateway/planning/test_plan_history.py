@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from prfaas.config.deployment import ReplanSection
+from prfaas.gateway.planning.plan_history import PlanHistory
+from prfaas.scheduler.plan import Plan, first_plan
+from prfaas.types import NodeId
+from tests.planner.builders import problem
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def plan(threshold_tokens: int = 100) -> Plan:
+    made = first_plan(problem(pd=2), [A, B], ReplanSection())
+    roles = {A: "prefill", B: "decode"}
+    return replace(made, threshold_tokens=threshold_tokens, roles=roles, reason="why")
+
+
+def samples(book: PlanHistory, followed: Plan | None) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels.get("role", "")): sample.value
+        for metric in book.metrics(followed)
+        for sample in metric.samples
+    }
+
+
+def test_plans_and_conversions_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    book = PlanHistory(advises=False)
+    book.followed(plan())
+    book.converted(B, "prefill", 3.0)
+    assert caplog.messages == [
+        "plan: threshold 100 tokens, 1 prefill and 1 decode nodes (why)",
+        "b: converted, prefill from now on",
+    ]
+    found = samples(book, plan())
+    assert found["prfaas_gateway_plans_total", ""] == 1
+    assert found["prfaas_gateway_conversions_total", "prefill"] == 1
+    assert found["prfaas_gateway_conversions_total", "decode"] == 0
+    assert found["prfaas_gateway_plan_threshold_tokens", ""] == 100
+    assert found["prfaas_gateway_plan_nodes", "decode"] == 1
+    assert not any("advice" in name for name, _ in found)
+
+
+def test_advice_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    book = PlanHistory(advises=True)
+    book.advised(None)
+    for threshold in (200, 200, 300):
+        book.advised(replace(plan(threshold), made_s=float(len(caplog.messages))))
+    assert samples(book, None)["prfaas_gateway_advice_threshold_tokens", ""] == 300
+    book.advised(None)
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "advice",
+        "advice",
+        "advice: none any more",
+    ]
+    assert "300 tokens" in caplog.messages[1]
+    assert not any("advice" in name for name, _ in samples(book, plan()))

@@ -1,0 +1,161 @@
+"""A hot prefix whose only holder is saturated gets a second one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.config.deployment import MovesSection
+from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.prefix_copies import PrefixCopies
+from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
+from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.http_client.client import calling
+from prfaas.scheduler.request import Request
+from prfaas.testing.clock import FakeClock
+from prfaas.types import HashEvent, LinkStats
+from tests.gateway.backs import is_clean, moved, prompt, serving, until, with_role
+from tests.gateway.conftest import Hosts
+from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
+from tests.gateway.reports import report
+from tests.gateway.test_router import A, B, C, router
+
+
+def test_a_saturated_holder_gets_company(
+    unassigned: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prfaas.gateway.planning.prefix_copies")
+
+    async def main() -> None:
+        async with serving(deployment(unassigned, saturated_s=0.05)) as back:
+            crowd = Crowd(unassigned, back, "replicating")
+            holder = await crowd.warm()
+            (name,) = set(with_role(back, "prefill")) - {holder.stats()["node"]}
+            other = unassigned.named(name)
+            await crowd.burst(3)
+            await until(lambda: moved(back, "replicate") == (1, 0))
+            assert crowd.held_by(other) == SHARED_TOKENS
+            before = other.hit_tokens()
+            await crowd.burst(8)  # the holder is still the busier one
+            assert other.hit_tokens() > before
+            assert (other.hit_tokens() - before) % SHARED_TOKENS == 0, "it computes none of it"
+            await until(lambda: is_clean(back))
+            metrics = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in back.metrics()
+                for sample in family.samples
+            }
+            assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
+            assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
+            assert back.state()["moves"]["replicate"]["bytes"] > 0
+
+    asyncio.run(main())
+    unassigned.wait_until_idle()
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("replicate")]
+    assert len(lines) == 1 and f"{SHARED_TOKENS} tokens" in lines[0]
+
+
+# Decisions: kvds that never answer, so that what was begun stays under way ------------------------
+
+
+PROMPTS = [PromptHashes(prompt(640, seed)) for seed in range(3)]
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of somebody who takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def busy_router(clock: FakeClock, kvd_url: str) -> Router:
+    """`a` and `b` prefill; `a` has every prompt, all are hot, and it has much to do."""
+    subject = router(clock, policy="local")
+    subject.roles = {A: "prefill", B: "prefill", C: "decode"}
+    subject.refresh()
+    for member in subject.members:
+        member.kvd_url = kvd_url
+        assert member.node is not None and subject.indexed(member, member.node)
+    held = [hashed.at(64) for hashed in PROMPTS]
+    chains = {
+        "full": [name for chain in held for name in chain],
+        "state": [chain[-1] for chain in held],
+    }
+    for seq, (group, names) in enumerate(chains.items()):
+        assert subject.manager.apply(HashEvent(seq, A, group, 64, tuple(names), "stored"))
+    for hashed in PROMPTS:
+        for _ in range(5):
+            subject.manager.observe(hashed, subject.manager.match(hashed), clock.now())
+    seeker = PlacementRequest(Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,))
+    assert asyncio.run(subject.place(seeker, 1.0)).route.prefill == A
+    return subject
+
+
+def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> list[int]:
+    """How many are under way after each look."""
+    rules = MovesSection(every_s=1.0, at_once=2)
+    found = []
+
+    async def main() -> None:
+        async with calling() as calls, BackgroundCalls(0.0) as errands:
+            moves = PrefixCopies(subject, calls, errands, clock)
+            evacuations = Evacuations(subject, moves, errands, clock, rules)
+            replicating = Replication(subject, moves, evacuations, clock, rules)
+            for at_s in looks_at_s:
+                clock.advance(at_s - clock.now())
+                replicating.look()
+                assert {(m.source, m.target) for m in moves.under_way} <= {(A, B)}
+                found.append(len(moves.under_way))
+
+    asyncio.run(main())
+    return found
+
+
+def test_replications_are_few_and_far_between() -> None:
+    clock = FakeClock()
+    with silent() as url:
+        subject = busy_router(clock, url)
+        start_s = clock.now()
+        looks = [start_s + later for later in (0.0, 0.5, 1.1, 1.5, 2.2)]
+        assert begun(clock, subject, looks) == [1, 1, 2, 2, 2]
+
+
+def test_a_busy_fabric_is_not_given_more() -> None:
+    clock = FakeClock()
+    with silent() as url:
+        subject = busy_router(clock, url)
+        holder = subject.members.named(A)
+        assert holder is not None
+        subject.heard(holder, report("a", links=(link(10**9, 2 * LONGEST_WAIT_S),)))
+        assert begun(clock, subject, [clock.now()]) == [0]
+        subject.heard(holder, report("a", links=(link(10**9, LONGEST_WAIT_S / 2),)))
+        assert begun(clock, subject, [clock.now()]) == [1]
+
+
+def link(backlog_bytes: int, waited_s: float) -> LinkStats:
+    return LinkStats(
+        peer="b:7400",
+        at_s=1.0,
+        connections=1,
+        goodput_bps=1e9,
+        backlog_bytes=backlog_bytes,
+        in_flight_bytes=0,
+        waited_s=waited_s,
+        rtt_s=0.001,
+        delivery_bps=1e9,
+        retransmitted_segments=0,
+        congestion_window_bytes=None,
+    )
+
+
+def test_a_sender_that_has_enough_to_do_is_left_alone() -> None:
+    soon, late = link(1000, LONGEST_WAIT_S / 2), link(1000, 2 * LONGEST_WAIT_S)
+    assert is_calm(report("a"))
+    assert is_calm(report("a", links=(link(0, 0.0), soon)))
+    assert not is_calm(report("a", links=(soon, late)))

@@ -1,0 +1,72 @@
+"""Verdicts, rates and the factor: one line and one metric for each change."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from prfaas.config.deployment import SchedulerSection
+from prfaas.gateway.short_term_log import ShortTermLog
+from prfaas.scheduler.congestion import LinkHealth, Verdict
+from prfaas.scheduler.state import LinkState, State
+from prfaas.types import ClusterId
+
+OUT = (ClusterId("far"), ClusterId("near"))
+CALM = State(SchedulerSection(), {OUT: LinkState()})
+
+
+def at(verdict: Verdict, cause: str, bps: float | None = None) -> State:
+    return replace(CALM, links={OUT: LinkState(LinkHealth(verdict, cause), bps)})
+
+
+def rendered(subject: ShortTermLog) -> str:
+    class Metrics(Collector):
+        collect = staticmethod(subject.metrics)
+
+    registry = CollectorRegistry()
+    registry.register(Metrics())
+    return generate_latest(registry).decode()
+
+
+def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    subject = ShortTermLog()
+    for state in (
+        CALM,
+        CALM,
+        at(Verdict.BUILDING, "waiting"),
+        at(Verdict.BUILDING, "waiting", 1e7),
+        at(Verdict.BUILDING, "waiting", 1.2e7),  # about the same
+        at(Verdict.CONGESTED, "loss", 4e7),
+        replace(at(Verdict.CLEAR, ""), threshold_factor=2.0, cause="PrfaaS nodes are busy"),
+    ):
+        subject.tell(state)
+    assert [record.getMessage() for record in caplog.records] == [
+        "link far -> near is building (waiting), it was clear",
+        "link far -> near is believed to carry 10 Mbit/s: that arrived while bytes waited",
+        "link far -> near is congested (loss), it was building (waiting)",
+        "link far -> near is believed to carry 40 Mbit/s: that arrived while bytes waited",
+        "link far -> near is clear, it was congested (loss)",
+        "link far -> near is believed to carry what is configured",
+        "the threshold factor is 2, it was 1: PrfaaS nodes are busy",
+    ]
+
+
+def test_metrics_have_the_causes() -> None:
+    subject = ShortTermLog()
+    assert rendered(subject) == ""
+    subject.tell(CALM)
+    text = rendered(subject)
+    assert 'prfaas_gateway_link_verdict{source="far",target="near"} 0.0' in text
+    assert "believed_bps{" not in text and "prfaas_gateway_threshold_factor 1.0" in text
+    subject.tell(replace(at(Verdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
+    text = rendered(subject)
+    assert 'prfaas_gateway_link_believed_bps{source="far",target="near"} 5e+06' in text
+    changes = "prfaas_gateway_link_verdict_changes_total"
+    labels = 'cause="waiting",source="far",target="near",verdict="building"'
+    assert f"{changes}{{{labels}}} 1.0" in text
+    assert "prfaas_gateway_threshold_factor_changes_total 1.0" in text

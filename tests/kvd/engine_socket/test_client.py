@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prfaas.errors import ConnectionLost, InputError, TransferFailed
+from prfaas.kvd.engine_socket.messages import Flush, Frames, Numbered, Refused, decode_answer, frame
+from prfaas.kvd.process import KvdOptions, running
+from prfaas.kvd.store import StoreOptions
+from prfaas.kvspec import Segment
+from prfaas.types import NotNow, TransferId
+from tests.cache.builders import SPECS
+from tests.kvd.hosts import (
+    COMPAT,
+    Host,
+    assert_holds,
+    begun,
+    fill,
+    kvd,
+    names,
+    prompt_of,
+)
+from tests.waiting import wait_until
+
+PROMPT = prompt_of(40)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with kvd(tmp_path) as host:
+        yield host
+
+
+def keep(host: Host, prompt: list[int], name: str = "engine") -> None:
+    with host.engine(name) as engine:
+        lease = begun(engine.begin(names(prompt), len(prompt)))
+        fill(lease, prompt)
+        lease.commit()
+
+
+def test_a_prefix_outlives_the_engine_that_computed_it(host: Host) -> None:
+    keep(host, PROMPT, "first")
+    with host.engine("second") as engine:
+        with begun(engine.pin(names(PROMPT))) as found:
+            assert found.tokens == 40
+            assert_holds(found, PROMPT, 40)
+        longer = [*PROMPT, 1, 2, 3]
+        lease = begun(engine.begin(names(longer), len(longer)))
+        assert (lease.match_tokens, lease.skip_tokens["full1"]) == (40, 40)
+        assert_holds(lease, longer, 40)
+        lease.abort("enough")
+        lease.abort("again")
+    assert host.in_use() == (0, 0)
+
+
+def test_an_engine_that_does_not_fit_is_told_what_differs(host: Host) -> None:
+    with host.engine():
+        other = msgspec.structs.replace(COMPAT, kv_dtype="float8", tensor_parallel=2)
+        with pytest.raises(InputError, match="kv_dtype: bytes here, float8 there; tensor_parallel"):
+            host.engine("other", compat=other)
+        with pytest.raises(InputError, match="groups: .*linear0.* here"):
+            host.engine("other", spec=SPECS["full"])
+        with pytest.raises(InputError, match="block_tokens: 4 here, 8 there"):
+            host.engine("other", block_tokens=8)
+        with host.engine("rank 1"):
+            assert [e["processes"] for e in host.stats()["engines"]] == [1, 1]
+
+
+def test_nothing_half_written_is_committed(host: Host) -> None:
+    with host.engine() as engine:
+        lease = begun(engine.begin(names(PROMPT), 40))
+        fill(lease, PROMPT, stop=32)
+        with pytest.raises(InputError, match="is not ready"):
+            lease.commit()
+        assert host.in_use() == (0, 0)
+        with begun(engine.pin(names(PROMPT))) as found:
+            assert found.tokens == 0
+
+
+def test_all_or_nothing(tmp_path: Path) -> None:
+    with kvd(tmp_path, store=StoreOptions(memory_bytes=3_000)) as host, host.engine() as engine:
+        before = host.stats()["pool"]["occupancy"]
+        refused = engine.begin(names(prompt_of(400)), 400)
+        assert isinstance(refused, NotNow) and "more than the pool has" in refused.reason
+        assert isinstance(host.open(prompt_of(400)), NotNow)
+        assert host.stats()["pool"]["occupancy"] == before
+        begun(engine.begin(names(PROMPT), 40))
+        busy = host.open(prompt_of(40, seed=1))
+        assert isinstance(busy, NotNow) and "no room" in busy.reason
+        assert 0 <= busy.retry_after_s < 3600
+
+
+def test_ssd_serves_what_memory_could_not_keep(tmp_path: Path) -> None:
+    store = StoreOptions(memory_bytes=5_000, ssd=tmp_path, ssd_bytes=1 << 20)
+    with kvd(tmp_path, store=store) as host:
+        for seed in range(6):
+            keep(host, prompt_of(40, seed=seed))
+        counters = host.stats()["pool"]["counters"]
+        assert counters["spilled_blocks"] > 0 and counters["evicted_blocks"] == 0
+        with host.engine() as engine:
+            for seed in range(6):
+                with begun(engine.pin(names(prompt_of(40, seed=seed)))) as found:
+                    assert found.tokens == 40
+                    assert_holds(found, prompt_of(40, seed=seed), 40)
+            assert host.stats()["pool"]["counters"]["promoted_blocks"] > 0
+
+
+def test_processes_of_one_engine_share_a_lease(host: Host) -> None:
+    with host.engine("scheduler") as owner, host.engine("worker") as worker:
+        lease = begun(owner.begin(names(PROMPT), 40))
+        joined = worker.join_write(lease.ticket)
+        fill(joined, PROMPT)
+        worker.flush()
+        with pytest.raises(TransferFailed, match="another process"):
+            joined.commit()
+        lease.commit()
+        found = begun(owner.pin(names(PROMPT)))
+        assert_holds(worker.join_read(found.ticket), PROMPT, 40)
+        found.release()
+        with pytest.raises(TransferFailed, match="has ended"):
+            worker.join_read(found.ticket)
+    assert host.in_use() == (0, 0)
+
+
+def test_pages_wait_for_the_last_process_that_writes(host: Host) -> None:
+    with host.engine("worker") as worker:
+        with host.engine("scheduler") as owner:
+            lease = begun(owner.begin(names(PROMPT), 40))
+            worker.join_write(lease.ticket)
+        wait_until(lambda: len(host.stats()["engines"]) == 1)
+        assert host.in_use()[1] == 1  # the worker may still be writing
+    wait_until(lambda: host.in_use() == (0, 0))
+
+
+def test_attaching_what_is_not_there(host: Host) -> None:
+    with host.engine() as engine:
+        with pytest.raises(TransferFailed, match="not known here"):
+            engine.attach(TransferId("nobody's"))
+        with pytest.raises(TransferFailed, match="not committed yet"):
+            engine.attach(host.grant(PROMPT).transfer_id)
+
+
+def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:
+    with host.engine() as engine:
+        lease = begun(engine.begin(names(PROMPT), 40))
+        with pytest.raises(InputError, match="not part of this lease"):
+            lease.buffers(Segment("full0", 0, 40, 44))
+        with pytest.raises(InputError, match="not part of this lease"):
+            lease.views(Segment("full0", 0, 0, 4))
+        lease.ready(Segment("full0", 99, 0, 4))  # no layer of this model: logged, and no harm done
+        engine.flush()
+
+
+def test_without_a_kvd(tmp_path: Path) -> None:
+    with kvd(tmp_path) as host:
+        engine = host.engine()
+    with pytest.raises(ConnectionLost, match=r"kvd\.sock"):
+        engine.pin([])
+    engine.close()
+    with pytest.raises(ConnectionLost, match="closed"):
+        engine.pin([])
+
+
+def test_a_restarted_kvd_is_found_without_being_asked(tmp_path: Path) -> None:
+    with kvd(tmp_path) as host:
+        engine = host.engine()
+    with engine, kvd(tmp_path) as anew:
+        wait_until(lambda: len(anew.stats()["engines"]) == 1)
+
+
+def test_strangers_on_the_socket(host: Host) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(host.socket))
+        stranger.sendall(frame(Numbered(1, Flush())))
+        (body,) = Frames().feed(stranger.recv(4096))
+        answer = decode_answer(body).answer
+        assert isinstance(answer, Refused) and "registration" in answer.problem
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(4096) == b""
+
+
+async def _second(path: Path) -> None:
+    async with running(KvdOptions(socket=path)):
+        raise AssertionError("two kvds on one socket")
+
+
+def test_a_socket_has_one_kvd(host: Host) -> None:
+    with pytest.raises(InputError, match="another process serves it"):
+        asyncio.run(_second(host.socket))
+    with host.engine():  # the first one still serves
+        pass

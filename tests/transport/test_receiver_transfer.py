@@ -1,0 +1,175 @@
+"""The receiver's bookkeeping against a reference that is a plain array of bytes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prfaas.errors import WireError
+from prfaas.transport.grants import new_grant
+from prfaas.transport.messages import Ended, Manifest, ManifestSegment
+from prfaas.transport.receiver_transfer import Claims, ReceiverTransfer, State
+from prfaas.transport.wire import Piece
+
+QUANTUM = 4096
+
+
+class Owner:
+    def buffers(self, manifest: Manifest) -> list[list[memoryview]]:
+        raise NotImplementedError
+
+    def committed(self) -> None: ...
+
+    def ended(self, reason: str) -> None: ...
+
+
+def incoming(sizes: list[int], buffers: list[list[memoryview]] | None = None) -> ReceiverTransfer:
+    grant = new_grant("h:1", max_bytes=sum(sizes), deadline_s=10)
+    transfer = ReceiverTransfer(grant, b"", Owner(), now=0.0)
+    manifest = Manifest(QUANTUM, tuple(ManifestSegment(f"s{i}", n) for i, n in enumerate(sizes)))
+    transfer.open(manifest, buffers or [[memoryview(bytearray(n))] for n in sizes])
+    return transfer
+
+
+def pieces_of(sizes: list[int]) -> list[Piece]:
+    return [
+        Piece(i, 0, at, min(QUANTUM, n - at), min(QUANTUM, n - at))
+        for i, n in enumerate(sizes)
+        for at in range(0, n, QUANTUM)
+    ]
+
+
+class Receiving(RuleBasedStateMachine):
+    """Connections claim, write and settle pieces in any order, some failing half-way."""
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 5 * QUANTUM), min_size=1, max_size=5),
+        cut=st.integers(100, 3000),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, sizes: list[int], cut: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.truth = [rng.randbytes(n) for n in sizes]
+        self.memory = [bytearray(n) for n in sizes]
+        # Segments lie in several views, as in pages.
+        views = [
+            [memoryview(m)[at : at + cut] for at in range(0, len(m), cut)] for m in self.memory
+        ]
+        self.transfer = incoming(sizes, views)
+        self.all = pieces_of(sizes)
+        self.writing: list[tuple[list[Piece], Claims]] = []
+        self.verified: set[Piece] = set()
+        self.complete = False
+
+    def pieces_of(self, claims: Claims) -> set[Piece]:
+        return {self.all[quantum] for quantum in claims.mine}  # in the manifest's order
+
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        if self.transfer.state is not State.OPEN:
+            return
+        pieces = data.draw(st.lists(st.sampled_from(self.all), min_size=1, max_size=4, unique=True))
+        claims = self.transfer.claim(pieces)
+        claimed = {piece for _, c in self.writing for piece in self.pieces_of(c)}
+        for piece, target in zip(pieces, claims.targets, strict=True):
+            assert (target is None) == (piece in self.verified or piece in claimed)
+        assert claims.busy == any(piece in claimed for piece in pieces)
+        self.writing.append((pieces, claims))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), intact=st.booleans())
+    def settle(self, data: st.DataObject, intact: bool) -> None:
+        index = data.draw(st.integers(0, len(self.writing) - 1))
+        pieces, claims = self.writing.pop(index)
+        for piece, target in zip(pieces, claims.targets, strict=True):
+            at = 0
+            for view in target or ():
+                source = self.truth[piece.segment][piece.offset + at :][: view.nbytes]
+                view[:] = source if intact else bytes(len(source))
+                at += view.nbytes
+        done = self.transfer.settle(claims, verified=intact)
+        if intact and self.transfer.state is State.OPEN:
+            self.verified |= self.pieces_of(claims)
+        assert done == (len(self.verified) == len(self.all) and self.transfer.state is State.OPEN)
+        if done:
+            self.transfer.end(Ended(True))
+            self.complete = True
+
+    @rule()
+    def abort(self) -> None:
+        if not self.complete:
+            self.transfer.end(Ended(False, "test"))
+
+    @invariant()
+    def verified_bytes_never_change(self) -> None:
+        for piece in getattr(self, "verified", ()):
+            end = piece.offset + piece.raw_bytes
+            assert (
+                self.memory[piece.segment][piece.offset : end]
+                == self.truth[piece.segment][piece.offset : end]
+            )
+
+    @invariant()
+    def the_owner_is_told_once_and_only_when_nobody_writes(self) -> None:
+        if not hasattr(self, "transfer"):
+            return
+        may = self.transfer.may_tell_owner()
+        if may:
+            assert not self.writing
+            assert self.transfer.state is State.ENDED
+            assert not self.transfer.may_tell_owner()
+
+    def teardown(self) -> None:
+        if getattr(self, "complete", False):
+            assert self.memory == self.truth
+
+
+Receiving.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReceiving = Receiving.TestCase
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (Piece(2, 0, 0, 10, 10), "segment 2 of 2"),
+        (Piece(0, 0, 1, QUANTUM, QUANTUM), "offset 1"),
+        (Piece(0, 0, 2 * QUANTUM, 1, 1), "offset 8192 of a segment of 5000"),
+        (Piece(0, 0, QUANTUM, 905, 905), "a piece of 905 bytes at 4096"),
+        (Piece(0, 0, 0, 5, 5), "a piece of 5 bytes at 0"),
+        (Piece(1, 0, 2**63, 1, 1), "offset"),
+    ],
+)
+def test_pieces_outside_the_manifest_claim_nothing(piece: Piece, message: str) -> None:
+    transfer = incoming([5000, 10])
+    good = Piece(1, 0, 0, 10, 10)
+    with pytest.raises(WireError, match=message):
+        transfer.claim([good, piece])
+    assert transfer.writers == 0
+    assert transfer.claim([good]).targets != [None]  # what was claimed before the bad one is free
+
+
+def test_a_manifest_must_keep_to_its_grant() -> None:
+    grant = new_grant("h:1", max_bytes=100, deadline_s=10)
+    transfer = ReceiverTransfer(grant, b"", Owner(), now=0.0)
+
+    def manifest(*segments: tuple[str, int]) -> Manifest:
+        return Manifest(QUANTUM, tuple(ManifestSegment(*s) for s in segments))
+
+    assert transfer.check_manifest(manifest(("a", 1 << 40))) == f"{1 << 40} bytes, granted are 100"
+    assert transfer.check_manifest(manifest(("a", 5), ("a", 5))) == "segment names repeat"
+    good = manifest(("a", 60), ("b", 40))
+    assert transfer.check_manifest(good) is None
+    transfer.open(good, [[memoryview(bytearray(60))], [memoryview(bytearray(40))]])
+    assert transfer.check_manifest(good) is None  # an OPEN that came twice
+    assert "another manifest" in str(transfer.check_manifest(manifest(("a", 60))))
+
+
+def test_the_lease_runs_from_the_last_frame() -> None:
+    transfer = incoming([10])
+    assert transfer.expires_s == 10
+    transfer.renew(7.5)
+    assert transfer.expires_s == 17.5
