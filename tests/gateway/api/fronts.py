@@ -58,9 +58,10 @@ def deployment(**section: Any) -> Deployment:
 
 
 class _Answer:
-    def __init__(self, response: aiohttp.ClientResponse, *, stream: bool) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, *, stream: bool, stays_open: bool) -> None:
         self._response = response
         self._stream = stream
+        self._stays_open = stays_open
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         if not self._stream:
@@ -73,6 +74,8 @@ class _Answer:
                 yield [event + b"\n\n" for event in events]
         except aiohttp.ClientError as error:
             raise StreamBroken(str(error)) from error
+        if self._stays_open:
+            await asyncio.Event().wait()  # until the request is cancelled
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class OneNode:
     """A backend of one node."""
 
     node: Surfaced
+    stays_open: bool = False  # answers do not end after their last event
     asked: list[GatewayRequest] = field(default_factory=list)
     stories: list[RequestTrace] = field(default_factory=list)
     beats: list[Heartbeat] = field(default_factory=list)
@@ -103,7 +107,7 @@ class OneNode:
                         response.status, error["code"], error["message"], param=error["param"]
                     )
                 story.first_token_s = MonotonicClock().now()
-                yield _Answer(response, stream=ask.stream)
+                yield _Answer(response, stream=ask.stream, stays_open=self.stays_open)
         finally:
             self.left.set()
 

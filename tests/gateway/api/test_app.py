@@ -70,6 +70,28 @@ def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     assert "n" in bad["error"]
 
 
+def test_a_client_that_leaves_after_the_last_event_has_its_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(front: Fronted) -> None:
+        front.backend.stays_open = True
+        body = msgspec.json.encode({**GOOD, "stream": True})
+        async with front.http.post(f"{front.url}/v1/completions", data=body) as answer:
+            received = b""
+            while b"[DONE]" not in received:
+                received += await answer.content.readany()
+            answer.close()
+        await front.backend.left.wait()
+        page = ""
+        while "prfaas_gateway_requests_total{" not in page:
+            page = (await front.get("/metrics"))[1].decode()
+
+    with caplog.at_level(logging.INFO, "prfaas.gateway.requests"):
+        with_front(scenario)
+    (line,) = (json.loads(record.getMessage()) for record in caplog.records)
+    assert line["outcome"] == "completed"
+
+
 def test_more_than_the_limit_are_told_to_come_back() -> None:
     async def scenario(front: Fronted) -> None:
         slow = asyncio.create_task(front.post("/v1/completions", {**GOOD, "max_tokens": 3000}))

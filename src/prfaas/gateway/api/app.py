@@ -158,6 +158,7 @@ class GatewayApi:
                     return await relay.whole(upstream)
             finally:
                 account.usage, account.cut_short = relay.usage, relay.cut_short
+                account.delivered = relay.delivered
 
     async def _ask(self, request: web.Request, reading: Reading, nbytes: int) -> GatewayRequest:
         options = reading.options

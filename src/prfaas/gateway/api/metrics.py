@@ -27,6 +27,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     usage: Usage | None = None
     cut_short: CutShort | None = None
+    delivered: bool = False  # a stream was sent up to its last event
 
 
 class ApiMetrics:

@@ -73,6 +73,9 @@ class ResponseStream:
         self._stall_s = stall_s
         self.usage: Usage | None = None
         self.cut_short: CutShort | None = None
+        # The client may have the whole answer. Many clients close their connection at [DONE], which
+        # cancels this request before its last steps.
+        self.delivered = False
 
     async def stream(self, upstream: Upstream) -> web.StreamResponse:
         """A stream that has begun ends here, whatever happens to it: `cut_short` says so."""
@@ -86,6 +89,7 @@ class ResponseStream:
                     shown = b"".join([e for e in together if not self._is_hidden(e)])
                     if together[-1].startswith(_DONE):
                         await self._write(response.write_eof(shown))
+                        self.delivered = True
                     elif shown:
                         await self._write(response.write(shown))
             except StreamBroken as error:
