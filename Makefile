@@ -10,6 +10,7 @@
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
 # make format      rewrite the code with ruff
+# make docs        generate docs/configuration.md from the schema
 # make bench       all benchmarks, as JSON
 # make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
 # make agree       the case study, served and simulated on the same requests (needs an idle machine)
@@ -28,7 +29,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-grid test-long test-vllm bench-vllm check lint \
-  types format bench fuzz clean FORCE
+  types format docs bench fuzz clean FORCE
 
 setup: $(READY)
 
@@ -116,6 +117,9 @@ types: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
 # Not included: `prfaas bench policies` (half an hour) and `prfaas bench episode` (five minutes).

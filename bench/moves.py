@@ -35,9 +35,8 @@ import numpy as np
 import uvloop
 
 from prfaas.clock import MonotonicClock
-from prfaas.config import Deployment
+from prfaas.config import Deployment, parse_deployment
 from prfaas.config.address import Address
-from prfaas.config.deployment import parse_deployment
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
 from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales

@@ -36,8 +36,8 @@ import numpy as np
 import uvloop
 
 from prfaas.clock import MonotonicClock
-from prfaas.config import Deployment
-from prfaas.config.deployment import Lognormal, parse_deployment
+from prfaas.config import Deployment, parse_deployment
+from prfaas.config.deployment import Lognormal
 from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError

@@ -55,18 +55,18 @@ def test_the_case_study_is_valid() -> None:
         ("links.0.to", "prfaas", "clusters.0: no link leads from 'prfaas' to a pd cluster"),
         ("links.1.from", "prfaas", "links.1: a second link"),
         ("links.0", None, "clusters.0: no link leads from 'prfaas'"),
-        ("clusters.1.kind", "prfaas", "clusters: no cluster of kind 'pd'"),
+        ("clusters.1.kind", "prfaas", "clusters: no cluster has kind 'pd'"),
         (
             "clusters.1.kind",
             "pf",
             "clusters.1.kind: invalid enum value 'pf'; use one of: pd, prfaas",
         ),
-        ("clusters.1.name", "prfaas", "clusters.1.name: 'prfaas' is taken"),
+        ("clusters.1.name", "prfaas", "clusters.1.name: another cluster is named 'prfaas'"),
         ("clusters.0.gpus", 4, "clusters.0.gpus: 4 GPUs are less than one instance of 8"),
         ("clusters.0.gpus", 0, "clusters.0.gpus: expected `int` >= 1"),
         ("clusters.0.gpus", 32.5, "clusters.0.gpus: expected `int`"),
         ("clusters.0.prefill", 4, "clusters.0: a prfaas cluster only prefills"),
-        ("clusters.1.prefill", 3, "clusters.1: half a split"),
+        ("clusters.1.prefill", 3, "clusters.1: the split is incomplete"),
         ("clusters.1.gpu", 3, "clusters.1.gpu: unknown key; did you mean 'gpus'"),
         ("workload.min_tokens", 999999, "workload.min_tokens: 999999 is above max_tokens"),
         ("workload.mu", 19400, "workload.mu: .*natural logarithm"),
@@ -99,7 +99,7 @@ def test_every_mistake_names_its_key(path: str, value: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("prefill", "decode", "message"),
     [
-        (8, 0, "clusters.1.decode: no decode instances"),
+        (8, 0, "clusters.1.decode: the cluster has no decode instance"),
         (5, 5, "prefill 5 + decode 5 is not 64 / 8 = 8 instances"),
     ],
 )

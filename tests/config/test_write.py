@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from prfaas.config import Deployment, load_deployment, parse_deployment
-from prfaas.config.deployment import Key, Node, SchedulerSection
+from prfaas.config.deployment import Node, SchedulerSection
+from prfaas.config.gateway import ApiKey
 from prfaas.config.write import deployment_toml, toml
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -50,7 +51,7 @@ def test_nodes_and_keys() -> None:
     deployment = load_deployment(CASE_STUDY)
     nodes = [Node("http://a:1", "http://a:2", "r:1"), Node("http://b:1", "http://b:2")]
     clusters = [msgspec.structs.replace(c, nodes=nodes) for c in deployment.clusters]
-    gateway = msgspec.structs.replace(deployment.gateway, keys=[Key("k", tenant="t")], plans=False)
+    gateway = msgspec.structs.replace(deployment.gateway, keys=[ApiKey("k", tenant="t")], plans=False)
     running = msgspec.structs.replace(deployment, clusters=clusters, gateway=gateway)
     assert again(running) == running
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.clock import MonotonicClock
-from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.config import Deployment, parse_deployment
 from prfaas.gateway.backend import BackendOptions, GatewayBackend, running
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.request import GatewayRequest, RequestTrace

@@ -25,12 +25,12 @@ from prfaas.config import Deployment
 from prfaas.config.deployment import (
     SLO,
     Cluster,
-    GatewaySection,
     Link,
     Lognormal,
     ModelSection,
     Trace,
 )
+from prfaas.config.gateway import GatewaySection
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError

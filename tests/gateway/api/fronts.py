@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.clock import MonotonicClock
-from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.config import Deployment, parse_deployment
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, serving

@@ -1,0 +1,154 @@
+"""Reads the deployment file: strict decoding, then the rules that concern several keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prfaas.config.deployment import Component, Deployment, Lognormal, Mixture
+from prfaas.config.gateway import GatewaySection
+from prfaas.config.strict import decode, parse_toml, read_text
+from prfaas.errors import InputError
+
+
+def load_deployment(path: str | Path) -> Deployment:
+    return parse_deployment(parse_toml(read_text(path), path), path)
+
+
+def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
+    deployment = decode(raw, Deployment, file)
+    try:
+        _check_clusters(deployment)
+        _check_links(deployment)
+        _check_workload(deployment)
+        _check_keys(deployment.gateway)
+    except InputError as error:
+        raise error.in_file(file) from None
+    return deployment
+
+
+def _check_clusters(deployment: Deployment) -> None:
+    names = [cluster.name for cluster in deployment.clusters]
+    for index, cluster in enumerate(deployment.clusters):
+        at = f"clusters.{index}"
+        if names.index(cluster.name) != index:
+            raise InputError(
+                f"another cluster is named {cluster.name!r}", where=f"{at}.name", fix="use another name"
+            )
+        if cluster.instances == 0:
+            raise InputError(
+                f"{cluster.gpus} GPUs are less than one instance of {cluster.gpus_per_instance}",
+                where=f"{at}.gpus",
+                fix="add GPUs or lower gpus_per_instance",
+            )
+        fixed = (cluster.prefill, cluster.decode)
+        if fixed == (None, None):
+            continue
+        if cluster.kind == "prfaas":
+            raise InputError(
+                "a prfaas cluster only prefills", where=at, fix="remove prefill and decode"
+            )
+        if cluster.prefill is None or cluster.decode is None:
+            raise InputError("the split is incomplete", where=at, fix="set both prefill and decode, or neither")
+        if cluster.prefill + cluster.decode != cluster.instances:
+            raise InputError(
+                f"prefill {cluster.prefill} + decode {cluster.decode} is not "
+                f"{cluster.gpus} / {cluster.gpus_per_instance} = {cluster.instances} instances",
+                where=at,
+                fix="change them so that they add up",
+            )
+        if cluster.decode == 0:
+            raise InputError(
+                "the cluster has no decode instance", where=f"{at}.decode", fix="set 1 or more"
+            )
+    if not deployment.of_kind("pd"):
+        raise InputError(
+            "no cluster has kind 'pd', so none can decode", where="clusters", fix="add one"
+        )
+
+
+def _check_links(deployment: Deployment) -> None:
+    names = {cluster.name for cluster in deployment.clusters}
+    seen = set()
+    for index, link in enumerate(deployment.links):
+        for key, name in (("from", link.source), ("to", link.target)):
+            if name not in names:
+                raise InputError(
+                    f"no cluster is named {name!r}",
+                    where=f"links.{index}.{key}",
+                    fix=f"clusters are: {', '.join(sorted(names))}",
+                )
+        if (link.source, link.target) in seen:
+            raise InputError(
+                f"a second link from {link.source!r} to {link.target!r}",
+                where=f"links.{index}",
+                fix="state the aggregate bandwidth once",
+            )
+        seen.add((link.source, link.target))
+        if link.gbps > 1e6:
+            raise InputError(
+                f"{link.gbps:g} Gbit/s is more than any link has",
+                where=f"links.{index}.gbps",
+                fix="the unit is 10^9 bits per second",
+            )
+        if link.rtt_ms > 1e4:
+            raise InputError(
+                f"{link.rtt_ms:g} ms is longer than any round trip",
+                where=f"links.{index}.rtt_ms",
+                fix="the unit is milliseconds",
+            )
+    for index, cluster in enumerate(deployment.clusters):
+        targets = [pd.name for pd in deployment.of_kind("pd")]
+        if cluster.kind == "prfaas" and not any(deployment.link(cluster.name, t) for t in targets):
+            raise InputError(
+                f"no link leads from {cluster.name!r} to a pd cluster",
+                where=f"clusters.{index}",
+                fix=f"add [[links]] with from = {cluster.name!r}, to = {targets[0]!r}",
+            )
+
+
+def _check_workload(deployment: Deployment) -> None:
+    workload = deployment.workload
+    parts: list[tuple[str, Lognormal | Component]] = []
+    if isinstance(workload, Lognormal):
+        parts = [("workload", workload)]
+    elif isinstance(workload, Mixture):
+        parts = [(f"workload.components.{i}", c) for i, c in enumerate(workload.components)]
+    for at, part in parts:
+        if part.min_tokens > part.max_tokens:
+            raise InputError(
+                f"{part.min_tokens} is above max_tokens = {part.max_tokens}",
+                where=f"{at}.min_tokens",
+                fix="swap them",
+            )
+        if part.max_tokens > 16_777_216:
+            raise InputError(
+                f"{part.max_tokens} is beyond 16,777,216 tokens", where=f"{at}.max_tokens"
+            )
+        if not -5 <= part.mu <= 20:
+            raise InputError(
+                f"exp({part.mu:g}) tokens is not a plausible median",
+                where=f"{at}.mu",
+                fix="mu is the mean of the natural logarithm of the length",
+            )
+    threshold = deployment.scheduler.threshold_tokens
+    if threshold is not None and parts:
+        longest = max(part.max_tokens for _, part in parts)
+        if threshold > longest:
+            raise InputError(
+                f"{threshold} is above the longest prompt ({longest} tokens)",
+                where="scheduler.threshold_tokens",
+                fix="lower it, or use policy 'local' to never offload",
+            )
+
+
+def _check_keys(gateway: GatewaySection) -> None:
+    for index, key in enumerate(gateway.keys):
+        if (key.key is None) == (key.file is None):
+            raise InputError(
+                "exactly one of key and file is required",
+                where=f"gateway.keys.{index}",
+                fix="set one of them",
+            )
+        if key.key == "":
+            raise InputError("is empty", where=f"gateway.keys.{index}.key", fix="set a key")

@@ -1,0 +1,98 @@
+"""The gateway's section of the deployment file: address, limits, timeouts.
+
+The string below a field is its entry in docs/configuration.md (`config.reference`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prfaas.config.fields import Amount, AmountOrZero, Count, Port
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One API key that clients may use. Give either `key` or `file`."""
+
+    key: str | None = None
+    """The key itself."""
+    file: str | None = None
+    """File with the key, relative to the deployment file."""
+    tenant: str = ""
+    """Tenant of the key. Tenants do not share cached prefixes."""
+
+
+class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the gateway waits, and how often it polls."""
+
+    queue_s: Amount = 60.0
+    """Longest time that one request waits for a free node, over all attempts together."""
+    queue_retry_after_s: Amount = 5.0
+    """Retry-After that a client receives when the queue is full or the wait was too long."""
+    body_s: Amount = 30.0
+    """Time that a client has to send its request."""
+    stall_s: Amount = 120.0
+    """A client that reads nothing for this long is disconnected."""
+    drain_s: AmountOrZero = 30.0
+    """Time after SIGTERM in which running responses may finish."""
+    cancel_s: Amount = 5.0
+    """Time after the drain in which cancelled requests release what they hold at kvds."""
+    connect_s: Amount = 3.0
+    """Time to connect to a node or a kvd."""
+    kvd_call_s: Amount = 5.0
+    """Time for one response of a kvd. Opening a transfer may take twice this time."""
+    prefill_s: Amount = 600.0
+    """Time for one prefill, and for the commit of its transfer."""
+    token_s: Amount = 300.0
+    """Longest time between two events of a decode stream, and until its first event."""
+    link_down_s: Amount = 3.0
+    """A hand-off over a link that has been down for this long is given up."""
+    prefix_copy_s: Amount = 1.0
+    """Time that a prefill waits for a prefix copy, beside four times its predicted duration."""
+    node_poll_s: Amount = 1.0
+    """Interval of the polls of a node's metrics and health."""
+    node_poll_timeout_s: Amount = 3.0
+    """Time for a node's response to one poll."""
+    kvd_poll_s: Amount = 0.5
+    """Interval of the polls of a kvd's report, which describes its links."""
+    event_poll_s: Amount = 30.0
+    """Duration of one long poll for a kvd's cache events."""
+    unresponsive_s: Amount = 4.0
+    """A node that has not responded for this long receives no new requests."""
+    hung_s: Amount = 10.0
+    """Requests at a node that has not responded for this long are retried elsewhere."""
+    forget_s: Amount = 60.0
+    """A registered node that has not responded for this long is removed from the fleet."""
+    first_plan_s: Amount = 5.0
+    """Longest wait for the nodes of the deployment file before the first plan."""
+
+
+class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The OpenAI endpoint of a deployment (`prfaas gateway`)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8080
+    """Port to listen on; 0 lets the system choose a free one."""
+    tokenizer: str | None = None
+    """Checkpoint folder with the model's tokenizer, relative to the deployment file. Without it,
+    prompts must be token ids."""
+    keys: list[ApiKey] = []
+    """API keys that clients may use. Without keys, the gateway does not authenticate clients."""
+    kvd_key_file: str | None = None
+    """File with the key that the nodes and kvds of the deployment require, relative to the
+    deployment file."""
+    plans: bool = True
+    """Whether this gateway runs the long-term loop. Exactly one gateway of a fleet does."""
+    advise: bool = False
+    """Whether plans are only shown, and threshold and roles stay as they are."""
+    max_in_flight: Count = 2048
+    """Requests in flight. Further requests are refused with status 429."""
+    max_queued: Count = 4096
+    """Requests that wait for a node. Further requests are refused with status 503."""
+    max_attempts: Count = 4
+    """Attempts of one request, including the first."""
+    max_body_mb: Amount = 64.0
+    """Largest request body in 10^6 bytes. One million token ids take about 8 MB of JSON."""
+    max_bodies_mb: Amount = 1024.0
+    """Bodies of all requests in flight together, in 10^6 bytes."""
+    timeouts: GatewayTimeouts = GatewayTimeouts()

@@ -1,0 +1,214 @@
+"""The file of one host: `[kvd]` for `prfaas kvd --config FILE`, `[node]` for `prfaas node`.
+
+A host has one file, and each process reads its own section; the other section is validated too.
+Paths are relative to the file. A flag or `--set KEY=VALUE` wins over the file. The string below a
+field is its entry in docs/configuration.md (`config.reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from prfaas.config.assignments import assign, set_key
+from prfaas.config.fields import Amount, AmountOrZero, Count, Port
+from prfaas.config.strict import decode, parse_toml, read_text
+
+
+class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Mutual TLS between kvds (`prfaas certs` makes a test set). Give `ca`, `cert` and `key`."""
+
+    ca: str | None = None
+    """CA certificate that issued the certificates of all kvds."""
+    cert: str | None = None
+    """This host's certificate."""
+    key: str | None = None
+    """Private key of `cert`."""
+    client_cert: str | None = None
+    """Certificate for outgoing connections, where `cert` may be used for listening only."""
+    client_key: str | None = None
+    """Private key of `client_cert`."""
+
+
+class KvdTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a kvd waits for gateways, engines and other kvds."""
+
+    grant_s: Amount = 60.0
+    """A grant ends when no frame of its transfer has arrived for this long."""
+    dispatch_s: Amount = 30.0
+    """Time that a committed transfer waits for the decode engine to claim it."""
+    remember_s: Amount = 120.0
+    """Time for which the outcome of an ended transfer can be queried."""
+    heartbeat_s: Amount = 2.0
+    """Interval of the heartbeats to gateways."""
+    gateway_call_s: Amount = 5.0
+    """Time for a gateway's response to a heartbeat."""
+    connect_s: Amount = 5.0
+    """Time to connect to another kvd."""
+    connection_silence_s: Amount = 10.0
+    """A connection on which a frame is not acknowledged for this long is replaced."""
+    transfer_stall_s: Amount = 30.0
+    """An outgoing transfer of which nothing is acknowledged for this long has failed."""
+
+
+class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The KV store of a host (`prfaas kvd`)."""
+
+    socket: str | None = None
+    """Unix socket for the engines of this host. Required here or as `--socket`."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT for KV from other hosts; port 0 lets the system choose a free one."""
+    http: str = "127.0.0.1:0"
+    """HOST:PORT of the HTTP API for gateways; port 0 lets the system choose a free one."""
+    memory: str = "4GiB"
+    """Size of the arena in shared memory, for example 64GiB."""
+    ssd: str | None = None
+    """Folder for prefixes that memory cannot hold. Without it, there is no SSD tier."""
+    ssd_size: str = "64GiB"
+    """Size of the SSD tier, for example 1TB."""
+    checkpoints: str = "default"
+    """Where linear-attention state is kept along a prompt: default, last, branch or every:N, where N
+    is in blocks."""
+    node: str | None = None
+    """Name of this kvd in cache events and at gateways. The default is its data address."""
+    advertise: str | None = None
+    """Host name or address at which other hosts reach this one."""
+    via: str | None = None
+    """HOST:PORT of a relay that senders use instead of `listen`."""
+    cluster: str | None = None
+    """Cluster of the deployment file that this host belongs to. Required with `gateways`."""
+    gateways: list[str] = []
+    """URLs of the gateways to register with."""
+    gateway_api_key_file: str | None = None
+    """File with an API key of those gateways, where they require one."""
+    kvd_key_file: str | None = None
+    """File with the key that kvds and gateways of the deployment share. With it, the HTTP API
+    requires the key."""
+    connections: Count = 4
+    """TCP connections to each peer."""
+    tls: TlsSection = TlsSection()
+    timeouts: KvdTimeouts = KvdTimeouts()
+
+
+class EmulatedSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The emulated engine (`engine = "emulated"`): it follows a profile and computes nothing."""
+
+    accelerator: str | None = None
+    """Accelerator whose profile is followed. The default is the only one that the model has."""
+    gpus: Count = 8
+    """GPUs per emulated instance."""
+    catalog: list[str] = []
+    """Catalog files to add to the built-in catalog."""
+    time_scale: Amount = 1.0
+    """Factor for all times."""
+    byte_scale: Amount = 1.0
+    """Factor for the size of the model's state."""
+    output_scale: Amount = 1.0
+    """Factor for output lengths: one emulated token stands for 1 / output_scale tokens."""
+
+
+class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a node waits."""
+
+    drain_s: AmountOrZero = 30.0
+    """Time after SIGTERM in which running requests may finish."""
+    leave_s: AmountOrZero = 0.0
+    """Minimum time to stay up after SIGTERM, so that gateways can copy hot prefixes away."""
+    event_poll_s: Amount = 30.0
+    """Duration of one long poll for the kvd's cache events."""
+
+
+class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine with vLLM's HTTP API (`prfaas node`)."""
+
+    engine: Literal["hf", "emulated"] = "hf"
+    """Engine: `hf` computes a Hugging Face checkpoint, `emulated` follows a profile."""
+    model: str | None = None
+    """Checkpoint folder, or for the emulated engine a model of the catalog. Required here or as
+    `--model`."""
+    name: str | None = None
+    """Model name in the API. The default is the name of the folder or of the catalog's model."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 0
+    """Port to listen on; 0 lets the system choose a free one."""
+    advertise: str | None = None
+    """URL at which gateways reach this node, where it differs from host and port."""
+    kvd_socket: str | None = None
+    """Socket of a running kvd. Without it, the node starts a kvd that ends with the node."""
+    kvd_url: str | None = None
+    """HTTP address of that kvd, for gateways and KV events."""
+    kvd_key_file: str | None = None
+    """File with the key that kvds of the deployment share."""
+    device: str | None = None
+    """Device of the hf engine: cpu, cuda or cuda:N. The default is the best that is present."""
+    dtype: str | None = None
+    """Number format of the hf engine: float32, bfloat16 or float16."""
+    tokenizer: str | None = None
+    """Checkpoint folder with the tokenizer. The default is the model's own (hf engine)."""
+    block_tokens: Count = 64
+    """Tokens per KV block."""
+    chunk_tokens: Count | None = None
+    """Tokens per prefill step. The default is the engine's choice."""
+    max_running: Count | None = None
+    """Sequences that decode together. The default is the engine's choice."""
+    max_waiting: Count = 256
+    """Requests in the engine's queue. Further requests are refused with status 503."""
+    events: str = "tcp://127.0.0.1:0"
+    """ZMQ endpoint for KV events in vLLM's format."""
+    replay: str = "tcp://127.0.0.1:0"
+    """ZMQ endpoint for the replay of KV events."""
+    emulated: EmulatedSection = EmulatedSection()
+    timeouts: NodeTimeouts = NodeTimeouts()
+
+
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file given with `--config`."""
+
+    kvd: KvdSection = KvdSection()
+    node: NodeSection = NodeSection()
+
+
+# Keys whose value is a path. They are resolved here, where the file's folder is known.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "kvd": ("socket", "ssd", "gateway_api_key_file", "kvd_key_file"),
+    "kvd.tls": ("ca", "cert", "key", "client_cert", "client_key"),
+    "node": ("kvd_socket", "kvd_key_file", "tokenizer"),
+}
+
+
+def load_host_config(
+    file: Path | None, assignments: Iterable[str] = (), flags: dict[str, Any] | None = None
+) -> HostConfig:
+    """The file's values, then those of `--set`, then those of flags (by dotted key; None: absent).
+    Each later one wins."""
+    raw: dict[str, Any] = {}
+    if file is not None:
+        raw = parse_toml(read_text(file), file)
+        decode(raw, HostConfig, file)  # so that a mistake is reported as one of the file
+        _resolve_paths(raw, file.parent)
+    for text in assignments:
+        assign(raw, text)
+    for key, value in (flags or {}).items():
+        if value is not None and value != ():
+            set_key(raw, key, list(value) if isinstance(value, tuple) else value)
+    return decode(raw, HostConfig, "")
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    for section, keys in _PATHS.items():
+        at = raw
+        for part in section.split("."):
+            at = at.get(part, {})
+        for key in keys:
+            if key in at:
+                at[key] = str(folder / at[key])
+    node = raw.get("node", {})
+    emulated = node.get("emulated", {})
+    if "catalog" in emulated:
+        emulated["catalog"] = [str(folder / path) for path in emulated["catalog"]]
+    if "model" in node and node.get("engine", NodeSection().engine) == "hf":
+        node["model"] = str(folder / node["model"])
