@@ -47,9 +47,9 @@ from prfaas.display.console import console, print_json, rounded
 from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
-from prfaas.launch.deployment import Hosts, launched_hosts
+from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
@@ -88,7 +88,9 @@ async def measure(
     most = hosts_enough(cases)
     engines = replace(most.engines, memory=MEMORY)
     rows = []
-    async with launched_hosts(most.deployment, engines, folder, tether(), heard=ear.heard) as hosts:
+    async with launched_hosts(
+        most.deployment, engines, folder, attached_prefix(), on_line=ear.heard
+    ) as hosts:
         for name, case in cases.items():
             offered_rps = OVERLOAD * best_for(case.problem).capacity_rps
             arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
@@ -99,7 +101,12 @@ async def measure(
 
 
 async def _row(
-    name: str, case: SmallCase, hosts: Hosts, arrivals: Arrivals, ear: RelayEar, scales: Scales
+    name: str,
+    case: SmallCase,
+    hosts: RunningHosts,
+    arrivals: Arrivals,
+    ear: RelayEar,
+    scales: Scales,
 ) -> Row:
     before = cpu_times()
     load = offered(hosts, with_one_plan(case.deployment), arrivals, ear)

@@ -41,10 +41,17 @@ from prfaas.clock import MonotonicClock
 from prfaas.demo.scene import watched
 from prfaas.display.console import print_json, rounded
 from prfaas.errors import InputError, PeerError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
-from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
-from prfaas.launch.preparation import CACHE, TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
+from prfaas.launch.deployment import RunningHosts, launched_gateway, launched_hosts
+from prfaas.launch.preparation import (
+    CACHE,
+    TINY_DEVICE,
+    LaunchOptions,
+    LaunchPlan,
+    prepare_launch,
+    tiny_deployment,
+)
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import Target, TimedAnswer, connect
 from prfaas.measure.open_loop import Ask
@@ -76,10 +83,10 @@ class Served:
 
 
 async def measure(
-    ready: Prepared, policies: Sequence[str], load: Load, rounds: int, folder: Path
+    ready: LaunchPlan, policies: Sequence[str], load: Load, rounds: int, folder: Path
 ) -> list[list[Served]]:
     found: list[list[Served]] = []
-    async with launched_hosts(ready.deployment, ready.engines, folder, tether()) as hosts:
+    async with launched_hosts(ready.deployment, ready.engines, folder, attached_prefix()) as hosts:
         for number in range(rounds):
             order = policies if number % 2 == 0 else policies[::-1]
             served = []
@@ -91,11 +98,11 @@ async def measure(
     return found
 
 
-async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Served:
-    stories = RequestOutcomes()
+async def serve(hosts: RunningHosts, ready: LaunchPlan, policy: str, load: Load) -> Served:
+    outcomes = RequestOutcomes()
     async with (
         launched_gateway(
-            hosts, ready.deployment, ["--policy", policy], heard=stories.heard
+            hosts, ready.deployment, ["--policy", policy], on_line=outcomes.read_line
         ) as live,
         connect(live.gateway_url, MonotonicClock()) as target,
     ):
@@ -103,7 +110,7 @@ async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Serve
         await closed_loop(target, warm)
         answers = await closed_loop(target, load)
         async with asyncio.timeout(TOLD_S):
-            told = [await stories.of(one.request_id) for one in answers if one.request_id]
+            told = [await outcomes.of(one.request_id) for one in answers if one.request_id]
     return Served(
         policy,
         [one.ttft_s for one in answers if one.moments_s],
@@ -200,12 +207,12 @@ def main(
     if min(streams, requests, tokens, output, rounds) < 1:
         raise InputError("no load", where="--streams and others", fix="give 1 or more of each")
     load = Load(streams, requests, tokens, output)
-    wish = Wish("hf", device=TINY_DEVICE)
-    deployment, profile = tiny_deployment(CACHE, wish, lambda what: click.echo(what, err=True))
+    options = LaunchOptions("hf", device=TINY_DEVICE)
+    deployment, profile = tiny_deployment(CACHE, options, lambda what: click.echo(what, err=True))
     with tempfile.TemporaryDirectory(prefix="prfaas-closed-loop-") as name:
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        ready = prepared(deployment, profile, wish, folder)
+        ready = prepare_launch(deployment, profile, options, folder)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             served = runner.run(measure(ready, policies, load, rounds, folder))
     report(policies, load, served)

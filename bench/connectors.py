@@ -37,6 +37,7 @@ import click
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.engine.checkpoint.architectures import Size
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.testing.vllm_server import VllmServer, await_health, start_vllm
@@ -254,7 +255,9 @@ def _kvd(path: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().split(" http ")[1].strip()
+            ready = parse_readiness(process.stdout.readline(), KvdReady)
+            assert ready is not None, "the kvd did not start"
+            yield ready.http
         finally:
             process.terminate()
 

@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -41,10 +42,15 @@ from prfaas.demo.small_case import SmallCase, failures, small_case
 from prfaas.display.console import console, print_json, rounded
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Child, ChildDied
-from prfaas.launch.commands import ways
-from prfaas.launch.deployment import Hosts, Live, launched_gateway, launched_hosts
+from prfaas.launch.commands import relayed_links
+from prfaas.launch.deployment import (
+    RunningDeployment,
+    RunningHosts,
+    launched_gateway,
+    launched_hosts,
+)
 from prfaas.launch.preparation import Wan
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import connect
@@ -111,7 +117,7 @@ async def measure(
     case: SmallCase, names: Sequence[str], arrivals: Arrivals, episode: Episode, folder: Path
 ) -> list[Run]:
     runs = []
-    async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
+    async with launched_hosts(case.deployment, case.engines, folder, attached_prefix()) as hosts:
         for name in names:
             click.echo(f"{name}: {len(arrivals)} requests", err=True)
             rules = rules_of(name, case.deployment.scheduler)
@@ -123,27 +129,27 @@ async def measure(
 
 
 async def served(
-    name: str, hosts: Hosts, deployment: Deployment, arrivals: Arrivals, episode: Episode
+    name: str, hosts: RunningHosts, deployment: Deployment, arrivals: Arrivals, episode: Episode
 ) -> Run:
     clock = MonotonicClock()
-    stories = RequestOutcomes()
-    (way,) = ways(hosts.deployment)
-    relay = hosts.children.named(way.name)
+    logged = RequestOutcomes()
+    (link,) = relayed_links(hosts.deployment)
+    relay = hosts.children.named(link.name)
     looks: list[Look] = []
     async with (
-        launched_gateway(hosts, deployment, heard=stories.heard) as live,
+        launched_gateway(hosts, deployment, on_line=logged.read_line) as live,
         connect(live.gateway_url, clock) as target,
     ):
         assert target.model is not None
         ask = Ask(target.model, salt=secrets.token_hex(8))
         began_s = clock.now()
-        slowing = asyncio.create_task(slowed(relay, way.link.gbps, episode, began_s, clock))
+        slowing = asyncio.create_task(slowed(relay, link.link.gbps, episode, began_s, clock))
         watching = asyncio.create_task(watch(live, looks, began_s, clock))
         try:
             outcomes = await offer(target, arrivals, ask, Prompts(), clock)
             await slowing
             async with asyncio.timeout(TOLD_S):
-                told = [await stories.of(one.request_id) for one in outcomes]
+                told = [await logged.of(one.request_id) for one in outcomes]
         finally:
             slowing.cancel()
             watching.cancel()
@@ -155,13 +161,15 @@ async def served(
     return Run(name, requests, looks, failures(outcomes))
 
 
-async def slowed(relay: Child, gbps: float, episode: Episode, began_s: float, clock: Clock) -> None:
+async def slowed(
+    relay: Child[Any], gbps: float, episode: Episode, began_s: float, clock: Clock
+) -> None:
     for at_s, share in ((episode.start_s, episode.share), (episode.stop_s, 1.0)):
         await asyncio.sleep(max(0.0, began_s + at_s - clock.now()))
-        relay.tell(f"gbps {gbps * share:g}")
+        relay.write_line(f"gbps {gbps * share:g}")
 
 
-async def watch(live: Live, looks: list[Look], began_s: float, clock: Clock) -> None:
+async def watch(live: RunningDeployment, looks: list[Look], began_s: float, clock: Clock) -> None:
     while True:
         state = await live.state()
         (link,) = (link for link in state["links"] if link["from"] != link["to"])

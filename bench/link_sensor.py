@@ -49,10 +49,10 @@ from prfaas.demo.small_case import SmallCase, small_case
 from prfaas.display.console import print_json, rounded
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Child, ChildDied
-from prfaas.launch.commands import ways
-from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
+from prfaas.launch.commands import relayed_links
+from prfaas.launch.deployment import RunningHosts, launched_gateway, launched_hosts
 from prfaas.launch.preparation import Wan
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, offer
@@ -148,7 +148,12 @@ def trial_of(looks: list[Look], dropped_s: float, truth_bps: float) -> Trial:
 
 @asynccontextmanager
 async def loaded(
-    hosts: Hosts, case: SmallCase, rps: float, seconds: float, seed: int, record: TextIO | None
+    hosts: RunningHosts,
+    case: SmallCase,
+    rps: float,
+    seconds: float,
+    seed: int,
+    record: TextIO | None,
 ) -> AsyncIterator[tuple[Callable[[], Awaitable[None]], Watch]]:
     """A gateway under an open-loop load: how to send a long prompt beside it, and a watch on its
     link."""
@@ -192,7 +197,12 @@ async def loaded(
 
 
 async def calm_run(
-    hosts: Hosts, case: SmallCase, rps: float, seconds: float, seed: int, record: TextIO | None
+    hosts: RunningHosts,
+    case: SmallCase,
+    rps: float,
+    seconds: float,
+    seed: int,
+    record: TextIO | None,
 ) -> dict[str, Any]:
     clock = MonotonicClock()
     async with loaded(hosts, case, rps, seconds + WARM_S, seed, record) as (_, watch):
@@ -221,7 +231,7 @@ async def calm_run(
 
 
 async def stall_runs(
-    hosts: Hosts, case: SmallCase, rps: float, stalls: int, seed: int, record: TextIO | None
+    hosts: RunningHosts, case: SmallCase, rps: float, stalls: int, seed: int, record: TextIO | None
 ) -> list[Stall]:
     found: list[Stall] = []
     clock = MonotonicClock()
@@ -253,12 +263,12 @@ async def stall_runs(
     return found
 
 
-def is_kvd(child: Child) -> bool:
+def is_kvd(child: Child[Any]) -> bool:
     return child.name.startswith("kvd-")
 
 
 async def trial_runs(
-    hosts: Hosts,
+    hosts: RunningHosts,
     case: SmallCase,
     rps: float,
     trials: int,
@@ -268,8 +278,8 @@ async def trial_runs(
 ) -> list[Trial]:
     clock = MonotonicClock()
     dice = random.Random(seed)
-    (way,) = ways(hosts.deployment)
-    relay: Child = hosts.children.named(way.name)
+    (link,) = relayed_links(hosts.deployment)
+    relay: Child[Any] = hosts.children.named(link.name)
     found: list[Trial] = []
     most_s = WARM_S + trials * (KNOWN_WITHIN_S + RECOVERED_S)
     async with loaded(hosts, case, rps, most_s, seed + 1, record) as (send_long, watch):
@@ -279,12 +289,12 @@ async def trial_runs(
                 sending = asyncio.ensure_future(send_long())
                 async with asyncio.timeout(GIVEN_UP_S):
                     await watch.until(travels)
-                relay.tell(f"gbps {way.link.gbps * share:g}")
+                relay.write_line(f"gbps {link.link.gbps * share:g}")
                 dropped_s = clock.now()
                 await asyncio.sleep(KNOWN_WITHIN_S + 1.0)
-                truth_bps = way.link.gbps * share * 1e9
+                truth_bps = link.link.gbps * share * 1e9
                 found.append(trial_of(watch.since(dropped_s), dropped_s, truth_bps))
-                relay.tell(f"gbps {way.link.gbps:g}")
+                relay.write_line(f"gbps {link.link.gbps:g}")
                 async with asyncio.timeout(RECOVERED_S):
                     await sending
                     await watch.until(recovered)
@@ -337,7 +347,9 @@ def main(
         async def measure() -> tuple[dict[str, Any] | None, list[Stall], list[Trial]]:
             calm, stopped, runs = None, [], []
             bps = case.deployment.links[0].gbps * 1e9
-            async with launched_hosts(case.deployment, case.engines, folder, tether()) as hosts:
+            async with launched_hosts(
+                case.deployment, case.engines, folder, attached_prefix()
+            ) as hosts:
                 if calm_s:
                     with recording(record, "calm", bps, share) as out:
                         work = calm_run(hosts, case, rps, calm_s, seed, out)

@@ -42,10 +42,10 @@ from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch import commands
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Children
-from prfaas.launch.deployment import Hosts, Live, launched_gateway
-from prfaas.launch.preparation import Prepared, Wish, prepared
+from prfaas.launch.deployment import RunningDeployment, RunningHosts, launched_gateway
+from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, Outcome, offer
 from prfaas.measure.prompts import Prompts
@@ -127,30 +127,37 @@ def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str
                 target = Address("127.0.0.1", holder.getsockname()[1])
             relay = Relay(Address("127.0.0.1", 0), target, Conditions(rate_bps=rate_bps))
             stack.enter_context(closing(relay.start()))
-            options[host.name] = ["--listen", str(target), "--via", str(relay.address)]
+            options[host.name] = [
+                *("--listen", str(target)),
+                *("--set", f"kvd.via={relay.address}"),
+            ]
         yield options
 
 
 async def measure(
-    made: Prepared, arrivals: Arrivals, each: int, apart_s: float, rounds: int, folder: Path
+    made: LaunchPlan, arrivals: Arrivals, each: int, apart_s: float, rounds: int, folder: Path
 ) -> list[dict[str, Any]]:
-    everybody = commands.hosts(made.deployment)
+    everybody = commands.list_hosts(made.deployment)
     (link,) = made.deployment.links
     runs = []
     with fabric(everybody, link.gbps * 1e9) as options:
-        async with Children(folder, tether()) as children:
-            kvds = [commands.kvd(host, folder, made.engines) for host in everybody]
-            said = await children.started(
+        async with Children(folder, attached_prefix()) as children:
+            kvds = [commands.kvd_command(host, folder, made.engines) for host in everybody]
+            said = await children.start_all(
                 [
                     replace(kvd, arguments=[*kvd.arguments, *options[host.name]])
                     for kvd, host in zip(kvds, everybody, strict=True)
                 ]
             )
-            at = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
-            urls = await children.started(
-                [commands.engine(host, folder, at[host.name], made.engines) for host in everybody]
+            at = {host.name: said[f"kvd-{host.name}"] for host in everybody}
+            nodes = await children.start_all(
+                [
+                    commands.engine_command(host, folder, at[host.name], made.engines)
+                    for host in everybody
+                ]
             )
-            hosts = Hosts(made.deployment, folder, urls, at, {}, children)
+            urls = {name: node.http for name, node in nodes.items()}
+            hosts = RunningHosts(made.deployment, folder, urls, at, {}, children)
             for number in range(2 * rounds):
                 replicate = number % 4 in (1, 2)  # without, with, with, without
                 click.echo(f"run {number + 1}: replicate {replicate}", err=True)
@@ -159,7 +166,7 @@ async def measure(
 
 
 async def _run(
-    hosts: Hosts, replicate: bool, arrivals: Arrivals, each: int, apart_s: float
+    hosts: RunningHosts, replicate: bool, arrivals: Arrivals, each: int, apart_s: float
 ) -> dict[str, Any]:
     rules = hosts.deployment.scheduler
     moves = msgspec.structs.replace(rules.moves, replicate=replicate)
@@ -181,7 +188,7 @@ async def _run(
     return {"replicate": replicate, "outcomes": outcomes, "moves": state["moves"]}
 
 
-async def _nodes(live: Live) -> list[dict[str, Any]]:
+async def _nodes(live: RunningDeployment) -> list[dict[str, Any]]:
     return [node for cluster in (await live.state())["clusters"] for node in cluster["nodes"]]
 
 
@@ -220,7 +227,7 @@ def figures(runs: Sequence[dict[str, Any]], time_scale: float) -> dict[str, Any]
     return {"runs": shown, "ttft_s": {**together, "gain": gain}}
 
 
-def expected_s(made: Prepared, shared: int) -> dict[str, float]:
+def expected_s(made: LaunchPlan, shared: int) -> dict[str, float]:
     """Of one request's prefill, as the engines will take for it; and of a copy of the prefix."""
     costs = costs_of(Study(Path(__file__), "exact").problem(made.deployment), shared + OWN_TOKENS)
     prefill_s = costs.prefill_s[ClusterId("pd")]
@@ -256,8 +263,8 @@ def main(
     stated = deployment(fabric_gbps, shared)
     with tempfile.TemporaryDirectory(prefix="prfaas-moves-") as name:
         folder = Path(name)
-        wish = Wish("emulated", Scales(time_scale, BYTE_SCALE, 1.0))
-        made = prepared(stated, Path(__file__), wish, folder)
+        options = LaunchOptions("emulated", Scales(time_scale, BYTE_SCALE, 1.0))
+        made = prepare_launch(stated, Path(__file__), options, folder)
         expected = expected_s(made, shared)
         rps = LOAD / expected["resumed"]
         arrivals = topics(count, shared, each, rps, seed)

@@ -19,7 +19,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -39,12 +38,13 @@ import prfaas
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address, parse_address
+from prfaas.contracts.readiness import NodeReady, parse_readiness
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.messages import Register, spec_of
 from prfaas.kvd.transfers.incoming import TransferStatus
-from prfaas.launch.attached_process import child_kvd
+from prfaas.launch.attached_process import attached_kvd
 from prfaas.testing.ready_gate import ReadyGate
 from prfaas.types import Grant, NotNow, OpenTransfer
 from prfaas.wan.path import Conditions
@@ -229,11 +229,16 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 @contextmanager
 def hf_node(model: Path, gate: Path, chunk_tokens: int, folder: Path) -> Iterator[Served]:
     command = [sys.executable, "-m", "prfaas", "node", "--model", str(model), "--kvd", str(gate)]
-    command += ["--chunk-tokens", str(chunk_tokens), "--device", "cpu"]
+    command += ["--set", f"node.chunk_tokens={chunk_tokens}", "--device", "cpu"]
     log = folder / "node.log"
     with _process(command, {"OMP_NUM_THREADS": "1"}, log) as process:
-        found = _waited(process, log, lambda: re.search(r"serving \S+ at (\S+)", log.read_text()))
-        yield Served(found[1])
+        ready = _waited(process, log, lambda: _node_ready(log))
+        yield Served(ready.http)
+
+
+def _node_ready(log: Path) -> NodeReady | None:
+    lines = log.read_text().splitlines()
+    return next(filter(None, (parse_readiness(line, NodeReady) for line in lines)), None)
 
 
 @contextmanager
@@ -355,8 +360,8 @@ def main(
                 results[engine] = "not run: no --vllm-python was given"
                 continue
             with ExitStack() as stack:
-                source = stack.enter_context(child_kvd(KVD_OPTIONS))
-                target = stack.enter_context(child_kvd(KVD_OPTIONS))
+                source = stack.enter_context(attached_kvd(KVD_OPTIONS))
+                target = stack.enter_context(attached_kvd(KVD_OPTIONS))
                 assert source.url is not None and target.url is not None
                 gate = stack.enter_context(
                     ReadyGate(folder / f"{engine}.kvd", source.socket, clock)

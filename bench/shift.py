@@ -41,9 +41,9 @@ from prfaas.config.deployment import Lognormal
 from prfaas.display.console import print_json, progress_bar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import launched_gateway, launched_hosts
-from prfaas.launch.preparation import Prepared, Wish, prepared
+from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import Ask, offer
 from prfaas.measure.prompts import Prompts
@@ -197,14 +197,14 @@ class Served(NamedTuple):
     conversions: list[dict[str, Any]]
 
 
-async def serve(made: Prepared, arrivals: Arrivals, folder: Path) -> Served:
+async def serve(made: LaunchPlan, arrivals: Arrivals, folder: Path) -> Served:
     clock = MonotonicClock()
 
     def say(what: str) -> None:
         click.echo(f"starting {what}", err=True)
 
     async with (
-        launched_hosts(made.deployment, made.engines, folder, tether(), say=say) as hosts,
+        launched_hosts(made.deployment, made.engines, folder, attached_prefix(), say=say) as hosts,
         launched_gateway(hosts, made.deployment, say=say) as live,
         connect(live.gateway_url, clock) as target,
     ):
@@ -273,8 +273,8 @@ def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
         raise InputError(f"{rounds}", where="--rounds", fix="at least 1")
     with tempfile.TemporaryDirectory(prefix="prfaas-shift-") as name:
         folder = Path(name)
-        wish = Wish("emulated", Scales(time_scale, BYTE_SCALE, OUTPUT_SCALE))
-        made = prepared(deployment(), Path(__file__), wish, folder)
+        options = LaunchOptions("emulated", Scales(time_scale, BYTE_SCALE, OUTPUT_SCALE))
+        made = prepare_launch(deployment(), Path(__file__), options, folder)
         parts = phases(made.deployment, rounds)
         arrivals = shifting(parts, seed)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -113,7 +113,7 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[models]]\nname = 'x'", "models.0.layers: missing"),
+        ("[[models]]\nname = 'x'", "models.0.layers: is missing"),
         ("models = 3", "models: expected `array`"),
         ("[[modles]]\nname = 'x'", "modles: unknown key; did you mean 'models'"),
         ("[[accelerators]]\nname = 'x'\ntdp = 3", "accelerators.0.tdp: unknown key; did you mean"),

@@ -50,10 +50,10 @@ def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run
 
 
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
-    stories = RequestOutcomes()
-    stories.heard(line(route=route, cached_tokens=cached))
+    outcomes = RequestOutcomes()
+    outcomes.read_line(line(route=route, cached_tokens=cached))
     answer = TimedAnswer(0.0, token_ids=tokens, moments_s=[1.0])
-    return Served(what, [1, 2], answer, stories.latest[0], 0, expected=[7])
+    return Served(what, [1, 2], answer, outcomes.latest[0], 0, expected=[7])
 
 
 def test_claims_about_served_prompts() -> None:
@@ -82,7 +82,7 @@ def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
                 f"while read w; do n=$((n+1)); echo '{stats}' | sed s/70/${{n}}000/; done"
             )
             relay = await children.start(
-                Command("relay", ["-c", script], r"at (\S+)", heard=ear.heard)
+                Command("relay", ["-c", script], lambda line: None, on_line=ear.heard)
             )
             return [await ear.carried_bytes(relay), await ear.carried_bytes(relay)]
 
@@ -92,7 +92,7 @@ def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
 def test_work_ends_when_a_process_does(tmp_path: Path) -> None:
     async def run() -> None:
         async with Children(tmp_path, ["/bin/sh"]) as children:
-            await children.start(Command("one", ["-c", "exit 4"], r"at (\S+)"))
+            await children.start(Command("one", ["-c", "exit 4"], lambda line: None))
             await watched(children, asyncio.sleep(1000))
 
     with pytest.raises(ChildDied, match="one ended with code 4"):

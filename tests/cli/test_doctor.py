@@ -26,7 +26,7 @@ def test_a_table_and_json(prfaas: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "'nowhere' is no address"),
+        (("nowhere",), "'nowhere' is not an address"),
         (("h:1", "--ca", "x"), "mutual TLS needs all three"),
         (("h:1", "--seconds", "0"), "--seconds: 0 s"),
         (("h:1", "--connections", "one"), "--connections: 'one'"),

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.contracts.readiness import NodeReady
 from tests.cli.runner import Result
 from tests.cli.test_node import EMULATED
 from tests.node.hosts import Process
 
 Run = Callable[..., Result]
-SMALL = ("--time-scale", "0.01", "--", "--memory", "64MiB")
+SMALL = ("--set", "node.emulated.time_scale=0.01", "--", "--memory", "64MiB")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def urls(key_file: Path) -> Iterator[list[str]]:
     """Two nodes that fit each other, one that does not, and one whose kvd wants a key."""
     nodes = [
-        Process("node", *EMULATED, "--byte-scale", scale, *more, *SMALL)
+        Process("node", *EMULATED, "--set", f"node.emulated.byte_scale={scale}", *more, *SMALL)
         for scale, *more in (
             ("1e-4",),
             ("1e-4",),
@@ -34,7 +35,7 @@ def urls(key_file: Path) -> Iterator[list[str]]:
         )
     ]
     try:
-        yield [node.find(r"serving \S+ at (http://\S+)") for node in nodes]
+        yield [node.ready(NodeReady).http for node in nodes]
     finally:
         for node in nodes:
             node.popen.terminate()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.contracts.readiness import NodeReady
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
 from tests.waiting import PATIENCE_S, wait_until
@@ -19,14 +20,15 @@ EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator",
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ([], "--model: is required; give it, or node.model in the file"),
         (["--model", "/nowhere"], "/nowhere/tokenizer.json"),
-        ([*EMULATED, "--gpus", "3"], "8 x h20"),
+        ([*EMULATED, "--set", "node.emulated.gpus=3"], "8 x h20"),
         (["--engine", "emulated", "--model", "no-such-model"], "no-such-model"),
         ([*EMULATED, "--kvd", "/nowhere/kvd.sock"], "no kvd at /nowhere/kvd.sock"),
         ([*EMULATED, "--kvd", "/nowhere/kvd.sock", "--", "--memory", "1GiB"], "--memory 1GiB"),
-        ([*EMULATED, "--byte-scale", "0"], "above 0"),
-        ([*EMULATED, "--max-running", "100"], "decode steps of up to 20"),
-        ([*EMULATED, "--tokenizer", "."], "tokenizer.json"),
+        ([*EMULATED, "--set", "node.emulated.byte_scale=0"], "byte_scale: expected `float` > 0"),
+        ([*EMULATED, "--set", "node.max_running=100"], "decode steps of up to 20"),
+        ([*EMULATED, "--set", "node.tokenizer=."], "tokenizer.json"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -54,8 +56,17 @@ def test_a_tokenizer_that_is_none(prfaas: Run, tmp_path: Path) -> None:
 
 def started(*options: str) -> tuple[Process, dict[str, Any]]:
     """A node with a kvd of its own, and what it says of itself."""
-    node = Process("node", *EMULATED, "--byte-scale", "1e-4", *options, "--", "--memory", "16MiB")
-    url = node.find(r"serving \S+ at (http://\S+)")
+    node = Process(
+        "node",
+        *EMULATED,
+        "--set",
+        "node.emulated.byte_scale=1e-4",
+        *options,
+        "--",
+        "--memory",
+        "16MiB",
+    )
+    url = node.ready(NodeReady).http
     (card,) = call("GET", f"{url}/v1/models")[1]["data"]
     return node, card["prfaas"]
 
@@ -78,8 +89,8 @@ def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
 
 def test_a_node_that_leaves_lets_gateways_fetch_its_prefixes() -> None:
     """It has nothing to do, and stays with its kvd all the same."""
-    node, card = started("--leave-s", "600")
-    url = node.find(r"serving \S+ at (http://\S+)")
+    node, card = started("--set", "node.timeouts.leave_s=600")
+    url = node.ready(NodeReady).http
     node.popen.terminate()
     body = {"prompt": [1], "max_tokens": 1}
     wait_until(lambda: call("POST", f"{url}/v1/completions", body)[0] == 503)

@@ -15,7 +15,13 @@ from prfaas.config import Deployment, load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.preparation import Wan, Wish, baseline_deployment, parse_wan, prepared
+from prfaas.launch.preparation import (
+    LaunchOptions,
+    Wan,
+    baseline_deployment,
+    parse_wan,
+    prepare_launch,
+)
 from prfaas.studies.problem_files import Study
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
@@ -104,7 +110,7 @@ def test_a_child_that_dies_is_named_with_its_last_words(up: Process, tmp_path: P
         (["--wan", "fast"], "--wan: 'fast'; give gbps=X,rtt_ms=Y"),
         (["/nowhere.toml"], "/nowhere.toml"),
         ([str(CASE_STUDY)], "model.config: a real engine needs the model's checkpoint"),
-        ([str(CASE_STUDY), "--time-scale", "0.5"], "real engines keep their own time"),
+        ([str(CASE_STUDY), "--time-scale", "0.5"], "only emulated engines can be scaled"),
         ([str(CASE_STUDY), "--engine", "emulated", "--byte-scale", "1e-5"], "--byte-scale"),
         (["--engine", "vllm", "--vllm-python", "/nowhere/python"], "--vllm-python"),
     ],
@@ -143,7 +149,7 @@ def test_baselines_are_those_of_the_planner(tmp_path: Path) -> None:
 
 
 def test_a_wan_of_ones_own_and_no_relay_of_the_files(tmp_path: Path) -> None:
-    wish = Wish("emulated", Scales(), wan=Wan(2.0, 7.0))
-    made = prepared(load_deployment(CASE_STUDY), CASE_STUDY, wish, tmp_path)
+    options = LaunchOptions("emulated", Scales(), wan=Wan(2.0, 7.0))
+    made = prepare_launch(load_deployment(CASE_STUDY), CASE_STUDY, options, tmp_path)
     between, within = made.deployment.links
     assert (between.gbps, between.rtt_ms) == (2.0, 7.0) and within.gbps == 800

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from prfaas.config.address import Address, parse_address
+from prfaas.contracts.readiness import RelayReady, parse_readiness
 from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
 from tests.waiting import PATIENCE_S
@@ -36,21 +37,23 @@ class Process:
             text=True,
             bufsize=1,
         )
-        self.banner = self.line()
-        self.address = parse_address(self.banner.split()[1], "banner")
+        ready = parse_readiness(self.line(), RelayReady)
+        assert ready is not None
+        self.ready = ready
+        self.address = parse_address(ready.addresses[0].listen, "listen")
 
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline()
 
-    def say(self, order: str) -> None:
+    def send(self, command: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{order}\n")
+        self.process.stdin.write(f"{command}\n")
 
-    def obeyed(self, order: str) -> None:
-        """Says it and waits until it is in force."""
-        self.say(order)
-        self.say("stats")
+    def execute(self, command: str) -> None:
+        """Sends a command and waits until it is in force."""
+        self.send(command)
+        self.send("stats")
         msgspec.json.decode(self.line(), type=RelayStats)
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
@@ -87,7 +90,8 @@ def start() -> Iterator[Callable[..., Process]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_relays_and_ends_cleanly(start: Callable[..., Process], number: signal.Signals) -> None:
     relay = start("--gbps", "1", "--rtt-ms", "20")
-    assert "1 Gbit/s, 20 ms round trip; Ctrl-C ends it" in relay.banner
+    assert relay.ready.conditions == "1 Gbit/s, 20 ms round trip"
+    assert relay.ready.addresses[0].to == str(Address(*relay.listener.getsockname()))
     client, target = relay.connect()
     with client, target:
         sent_s = time.monotonic()
@@ -107,42 +111,42 @@ def test_obeys_lines_on_standard_input(start: Callable[..., Process]) -> None:
     relay = start("--control")
     client, target = relay.connect()
     with client, target:
-        relay.obeyed("rtt-ms 100")
+        relay.execute("rtt-ms 100")
         sent_s = time.monotonic()
         client.sendall(b"x")
         assert target.recv(1) == b"x"
         assert time.monotonic() - sent_s >= 0.05
-        relay.obeyed("cut")
+        relay.execute("cut")
         with pytest.raises(ConnectionResetError):
             client.recv(1)
-    relay.obeyed("outage")
+    relay.execute("outage")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(relay.address, TIMEOUT_S)
-    relay.obeyed("restore")
+    relay.execute("restore")
     socket.create_connection(relay.address, TIMEOUT_S).close()
-    relay.say("gbps -1")
-    relay.say("faster")
-    relay.obeyed("gbps none")
+    relay.send("gbps -1")
+    relay.send("faster")
+    relay.execute("gbps none")
     code, _, err = relay.end(signal.SIGINT)
     assert code == 0
     assert err.splitlines() == [
         "error: the rate is -1e+09 bit/s; give more than 0",
-        "error: unknown order 'faster'; there are: gbps X, rtt-ms X, jitter-ms X, stall, outage, "
-        "restore, cut, damage N, stats",
+        "error: unknown command 'faster'; commands are: gbps X, rtt-ms X, jitter-ms X, stall, "
+        "outage, restore, cut, damage N, stats",
     ]
 
 
-def test_as_many_ways_in_as_out(prfaas: Run) -> None:
+def test_each_listen_needs_a_to(prfaas: Run) -> None:
     here = "127.0.0.1:0"
     result = prfaas("wan", "--listen", here, "--listen", here, "--to", "127.0.0.1:9")
-    assert result.code == 2 and "2 addresses lead to 1" in result.err
+    assert result.code == 2 and "there are 2 --listen and 1 --to" in result.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--listen", "nowhere"), "--listen: 'nowhere' is no address; write HOST:PORT"),
-        (("--to", "127.0.0.1:0"), "--to: '0' is no port; give 1 to 65535"),
+        (("--listen", "nowhere"), "--listen: 'nowhere' is not an address; write HOST:PORT"),
+        (("--to", "127.0.0.1:0"), "--to: '0' is not a port; give 1 to 65535"),
         (("--to", "no.such.host.invalid:1"), "check the host name"),
         (("--gbps", "0"), "the rate is 0 bit/s; give more than 0"),
         (("--rtt-ms", "-1"), "the round trip is -0.001 s; give 0 or more"),

@@ -25,5 +25,5 @@ def test_mistakes_are_named(text: str) -> None:
 
 def test_port_0_only_where_it_makes_sense() -> None:
     assert parse_address("host:0", "--listen", any_port=True).port == 0
-    with pytest.raises(InputError, match="'0' is no port; give 1 to 65535"):
+    with pytest.raises(InputError, match="'0' is not a port; give 1 to 65535"):
         parse_address("host:0", "--to")

@@ -17,5 +17,5 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "1PiB", "1e9", "1 2"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(InputError, match="--memory: .* is no size; write it like"):
+    with pytest.raises(InputError, match="--memory: .* is not a size; write it like"):
         parse_bytes(text, "--memory")

@@ -20,8 +20,8 @@ def row(length: int, blocks: list[int], output: int = 10) -> str:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ("[]", "line 2: .*each line needs timestamp"),
-        ('{"timestamp": 0}', "line 2: .*input_length.*each line needs"),
+        ("[]", "line 2: .*give timestamp"),
+        ('{"timestamp": 0}', "line 2: .*input_length.*give timestamp"),
         (row(0, []), "line 2: input_length is 0"),
         (row(-5, []), "line 2: input_length is -5"),
         (row(10, [1], output=0), "line 2: output_length is 0"),

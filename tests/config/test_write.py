@@ -51,7 +51,9 @@ def test_nodes_and_keys() -> None:
     deployment = load_deployment(CASE_STUDY)
     nodes = [Node("http://a:1", "http://a:2", "r:1"), Node("http://b:1", "http://b:2")]
     clusters = [msgspec.structs.replace(c, nodes=nodes) for c in deployment.clusters]
-    gateway = msgspec.structs.replace(deployment.gateway, keys=[ApiKey("k", tenant="t")], plans=False)
+    gateway = msgspec.structs.replace(
+        deployment.gateway, keys=[ApiKey("k", tenant="t")], plans=False
+    )
     running = msgspec.structs.replace(deployment, clusters=clusters, gateway=gateway)
     assert again(running) == running
 

@@ -59,11 +59,11 @@ def test_links_in_words() -> None:
 
 
 def test_the_whole_view() -> None:
-    stories = RequestOutcomes()
-    stories.heard(line())
-    stories.heard(line("r2", outcome="cancelled"))
+    outcomes = RequestOutcomes()
+    outcomes.read_line(line())
+    outcomes.read_line(line("r2", outcome="cancelled"))
     screen = Console(width=100, record=True, file=io.StringIO())
-    screen.print(live_view(STATE, stories))
+    screen.print(live_view(STATE, outcomes))
     shown = screen.export_text()
     assert "threshold 19,412 tokens" in shown and "1 cancelled" in shown and "0.500" in shown
     assert "cached: 80 of 200 prompt tokens (40%)" in shown

@@ -15,7 +15,7 @@ from prfaas.faults.deployment import FaultDeployment, staged
 from prfaas.faults.episode import Campaign, Seen
 from prfaas.faults.fault_deployment import FireEngine, fire
 from prfaas.faults.resource_usage import held, settled
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from tests.faults.report import written
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ async def sockets(stage: FaultDeployment) -> dict[str, int]:
 def burning(engine: FireEngine, folder: Path) -> Iterator[Fire]:
     ready, lengths = fire(engine, CASE_STUDY, folder, folder / "cache", print)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        started = staged(ready.deployment, ready.engines, folder, tether(), print)
+        started = staged(ready.deployment, ready.engines, folder, attached_prefix(), print)
         stage = runner.run(started.__aenter__())
         try:
             campaign = Campaign(stage, lengths, EACH)

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from prfaas.config.host import KvdTimeouts
 from prfaas.faults.clients import Clients
 from prfaas.faults.questions import Verdict, learnt, prompt
 from prfaas.faults.resource_usage import settled
 from prfaas.gateway.dispatch.retry_budget import RetryBudget
-from prfaas.kvd.transfers.incoming import TransferOptions
 from tests.faults.conftest import Fire
 from tests.faults.test_campaign import check_sockets
 
@@ -34,7 +34,7 @@ def test_clients_that_hang_up_leave_nothing_behind(emulated_fire: Fire, after_s:
         half = len(questions)
         assert verdicts == [Verdict.LEFT] * half + [Verdict.RIGHT] * half
         # Given back, and not only lapsed.
-        async with asyncio.timeout(TransferOptions().grant_s / 2):
+        async with asyncio.timeout(KvdTimeouts().grant_s / 2):
             await settled(stage)
 
     emulated_fire.run(main())

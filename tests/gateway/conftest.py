@@ -17,12 +17,12 @@ from tests.gateway.backs import deployment, node
 from tests.node.hosts import Host, call
 
 EMULATED = (
-    *("--engine", "emulated", "--model", "case-study-1t", "--gpus", "8"),
-    *("--byte-scale", "1e-4"),
+    *("--engine", "emulated", "--model", "case-study-1t"),
+    *("--set", "node.emulated.byte_scale=1e-4"),
 )
-QUICK = (*EMULATED, "--time-scale", "0.02")
+QUICK = (*EMULATED, "--set", "node.emulated.time_scale=0.02")
 # Longer than any test waits: what a gateway should have given back is not forgiven by a time limit.
-KEEPS = ("--grant-s", "600", "--dispatch-s", "600")
+KEEPS = ("--set", "kvd.timeouts.grant_s=600", "--set", "kvd.timeouts.dispatch_s=600")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts at home, one far away. Tests leave them healthy."""
     folder = tmp_path_factory.mktemp("hosts")
     save_tokenizer(folder, max_tokens=131072)  # for chats, which decode nodes read themselves
-    options = (*QUICK, "--tokenizer", str(folder))
+    options = (*QUICK, "--set", f"node.tokenizer={folder}")
     home = [
         Host(
             folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}", *KEEPS)

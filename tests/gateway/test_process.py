@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from prfaas.contracts.readiness import GatewayReady
 from prfaas.text import Chat, load_tokenizer
 from tests.gateway.backs import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
@@ -42,7 +43,7 @@ def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def url(gateway: Process) -> str:
-    url = gateway.find(r"serving \S+ at (http://\S+)")
+    url = gateway.ready(GatewayReady).http
 
     def ready() -> bool:
         clusters = state(url)["clusters"]

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.contracts.readiness import GatewayReady
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.wan.path import Conditions
@@ -153,8 +154,8 @@ def test_a_gateway_process_leaves_no_grant_behind(
 ) -> None:
     raw = {**msgspec.to_builtins(made_of(emulated, relays)), "gateway": {"port": 0}}
     file = written(raw, tmp_path / "deployment.toml")
-    gateway = Process("gateway", str(file), "--advise", "--drain-s", "0.1")
-    url = gateway.find(r"serving \S+ at (http://\S+)")
+    gateway = Process("gateway", str(file), "--advise", "--set", "gateway.timeouts.drain_s=0.1")
+    url = gateway.ready(GatewayReady).http
 
     def ready() -> bool:
         clusters = call("GET", f"{url}/prfaas/v1/state")[1]["clusters"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.engine.api import Export
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
@@ -157,9 +157,9 @@ def kvd_process(folder: Path, *arguments: str, name: str = "kvd") -> Iterator[Ho
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        found = re.search(r"data (\S+), http (\S+)", line)
-        assert found, (line, (folder / f"{name}.log").read_text())
-        yield HostProcess(socket, found[1], found[2], process)
+        ready = parse_readiness(line, KvdReady)
+        assert ready, (line, (folder / f"{name}.log").read_text())
+        yield HostProcess(socket, ready.data, ready.http, process)
     finally:
         process.kill()
         process.wait()

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from prfaas.config.address import parse_address
+from prfaas.config.host import KvdTimeouts
 from prfaas.engine.emulated.content import Content
 from prfaas.errors import ConnectionLost, TransferFailed
 from prfaas.kvd.store import StoreOptions
-from prfaas.kvd.transfers.incoming import TransferOptions
 from prfaas.kvspec import Segment
 from prfaas.transport.link import Link
 from prfaas.types import Grant, NotNow
@@ -77,8 +77,8 @@ def test_engine_killed_in_the_middle_of_a_prefill(tmp_path: Path) -> None:
 
 
 def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
-    options = TransferOptions(grant_s=6.0)  # long enough for a first frame on a busy machine
-    with kvd(tmp_path, name="d", transfers=options) as there, there.engine() as decode:
+    options = KvdTimeouts(grant_s=6.0)  # long enough for a first frame on a busy machine
+    with kvd(tmp_path, name="d", timeouts=options) as there, there.engine() as decode:
         with kvd_process(tmp_path, name="p") as here, here.engine() as prefill:
             grant = there.grant(PROMPT)
             lease = begun(prefill.begin(names(PROMPT), TOKENS, grant=grant))
@@ -140,15 +140,15 @@ def test_a_damaged_byte_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_a_grant_that_is_never_used_ends(tmp_path: Path) -> None:
-    options = TransferOptions(grant_s=0.3)
-    with kvd(tmp_path, name="d", transfers=options) as there, there.engine():
+    options = KvdTimeouts(grant_s=0.3)
+    with kvd(tmp_path, name="d", timeouts=options) as there, there.engine():
         assert "no frame came in time" in there.settled(there.grant(PROMPT))["reason"]
         assert there.in_use() == (0, 0)
 
 
 def test_a_transfer_that_nobody_asks_for_ends(tmp_path: Path) -> None:
-    options = TransferOptions(dispatch_s=0.3)
-    with kvd(tmp_path, name="d", transfers=options) as there, there.engine() as decode:
+    options = KvdTimeouts(dispatch_s=0.3)
+    with kvd(tmp_path, name="d", timeouts=options) as there, there.engine() as decode:
         with kvd(tmp_path, name="p") as here, here.engine() as prefill:
             grant = there.grant(PROMPT)
             lease = begun(prefill.begin(names(PROMPT), TOKENS, grant=grant))

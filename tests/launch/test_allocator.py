@@ -9,10 +9,10 @@ from tests.waiting import PATIENCE_S
 # all of it, and give none of it back.
 HOLES = """
 import os
-from prfaas.launch.allocator import steady_heap
+from prfaas.launch.allocator import limit_heap_growth
 from prfaas.faults.resource_usage import held_by
 
-steady_heap()
+limit_heap_growth()
 bytearray(4 << 20)
 before = held_by(os.getpid()).own_bytes
 large, small = [], []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,14 @@ from prfaas.launch.children import Child, ChildDied, Children, Command
 from tests.waiting import wait_until
 
 
-def shell(script: str, name: str = "one") -> Command:
-    return Command(name, ["-c", script], ready=r"at (\S+)")
+def announced(line: str) -> str | None:
+    """What a shell script of these tests prints when it is ready."""
+    found = re.search(r"at (\S+)", line)
+    return found[1] if found else None
+
+
+def shell(script: str, name: str = "one") -> Command[str]:
+    return Command(name, ["-c", script], announced)
 
 
 def children(folder: Path) -> Children:
@@ -34,8 +41,8 @@ def test_ready_when_it_says_so_and_ended_on_leaving(tmp_path: Path) -> None:
     async def run() -> tuple[dict[str, str], int]:
         async with children(tmp_path) as started:
             command = shell("echo hello; echo serving at here; exec sleep 1000")
-            command = Command("one", command.arguments, command.ready, heard=heard.append)
-            return await started.started([command]), started.named("one").process.pid
+            command = Command("one", command.arguments, announced, on_line=heard.append)
+            return await started.start_all([command]), started.named("one").process.pid
 
     where, pid = asyncio.run(run())
     assert where == {"one": "here"} and heard == ["hello", "serving at here"]
@@ -46,7 +53,7 @@ def test_ready_when_it_says_so_and_ended_on_leaving(tmp_path: Path) -> None:
 def test_one_that_ends_before_it_is_ready(tmp_path: Path) -> None:
     async def run() -> None:
         async with children(tmp_path) as started:
-            await started.started([shell("echo it is broken; exit 3")])
+            await started.start_all([shell("echo it is broken; exit 3")])
 
     with pytest.raises(ChildDied, match="one ended with code 3.*\nit is broken"):
         asyncio.run(run())
@@ -55,7 +62,7 @@ def test_one_that_ends_before_it_is_ready(tmp_path: Path) -> None:
 def test_one_that_dies_is_told_from_one_that_was_ended(tmp_path: Path) -> None:
     async def run() -> ChildDied:
         async with children(tmp_path) as started:
-            await started.started([shell("echo at a; exec sleep 1000", name) for name in "ab"])
+            await started.start_all([shell("echo at a; exec sleep 1000", name) for name in "ab"])
             watch = asyncio.create_task(started.until_one_dies())
             await started.end([started.named("a")])
             assert not watch.done()
@@ -73,7 +80,7 @@ def test_one_that_does_not_listen_is_killed(
 
     async def run() -> Child:
         async with children(tmp_path) as started:
-            await started.started([shell("trap '' TERM; echo at x; while :; do sleep 1; done")])
+            await started.start_all([shell("trap '' TERM; echo at x; while :; do sleep 1; done")])
             return started.named("one")
 
     assert asyncio.run(run()).process.returncode == -9
@@ -83,7 +90,7 @@ def test_orders_on_standard_input(tmp_path: Path) -> None:
     async def run() -> None:
         async with children(tmp_path) as started:
             child = await started.start(shell('read word; echo "at $word"; exec sleep 1000'))
-            child.tell("there")
+            child.write_line("there")
             assert await child.ready() == "there"
 
     asyncio.run(run())
@@ -93,7 +100,7 @@ def test_lines_longer_than_the_buffer(tmp_path: Path) -> None:
     async def run() -> dict[str, str]:
         async with children(tmp_path) as started:
             script = "head -c 200000 /dev/zero | tr '\\\\0' x; echo; echo at x; exec sleep 1000"
-            return await started.started([shell(script)])
+            return await started.start_all([shell(script)])
 
     assert asyncio.run(run()) == {"one": "x"}
     assert (tmp_path / "one.log").stat().st_size > 200_000
@@ -103,13 +110,13 @@ def test_one_that_is_killed_is_no_news_and_starts_again_under_its_name(tmp_path:
     async def run() -> None:
         async with Children(tmp_path, ["/bin/sh"], {"PLACE": "there"}) as started:
             command = shell("echo at $PLACE; exec sleep 1000")
-            assert await started.started([command]) == {"one": "there"}
+            assert await started.start_all([command]) == {"one": "there"}
             other = await started.start(shell("exec sleep 1000", "other"))
             first = started.named("one")
             dying = asyncio.create_task(started.until_one_dies())
             await first.kill()
             assert gone(first.process.pid) and list(started) == [other]
-            await started.started([command])
+            await started.start_all([command])
             second = started.named("one")
             assert second is not first and list(started) == [other, second]
             assert not dying.done()
@@ -124,7 +131,7 @@ def test_one_that_is_frozen_says_nothing_until_it_is_thawed(tmp_path: Path) -> N
 
     async def run() -> None:
         async with children(tmp_path) as started:
-            await started.started([shell("echo at here; exec sleep 1000")])
+            await started.start_all([shell("echo at here; exec sleep 1000")])
             child = started.named("one")
             child.freeze()
             wait_until(lambda: state(child.process.pid) == "T")

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 from prfaas.config import Deployment, load_deployment
+from prfaas.config.host import load_host_config
+from prfaas.contracts.readiness import (
+    KvdReady,
+    NodeReady,
+    RelayedAddress,
+    RelayReady,
+    readiness_line,
+)
 from prfaas.launch import commands
-from prfaas.launch.commands import Engines, KvdAt
+from prfaas.launch.commands import EngineSpec
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 FOLDER = Path("/run/x")
@@ -22,52 +31,63 @@ def deployment() -> Deployment:
     return msgspec.structs.replace(whole, clusters=clusters)
 
 
-KVDS = {name: KvdAt(f"127.0.0.1:{n}", f"http://k:{n}") for n, name in
-        enumerate(("prfaas-0", "pd-0", "pd-1"), start=1)}  # fmt: skip
+KVDS = {
+    name: KvdReady(name, f"/run/{name}", f"127.0.0.1:{n}", f"http://k:{n}")
+    for n, name in enumerate(("prfaas-0", "pd-0", "pd-1"), start=1)
+}
 
 
 def flag(arguments: list[str], name: str) -> str:
     return arguments[arguments.index(name) + 1]
 
 
+def keys_set(arguments: list[str]) -> list[str]:
+    return [value for name, value in pairwise(arguments) if name == "--set"]
+
+
 def test_a_host_for_every_instance() -> None:
-    found = commands.hosts(deployment())
+    found = commands.list_hosts(deployment())
     assert [host.name for host in found] == ["prfaas-0", "pd-0", "pd-1"]
     assert [(host.accelerator, host.gpus) for host in found[:2]] == [("h200", 8), ("h20", 8)]
 
 
-def test_a_kvd_is_asked_where_it_is() -> None:
-    host = commands.hosts(deployment())[0]
-    engines = Engines("hf", "/m", "m", "1GiB", ssd_size="2GiB")
-    command = commands.kvd(host, FOLDER, engines)
+def test_a_kvd_announces_its_addresses() -> None:
+    host = commands.list_hosts(deployment())[0]
+    engines = EngineSpec("hf", "/m", "m", "1GiB", ssd_size="2GiB")
+    command = commands.kvd_command(host, FOLDER, engines)
     assert command.name == "kvd-prfaas-0"
     assert flag(list(command.arguments), "--cluster") == "prfaas"
-    assert flag(list(command.arguments), "--ssd-size") == "2GiB"
-    again = list(commands.kvd(host, FOLDER, engines, KVDS["pd-0"]).arguments)
+    assert keys_set(list(command.arguments)) == ["kvd.ssd_size=2GiB"]
+    again = list(commands.kvd_command(host, FOLDER, engines, KVDS["pd-0"]).arguments)
     assert (flag(again, "--listen"), flag(again, "--http")) == ("127.0.0.1:2", "k:2")
-    assert commands.parse_kvd("127.0.0.1:7, http http://127.0.0.1:8") == KvdAt(
-        "127.0.0.1:7", "http://127.0.0.1:8"
-    )
+    assert command.readiness(readiness_line(KVDS["pd-0"])) == KVDS["pd-0"]
+    assert command.readiness("another line") is None
 
 
 def test_engines() -> None:
-    host = commands.hosts(deployment())[1]
-    emulated = Engines("emulated", "m", "served", "1GiB", 512, [Path("c.toml")], Path("words"))
-    arguments = list(commands.engine(host, FOLDER, KVDS["pd-0"], emulated).arguments)
+    host = commands.list_hosts(deployment())[1]
+    emulated = EngineSpec("emulated", "m", "served", "1GiB", 512, [Path("c.toml")], Path("words"))
+    arguments = list(commands.engine_command(host, FOLDER, KVDS["pd-0"], emulated).arguments)
     for name, value in (
-        ("--engine", "emulated"), ("--accelerator", "h20"), ("--gpus", "8"), ("--name", "served"),
-        ("--catalog", "c.toml"), ("--tokenizer", "words"), ("--kvd", "/run/x/pd-0.sock"),
-        ("--kvd-url", "http://k:2"), ("--block-tokens", "512"),
+        ("--engine", "emulated"), ("--accelerator", "h20"), ("--name", "served"),
+        ("--kvd", "/run/x/pd-0.sock"), ("--kvd-url", "http://k:2"),
     ):  # fmt: skip
         assert flag(arguments, name) == value
-    hf = list(commands.engine(host, FOLDER, KVDS["pd-0"], Engines("hf", "/m", "m", "1")).arguments)
+    section = load_host_config(None, keys_set(arguments)).node
+    assert (section.block_tokens, section.tokenizer) == (512, "words")
+    assert (section.emulated.gpus, section.emulated.catalog) == (8, ["c.toml"])
+    hf = list(
+        commands.engine_command(
+            host, FOLDER, KVDS["pd-0"], EngineSpec("hf", "/m", "m", "1")
+        ).arguments
+    )
     assert "--accelerator" not in hf and flag(hf, "--model") == "/m"
 
 
 def test_vllm_has_our_connector_and_its_own_interpreter() -> None:
-    host = commands.hosts(deployment())[1]
-    engines = Engines("vllm", "/falcon", "falcon", "1", python=Path("/v/python"))
-    command = commands.engine(host, FOLDER, KVDS["pd-0"], engines, port=99)
+    host = commands.list_hosts(deployment())[1]
+    engines = EngineSpec("vllm", "/falcon", "falcon", "1", python=Path("/v/python"))
+    command = commands.engine_command(host, FOLDER, KVDS["pd-0"], engines, port=99)
     arguments = list(command.arguments)
     assert arguments[:2] == ["--program", "/v/python"] and flag(arguments, "--port") == "99"
     transfer = json.loads(flag(arguments, "--kv-transfer-config"))
@@ -76,17 +96,24 @@ def test_vllm_has_our_connector_and_its_own_interpreter() -> None:
         "kvd": "/run/x/pd-0.sock",
         "url": "http://127.0.0.1:99",
     }
+    assert command.readiness("INFO: Application startup complete.") == NodeReady(
+        "falcon", "http://127.0.0.1:99"
+    )
 
 
 def test_one_relay_for_a_link_between_clusters_and_none_within() -> None:
-    (way,) = commands.ways(deployment())
-    assert way.name == "wan-prfaas-pd" and [host.name for host in way.hosts] == ["pd-0", "pd-1"]
-    arguments = list(commands.relay(way, KVDS).arguments)
+    (relayed,) = commands.relayed_links(deployment())
+    assert relayed.name == "wan-prfaas-pd" and [host.name for host in relayed.hosts] == [
+        "pd-0",
+        "pd-1",
+    ]
+    arguments = list(commands.relay_command(relayed, KVDS).arguments)
     assert (flag(arguments, "--gbps"), flag(arguments, "--rtt-ms")) == ("100", "20")
     leads_to = [arguments[n + 1] for n, word in enumerate(arguments) if word == "--to"]
     assert leads_to == ["127.0.0.1:2", "127.0.0.1:3"]
-    said = "127.0.0.1:50 to 127.0.0.1:2, 127.0.0.1:51 to 127.0.0.1:3"
-    assert commands.parse_relay(said, way) == {"pd-0": "127.0.0.1:50", "pd-1": "127.0.0.1:51"}
+    addresses = [RelayedAddress(f"127.0.0.1:5{n}", to) for n, to in enumerate(leads_to)]
+    found = commands.relay_addresses(RelayReady(addresses, "100 Gbit/s"), relayed)
+    assert found == {"pd-0": "127.0.0.1:50", "pd-1": "127.0.0.1:51"}
 
 
 def test_the_deployment_as_it_runs() -> None:

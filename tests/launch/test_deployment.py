@@ -9,9 +9,9 @@ import msgspec
 
 from prfaas.config import load_deployment
 from prfaas.engine.emulated.pace import Scales
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import launched_gateway, launched_hosts
-from prfaas.launch.preparation import Wish, prepared
+from prfaas.launch.preparation import LaunchOptions, prepare_launch
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
@@ -21,7 +21,9 @@ def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
     (near,) = whole.of_kind("pd")
     near = msgspec.structs.replace(near, gpus=24)
     alone = msgspec.structs.replace(whole, clusters=[near], links=[])
-    small = prepared(alone, CASE_STUDY, Wish("emulated", Scales(0.02, 0.002, 0.02)), tmp_path)
+    small = prepare_launch(
+        alone, CASE_STUDY, LaunchOptions("emulated", Scales(0.02, 0.002, 0.02)), tmp_path
+    )
 
     async def roles(hosts: object, prefill: int) -> list[str]:
         (cluster,) = small.deployment.clusters
@@ -32,7 +34,9 @@ def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
             return sorted(node["role"] for node in shown["nodes"])
 
     async def run() -> tuple[list[str], list[str]]:
-        async with launched_hosts(small.deployment, small.engines, tmp_path, tether()) as hosts:
+        async with launched_hosts(
+            small.deployment, small.engines, tmp_path, attached_prefix()
+        ) as hosts:
             return await roles(hosts, 2), await roles(hosts, 1)
 
     first, second = asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.errors import InputError
 from prfaas.launch import preparation
-from prfaas.launch.preparation import Wish, tiny_deployment
+from prfaas.launch.preparation import LaunchOptions, tiny_deployment
 from tests.waiting import PATIENCE_S
 
 
@@ -50,7 +50,9 @@ def test_one_process_makes_the_model_and_the_others_wait_for_it(
     found: list[Path] = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(tiny_deployment(tmp_path / "cache", Wish("hf"), say)[1])
+            target=lambda: found.append(
+                tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say)[1]
+            )
         )
         for _ in range(3)
     ]
@@ -62,7 +64,7 @@ def test_one_process_makes_the_model_and_the_others_wait_for_it(
         thread.join(PATIENCE_S)
     assert made.commands == ["model", "profile"]
     assert len(found) == 3 and len(set(found)) == 1 and found[0].is_file()
-    tiny_deployment(tmp_path / "cache", Wish("hf"), say)  # nothing is made again
+    tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say)  # nothing is made again
     assert made.commands == ["model", "profile"]
 
 
@@ -72,9 +74,9 @@ def test_a_lock_that_is_never_given_back_is_an_error(
     Made(monkeypatch)
     monkeypatch.setattr(preparation, "MAKE_S", 0.0)
     lock = tmp_path / "tiny-kimi-linear.lock"
-    with preparation._alone(lock, lambda what: None):
-        with pytest.raises(InputError, match="another process has held it"):
-            tiny_deployment(tmp_path, Wish("hf"), lambda what: None)
+    with preparation._exclusive(lock, lambda what: None):
+        with pytest.raises(InputError, match="another process has held the lock"):
+            tiny_deployment(tmp_path, LaunchOptions("hf"), lambda what: None)
 
 
 def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
@@ -88,11 +90,11 @@ def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.join(PATIENCE_S)
-    with preparation._alone(lock, lambda what: None):
+    with preparation._exclusive(lock, lambda what: None):
         pass
 
 
 def _hold(lock: Path, taken: object) -> None:
-    with preparation._alone(lock, lambda what: None):
+    with preparation._exclusive(lock, lambda what: None):
         taken.set()  # type: ignore[attr-defined]
         threading.Event().wait(PATIENCE_S)

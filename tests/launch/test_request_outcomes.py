@@ -17,24 +17,24 @@ def line(id: str = "r1", **changed: object) -> str:
 
 
 def test_counts_by_route_and_outcome() -> None:
-    stories = RequestOutcomes()
+    outcomes = RequestOutcomes()
     for text in (line(), line("r2", route="local", ttft_s=0.1), line("r3", outcome="failed",
                  ttft_s=None), "something else", 'broken {"id": 1'):  # fmt: skip
-        stories.heard(text)
-    assert stories.outcomes == {
+        outcomes.read_line(text)
+    assert outcomes.counts == {
         ("remote", "completed"): 1, ("local", "completed"): 1, ("remote", "failed"): 1
     }  # fmt: skip
-    assert stories.ttfts_s("remote") == [0.5] and stories.ttfts_s("local") == [0.1]
-    assert (stories.prompt_tokens, stories.cached_tokens) == (200, 80)
+    assert outcomes.ttfts_s("remote") == [0.5] and outcomes.ttfts_s("local") == [0.1]
+    assert (outcomes.prompt_tokens, outcomes.cached_tokens) == (200, 80)
 
 
 def test_a_line_that_is_still_to_come() -> None:
     async def run() -> tuple[str, str]:
-        stories = RequestOutcomes()
-        stories.heard(line("early"))
-        waiting = asyncio.create_task(stories.of("late"))
+        outcomes = RequestOutcomes()
+        outcomes.read_line(line("early"))
+        waiting = asyncio.create_task(outcomes.of("late"))
         await asyncio.sleep(0)
-        stories.heard(line("late", reason="short"))
-        return (await stories.of("early")).reason, (await waiting).reason
+        outcomes.read_line(line("late", reason="short"))
+        return (await outcomes.of("early")).reason, (await waiting).reason
 
     assert asyncio.run(run()) == ("long", "short")

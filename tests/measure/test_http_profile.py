@@ -14,6 +14,7 @@ import pytest
 from prfaas.catalog import Accelerator, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
+from prfaas.contracts.readiness import NodeReady
 from prfaas.engine.profiling import Measured
 from prfaas.errors import InputError
 from prfaas.measure.client import Target, TimedAnswer, connect
@@ -41,9 +42,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path.write_text(profile_toml(TRUE, Accelerator("slow")))
     node = Process(
         "node", "--engine", "emulated", "--model", "case-study-1t", "--accelerator", "slow",
-        "--gpus", "1", "--catalog", str(path), "--byte-scale", "1e-4", "--", "--memory", "64MiB",
+        "--set", "node.emulated.gpus=1", "--set", f"node.emulated.catalog=['{path}']",
+        "--set", "node.emulated.byte_scale=1e-4", "--", "--memory", "64MiB",
     )  # fmt: skip
-    yield node.find(r"serving \S+ at (http://\S+)")
+    yield node.ready(NodeReady).http
     node.stop()
 
 

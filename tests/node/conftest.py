@@ -10,7 +10,8 @@ from tests.node.hosts import Gateway, Host
 
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t"),
-    *("--accelerator", "h20", "--gpus", "8", "--byte-scale", "1e-4", "--time-scale", "0.1"),
+    *("--accelerator", "h20", "--set", "node.emulated.byte_scale=1e-4"),
+    *("--set", "node.emulated.time_scale=0.1"),
 )
 
 
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def hf_options(model: Path) -> tuple[str, ...]:
-    return ("--model", str(model), "--chunk-tokens", "128", "--device", "cpu")
+    return ("--model", str(model), "--set", "node.chunk_tokens=128", "--device", "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,12 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.contracts.readiness import KvdReady, NodeReady, Ready, parse_readiness
 from prfaas.kvd.engine_socket.messages import GroupShape, spec_of
 from prfaas.kvspec import KVSpec
 from prfaas.scheduler.handoff import Handoff, handoff
@@ -28,6 +29,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 # An engine's imports take four seconds of a core; a busy machine may have ten takers for each core.
 START_S = 200.0
+R = TypeVar("R", bound=Ready)
 
 
 class Process:
@@ -67,6 +69,13 @@ class Process:
             assert self._news.wait_for(told, START_S), f"no {pattern!r} in: {''.join(self._lines)}"
             assert found is not None, f"it ended: {''.join(self._lines)}"
         return found[1]
+
+    def ready(self, kind: type[R]) -> R:
+        """Waits for the announcement of readiness."""
+        line = self.find(r'(?m)^(\{"ready":.*)$')
+        message = parse_readiness(line, kind)
+        assert message is not None, line
+        return message
 
     def kill(self) -> None:
         self.popen.kill()
@@ -112,9 +121,9 @@ class Host:
     def start_kvd(self) -> None:
         """Again at the same addresses, as an operator's has fixed ones."""
         self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options, *self._addresses)
-        self.kvd_url = self.kvd.find(r"(http://[\w.:]+)")
-        data = self.kvd.find(r"data (\S+),")
-        self._addresses = ("--listen", data, "--http", self.kvd_url.removeprefix("http://"))
+        ready = self.kvd.ready(KvdReady)
+        self.kvd_url = ready.http
+        self._addresses = ("--listen", ready.data, "--http", ready.http.removeprefix("http://"))
 
     def begin_node(self) -> None:
         """Does not wait for it: several start at the same time."""
@@ -124,7 +133,7 @@ class Host:
         self._url: str | None = None
 
     def wait_until_ready(self) -> None:
-        self._url = self.node.find(r"serving \S+ at (http://\S+)")
+        self._url = self.node.ready(NodeReady).http
 
     @property
     def url(self) -> str:

@@ -26,6 +26,8 @@ from tests.node.hosts import START_S, Gateway, Granted, Host, cached_of, text_of
 from tests.transport.proxy import Meddle, Proxy
 from tests.waiting import wait_until
 
+# So that a fault test does not wait for the timeouts of production.
+SHORT_TIMEOUTS = ("--set", "kvd.timeouts.grant_s=4", "--set", "kvd.timeouts.dispatch_s=0.5")
 pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
 
 BLOCK = 64
@@ -60,7 +62,7 @@ def patient_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def hasty_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("hasty")
-    yield from start_hosts(folder, kind.options, "--grant-s", "4", "--dispatch-s", "0.5")
+    yield from start_hosts(folder, kind.options, *SHORT_TIMEOUTS)
 
 
 @pytest.fixture
@@ -424,7 +426,9 @@ def test_eviction_pressure_while_a_grant_pins_a_prefix(kind: Kind, tmp_path: Pat
     """Others push everything else out of the decode side's memory; what the grant counts on stays,
     and is continued from."""
     options = (
-        (*kind.options, "--byte-scale", "1e-3") if "emulated" in kind.options else kind.options
+        (*kind.options, "--set", "node.emulated.byte_scale=1e-3")
+        if "emulated" in kind.options
+        else kind.options
     )
     for pair in start_hosts(tmp_path, options, "--memory", "1MiB"):
         first = fresh(4 * BLOCK + 10)

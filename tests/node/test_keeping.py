@@ -25,12 +25,19 @@ def prompt(seed: int) -> list[int]:
 @pytest.fixture(params=["emulated", pytest.param("hf", marks=pytest.mark.slow)])
 def host(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Callable[[str], Path]) -> Host:
     options = (
-        (*EMULATED, "--byte-scale", "1e-3")
+        (*EMULATED, "--set", "node.emulated.byte_scale=1e-3")
         if request.param == "emulated"
         else hf_options(checkpoint("kimi-linear"))
     )
     (tmp_path / "ssd").mkdir()
-    kvd_options = ("--memory", "1MiB", "--ssd", str(tmp_path / "ssd"), "--ssd-size", "64MiB")
+    kvd_options = (
+        "--memory",
+        "1MiB",
+        "--ssd",
+        str(tmp_path / "ssd"),
+        "--set",
+        "kvd.ssd_size=64MiB",
+    )
     host = Host(tmp_path / "host", options, kvd_options)
     request.addfinalizer(host.close)
     return host

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.report import Report
@@ -125,14 +126,15 @@ def start(
     process = subprocess.Popen(
         [sys.executable, "-m", "prfaas", "kvd", "--socket", str(socket)]
         + ["--memory", str(memory_bytes)]
-        + ["--grant-s", str(grant_s), "--dispatch-s", str(dispatch_s)],
+        + ["--set", f"kvd.timeouts.grant_s={grant_s}"]
+        + ["--set", f"kvd.timeouts.dispatch_s={dispatch_s}"],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    where = process.stdout.readline()
-    assert " http " in where, "the kvd did not start"
-    return Kvd(socket, process, where.split(" http ")[1].strip())
+    ready = parse_readiness(process.stdout.readline(), KvdReady)
+    assert ready is not None, "the kvd did not start"
+    return Kvd(socket, process, ready.http)
 
 
 def stop(running_kvd: Kvd) -> None:

@@ -12,21 +12,29 @@ from prfaas.errors import InputError
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--host", "hosts", multiple=True, help="A name or address of a server; repeatable.")
-@click.option("--days", default=365, show_default=True, help="How long they are valid.")
-@click.option("--force", is_flag=True, help="Replace the set that is in DIR.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="Host name or address for the server certificate; repeatable.",
+)
+@click.option(
+    "--days", default=365, show_default=True, help="Validity of the certificates in days."
+)
+@click.option("--force", is_flag=True, help="Replace the existing set in DIR.")
 def certs(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
     """Make a test CA, a server and a client certificate in DIR, for mutual TLS between kvds.
 
-    The server certificate is valid for localhost, for every --host, and for the service's own name,
-    which clients check when they connect through a relay. Keys are readable by you alone. Give
-    ca.pem and one pair to each host; keep ca.key: whoever has it can join.
+    The server certificate is valid for localhost, for every --host, and for the service name, which
+    clients check when they connect through a relay. Only you can read the keys. Give ca.pem and one
+    pair to each host. Keep ca.key secret: with it, a host can join the deployment. Use the files
+    with --tls-ca, --tls-cert and --tls-key of `prfaas kvd` and `prfaas doctor`.
 
     \b
       prfaas certs ./certs
       prfaas certs ./certs --host kv1.example.net --host 10.0.0.7
     """
-    # Not at the top: it takes longer to import than the other commands take to start.
+    # Imported here, because this import takes longer than the other commands take to start.
     from prfaas.security.certificates import ALWAYS_HOSTS, make_certificates
 
     if not 1 <= days <= 3650:
@@ -34,8 +42,8 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> None:
     made = make_certificates(folder, hosts, valid=datetime.timedelta(days=days), force=force)
     names = ", ".join(dict.fromkeys((*ALWAYS_HOSTS, *hosts)))
     what = {
-        made.ca: "CA certificate: give it to everyone",
-        made.ca_key: "CA key: keep it (mode 0600)",
+        made.ca: "CA certificate: give it to every host",
+        made.ca_key: "CA key: keep it secret (mode 0600)",
         made.server: f"server certificate for {names}",
         made.server_key: "server key (mode 0600)",
         made.client: "client certificate",

@@ -10,47 +10,62 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
 from prfaas.config import Deployment, load_deployment
-from prfaas.config.deployment import Key
+from prfaas.config.gateway import ApiKey
+from prfaas.contracts.readiness import GatewayReady, readiness_line
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.backend import BackendOptions
 from prfaas.gateway.process import GatewayOptions, run_gateway
-from prfaas.launch.allocator import BODY_BYTES, steady_heap
+from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.security.secret_file import read_secret
 from prfaas.studies.problem_files import Study
 from prfaas.text import load_tokenizer
 
-_OPTIONS = GatewayOptions()  # for its defaults
 SWITCH_S = 0.0005
 _POLICIES = ("paper", "adaptive", "local", "remote")
 
 
 @click.command()
 @click.argument("file", metavar="DEPLOYMENT.toml", type=click.Path(path_type=Path))
-@click.option("--host", help="Instead of the file's.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Likewise; 0: any free one.")
-@click.option("--policy", type=click.Choice(_POLICIES), help="Likewise.")
-@click.option("--advise", is_flag=True, help="Say what would be planned; do not act on it.")
-@click.option("--node-key", type=click.Path(path_type=Path), help="File: the key nodes ask for.")
-@click.option("--record", type=click.Path(path_type=Path), help="Write routing decisions here.")
-@click.option("--drain-s", default=_OPTIONS.drain_s, show_default=True, help="After SIGTERM.")
+@set_option
+@click.option("--host", help="Address to listen on, instead of the file's.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Port to listen on, instead of the file's; 0 chooses a free one.",
+)
+@click.option(
+    "--policy", type=click.Choice(_POLICIES), help="Routing policy, instead of the file's."
+)
+@click.option("--advise", is_flag=True, help="Show plans, but keep threshold and roles.")
+@click.option(
+    "--kvd-key-file",
+    type=click.Path(path_type=Path),
+    help="Key that nodes and kvds of the deployment require.",
+)
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    help="Write each routing decision to this file as one line of JSON.",
+)
 @log_level_option
 def gateway(
     file: Path,
+    assignments: tuple[str, ...],
     host: str | None,
     port: int | None,
     policy: str | None,
     advise: bool,
-    node_key: Path | None,
+    kvd_key_file: Path | None,
     record: Path | None,
-    drain_s: float,
     log_level: str,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions; prefill where it is best, decode locally.
 
     Nodes are those of the file ([[clusters.nodes]]) and those whose kvd registers here
-    (`prfaas kvd --gateway URL --cluster NAME`). Text and chats need [gateway] tokenizer.
+    (`prfaas kvd --gateway URL --cluster NAME`). Text and chats need [gateway] tokenizer. All keys
+    are in docs/configuration.md.
 
     \b
       prfaas gateway deployment.toml
@@ -58,29 +73,29 @@ def gateway(
            -d '{"prompt": "Once upon a time", "max_tokens": 20}'
       curl localhost:8080/prfaas/v1/state
     """
-    log_at(log_level)
-    steady_heap(BODY_BYTES)
-    deployment = _with_flags(load_deployment(file), host, port, policy, advise)
+    configure_logging(log_level)
+    limit_heap_growth(BODY_BYTES)
+    deployment = _with_flags(load_deployment(file, assignments), host, port, policy, advise)
     section = deployment.gateway
+    if kvd_key_file is None and section.kvd_key_file is not None:
+        kvd_key_file = file.parent / section.kvd_key_file
+    kvd_key = read_secret(kvd_key_file) if kvd_key_file is not None else None
     options = GatewayOptions(
         words=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
-        keys=[_key(key, file) for key in section.keys],
-        back=BackendOptions(record=record, node_key=read_secret(node_key) if node_key else None),
-        drain_s=drain_s,
+        keys=[_tenant_key(key, file) for key in section.keys],
+        back=BackendOptions(record=record, node_key=kvd_key),
+        drain_s=section.timeouts.drain_s,
     )
     problem = Study(file, "exact").problem(deployment)
-    # Long prompts are parsed and hashed in threads; the event loop gives its turn away with every
-    # system call, and by default would get it back after 5 ms only.
+    # Threads parse and hash long prompts. The event loop releases the interpreter lock with every
+    # system call; with Python's default interval it would wait 5 ms to get the lock back.
     sys.setswitchinterval(SWITCH_S)
+
+    def announce(url: str) -> None:
+        click.echo(readiness_line(GatewayReady(deployment.model.name, url)))
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(
-            run_gateway(
-                deployment,
-                problem,
-                options,
-                lambda url: click.echo(f"serving {deployment.model.name} at {url}"),
-            )
-        )
+        runner.run(run_gateway(deployment, problem, options, announce))
 
 
 def _with_flags(
@@ -99,6 +114,6 @@ def _with_flags(
     return replace(deployment, gateway=section, scheduler=scheduler)
 
 
-def _key(key: Key, file: Path) -> TenantKey:
+def _tenant_key(key: ApiKey, file: Path) -> TenantKey:
     secret = key.key if key.key is not None else read_secret(file.parent / (key.file or ""))
     return TenantKey(secret, key.tenant)

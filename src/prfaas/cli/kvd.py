@@ -1,4 +1,4 @@
-"""`prfaas kvd`: keeps and moves KV for the engines of one host."""
+"""`prfaas kvd`: the KV store of one host."""
 
 from __future__ import annotations
 
@@ -9,129 +9,157 @@ from pathlib import Path
 import click
 import uvloop
 
-from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
 from prfaas.config.address import parse_address
-from prfaas.config.sizes import format_bytes, parse_bytes
+from prfaas.config.host import KvdSection, TlsSection, load_host_config
+from prfaas.config.sizes import parse_bytes
+from prfaas.contracts.readiness import KvdReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.kvd.process import KvdOptions, Running, TlsFiles, running
+from prfaas.kvd.process import KvdOptions, TlsFiles, running
 from prfaas.kvd.store import StoreOptions
-from prfaas.kvd.transfers.incoming import TransferOptions
-from prfaas.launch.allocator import steady_heap
+from prfaas.launch.allocator import limit_heap_growth
 from prfaas.security.deployment_key import read_key
 from prfaas.security.secret_file import read_secret
 
-_STORE = StoreOptions()
-_TRANSFERS = TransferOptions()
+_DEFAULTS = KvdSection()
+_FILE = click.Path(path_type=Path)
 
 
 @click.command()
-@click.option("--socket", required=True, type=click.Path(path_type=Path), help="For engines.")
-@click.option("--listen", default="127.0.0.1:0", show_default=True, help="For KV of other hosts.")
-@click.option("--http", default="127.0.0.1:0", show_default=True, help="For gateways.")
-@click.option("--memory", default=format_bytes(_STORE.memory_bytes), show_default=True)
-@click.option("--ssd", type=click.Path(path_type=Path), help="Folder for what memory cannot hold.")
-@click.option("--ssd-size", default=format_bytes(_STORE.ssd_bytes), show_default=True)
-@click.option("--checkpoints", default=_STORE.checkpoints, show_default=True)
-@click.option("--node", help="Name in cache events; the data address when absent.")
-@click.option("--advertise", metavar="HOST", help="This host as others reach it.")
-@click.option("--via", metavar="HOST:PORT", help="A relay that senders use instead of --listen.")
-@click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
-@click.option("--gateway-key", type=click.Path(path_type=Path), help="File: a key it knows.")
-@click.option("--cluster", metavar="NAME", help="Of the deployment; registering needs it.")
-@click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
-@click.option("--cert", type=click.Path(path_type=Path), help="This host's certificate.")
-@click.option("--key", type=click.Path(path_type=Path), help="Its key.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="Shared key of --http.")
-@click.option("--client-cert", type=click.Path(path_type=Path), help="For sending; else --cert.")
-@click.option("--client-key", type=click.Path(path_type=Path), help="Its key.")
-@click.option("--grant-s", default=_TRANSFERS.grant_s, show_default=True, help="Until a frame.")
+@click.option("--config", type=_FILE, help="Host file; this command reads its [kvd] section.")
+@set_option
+@click.option("--socket", help="Unix socket for the engines of this host.")
 @click.option(
-    "--dispatch-s", default=_TRANSFERS.dispatch_s, show_default=True, help="Until a poll."
+    "--listen",
+    metavar="HOST:PORT",
+    help="Address for KV from other hosts.",
+    show_default=_DEFAULTS.listen,
 )
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="Address of the HTTP API for gateways.",
+    show_default=_DEFAULTS.http,
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Size of the arena in shared memory.",
+    show_default=_DEFAULTS.memory,
+)
+@click.option("--ssd", metavar="DIR", help="Folder for prefixes that memory cannot hold.")
+@click.option("--node", metavar="NAME", help="Name of this kvd in cache events and at gateways.")
+@click.option("--cluster", metavar="NAME", help="Cluster of the deployment file; for --gateway.")
+@click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
+@click.option("--kvd-key-file", metavar="FILE", help="Key that the deployment's kvds share.")
+@click.option("--tls-ca", metavar="FILE", help="CA certificate for mutual TLS between kvds.")
+@click.option("--tls-cert", metavar="FILE", help="This host's certificate.")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
 @log_level_option
 def kvd(
-    socket: Path,
-    listen: str,
-    http: str,
-    memory: str,
-    ssd: Path | None,
-    ssd_size: str,
-    checkpoints: str,
+    config: Path | None,
+    assignments: tuple[str, ...],
+    socket: str | None,
+    listen: str | None,
+    http: str | None,
+    memory: str | None,
+    ssd: str | None,
     node: str | None,
-    advertise: str | None,
-    via: str | None,
-    gateways: tuple[str, ...],
-    gateway_key: Path | None,
     cluster: str | None,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    key_file: Path | None,
-    client_cert: Path | None,
-    client_key: Path | None,
-    grant_s: float,
-    dispatch_s: float,
+    gateways: tuple[str, ...],
+    kvd_key_file: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     log_level: str,
 ) -> None:
-    """Own the KV of this host's engines: a prefix pool in shared memory (and on SSD), transfers to
-    and from other hosts, an API for gateways.
+    """Keep the KV of this host's engines: a prefix pool in shared memory (and on SSD), transfers to
+    and from other hosts, an HTTP API for gateways.
 
     \b
       prfaas kvd --socket /run/prfaas/kvd.sock --listen 0.0.0.0:7400 --http 0.0.0.0:7401 \\
-                 --memory 64GiB --ssd /nvme/prfaas --ssd-size 1TB \\
-                 --cluster pd --gateway http://gw:8080
+                 --memory 64GiB --cluster pd --gateway http://gw:8080
+      prfaas kvd --config host.toml
 
-    Port 0: any free one; the first line of output says which.
+    With port 0 the system chooses a free port. The first line on standard output is JSON and
+    announces the addresses. All keys are in docs/configuration.md.
     """
-    tls = _tls(ca, cert, key, client_cert, client_key)
-    if via is not None:
-        parse_address(via, "--via")
-    if gateways and cluster is None:
-        raise InputError(
-            "which cluster?", where="--gateway", fix="give --cluster, as the deployment names it"
-        )
-    for flag, seconds in (("--grant-s", grant_s), ("--dispatch-s", dispatch_s)):
-        if seconds <= 0:
-            raise InputError(f"{seconds:g} s", where=flag, fix="give more than 0")
-    options = KvdOptions(
-        socket=socket,
-        listen=parse_address(listen, "--listen", any_port=True),
-        http=parse_address(http, "--http", any_port=True),
-        node=node,
-        advertise=advertise,
-        via=via,
-        cluster=cluster or "",
-        gateways=gateways,
-        gateway_key=read_secret(gateway_key) if gateway_key is not None else None,
-        tls=tls,
-        key=read_key(key_file) if key_file is not None else None,
-        store=StoreOptions(
-            memory_bytes=parse_bytes(memory, "--memory"),
-            ssd=ssd,
-            ssd_bytes=parse_bytes(ssd_size, "--ssd-size"),
-            checkpoints=checkpoints,
-        ),
-        transfers=TransferOptions(grant_s=grant_s, dispatch_s=dispatch_s),
-    )
-    log_at(log_level)
-    steady_heap()
+    flags = {
+        "kvd.socket": socket,
+        "kvd.listen": listen,
+        "kvd.http": http,
+        "kvd.memory": memory,
+        "kvd.ssd": ssd,
+        "kvd.node": node,
+        "kvd.cluster": cluster,
+        "kvd.gateways": gateways,
+        "kvd.kvd_key_file": kvd_key_file,
+        "kvd.tls.ca": tls_ca,
+        "kvd.tls.cert": tls_cert,
+        "kvd.tls.key": tls_key,
+    }
+    options = _options(load_host_config(config, assignments, flags).kvd)
+    configure_logging(log_level)
+    limit_heap_growth()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options))
 
 
-def _tls(
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    client_cert: Path | None,
-    client_key: Path | None,
-) -> TlsFiles | None:
-    if (client_cert is None) != (client_key is None):
-        raise InputError("one without the other", where="--client-cert, --client-key")
-    if ca and cert and key:
-        return TlsFiles(ca, cert, key, client_cert or cert, client_key or key)
-    if ca or cert or key or client_cert:
-        raise InputError("mutual TLS needs all three", where="--ca, --cert, --key", fix="give all")
+def _options(section: KvdSection) -> KvdOptions:
+    if section.socket is None:
+        raise InputError("is required", where="--socket", fix="give it, or kvd.socket in the file")
+    if section.via is not None:
+        parse_address(section.via, "kvd.via")
+    if section.gateways and section.cluster is None:
+        raise InputError(
+            "a cluster is required to register at a gateway",
+            where="--gateway",
+            fix="give --cluster with a name from the deployment file",
+        )
+    api_key, kvd_key = section.gateway_api_key_file, section.kvd_key_file
+    return KvdOptions(
+        socket=Path(section.socket),
+        listen=parse_address(section.listen, "--listen", any_port=True),
+        http=parse_address(section.http, "--http", any_port=True),
+        node=section.node,
+        advertise=section.advertise,
+        via=section.via,
+        cluster=section.cluster or "",
+        gateways=section.gateways,
+        gateway_key=read_secret(Path(api_key)) if api_key is not None else None,
+        tls=_tls_files(section.tls),
+        key=read_key(Path(kvd_key)) if kvd_key is not None else None,
+        store=StoreOptions(
+            memory_bytes=parse_bytes(section.memory, "--memory"),
+            ssd=Path(section.ssd) if section.ssd is not None else None,
+            ssd_bytes=parse_bytes(section.ssd_size, "kvd.ssd_size"),
+            checkpoints=section.checkpoints,
+        ),
+        timeouts=section.timeouts,
+        connections=section.connections,
+    )
+
+
+def _tls_files(section: TlsSection) -> TlsFiles | None:
+    if (section.client_cert is None) != (section.client_key is None):
+        raise InputError(
+            "only one of the two is set", where="kvd.tls.client_cert, client_key", fix="set both"
+        )
+    if section.ca and section.cert and section.key:
+        client_cert, client_key = section.client_cert, section.client_key
+        return TlsFiles(
+            Path(section.ca),
+            Path(section.cert),
+            Path(section.key),
+            Path(client_cert or section.cert),
+            Path(client_key or section.key),
+        )
+    if section != TlsSection():
+        raise InputError(
+            "mutual TLS needs all three",
+            where="--tls-ca, --tls-cert, --tls-key",
+            fix="give the missing ones",
+        )
     return None
 
 
@@ -139,10 +167,7 @@ async def _serve(options: KvdOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with running(options) as here:
-        click.echo(_where(here))
+    async with running(options) as kvd:
+        ready = KvdReady(str(kvd.store.node), str(kvd.socket), str(kvd.data), kvd.http_url)
+        click.echo(readiness_line(ready))
         await stop.wait()
-
-
-def _where(here: Running) -> str:
-    return f"kvd: socket {here.socket}, data {here.data}, http {here.http_url}"

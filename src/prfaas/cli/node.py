@@ -1,20 +1,23 @@
-"""`prfaas node`: an engine behind vLLM's HTTP surface, attached to its kvd."""
+"""`prfaas node`: an engine with vLLM's HTTP API, attached to a kvd."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import click
 import uvloop
 
-from prfaas.cli.logs import log_at, log_level_option
+from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
+from prfaas.config.host import NodeSection, load_host_config
+from prfaas.contracts.readiness import NodeReady, readiness_line
+from prfaas.engine.api import Engine
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.allocator import steady_heap
-from prfaas.launch.attached_process import child_kvd
+from prfaas.launch.allocator import limit_heap_growth
+from prfaas.launch.attached_process import attached_kvd
 from prfaas.launch.engine_choice import (
     EmulatedChoice,
     EngineChoice,
@@ -25,123 +28,130 @@ from prfaas.node.process import KvdPlace, NodeSettings, run_node
 from prfaas.security.deployment_key import read_key
 from prfaas.text import load_tokenizer
 
-DEFAULT_BLOCK_TOKENS = 64
-DEFAULT_MAX_WAITING = 256
-DEFAULT_GPUS = 8
-_SETTINGS, _SCALES = NodeSettings(name=""), Scales()  # for their defaults
+_DEFAULTS = NodeSection()
 
 
 @click.command()
-@click.option("--engine", type=click.Choice(["hf", "emulated"]), default="hf", show_default=True)
-@click.option("--model", required=True, help="A checkpoint directory; emulated: a catalog name.")
-@click.option("--name", help="What clients call the model; the directory's or catalog's own.")
-@click.option("--host", default=_SETTINGS.host, show_default=True)
-@click.option("--port", default=_SETTINGS.port, show_default=True, help="0: any free one.")
-@click.option("--advertise", metavar="URL", help="Where gateways reach this node, if elsewhere.")
-@click.option("--kvd", metavar="SOCKET", help="A kvd that runs already; else one is started.")
-@click.option("--kvd-url", metavar="URL", help="Its HTTP address, for gateways and KV events.")
-@click.option("--kvd-key-file", type=click.Path(path_type=Path), help="Shared key of that.")
-@click.option("--block-tokens", default=DEFAULT_BLOCK_TOKENS, show_default=True)
-@click.option("--chunk-tokens", type=int, help="Of a prefill; the engine's choice when absent.")
-@click.option("--max-running", type=int, help="Sequences decoded together.")
-@click.option("--max-waiting", default=DEFAULT_MAX_WAITING, show_default=True)
-@click.option("--device", help="hf: cpu, cuda or cuda:N; the best there is when absent.")
-@click.option("--dtype", help="hf: float32, bfloat16 or float16.")
-@click.option("--accelerator", help="emulated: whose profile.")
-@click.option("--gpus", default=DEFAULT_GPUS, show_default=True, help="emulated: of it.")
-@click.option("--catalog", multiple=True, type=click.Path(path_type=Path), help="emulated: more.")
-@click.option("--time-scale", default=_SCALES.time, show_default=True)
-@click.option("--byte-scale", default=_SCALES.bytes, show_default=True)
-@click.option("--output-scale", default=_SCALES.output, show_default=True)
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Directory; hf: the model's.")
-@click.option("--events", default=_SETTINGS.events, show_default=True, help="KV events (ZMQ).")
-@click.option("--replay", default=_SETTINGS.replay, show_default=True, help="Their replay.")
-@click.option("--drain-s", default=_SETTINGS.drain_s, show_default=True, help="After SIGTERM.")
-@click.option("--leave-s", default=_SETTINGS.leave_s, show_default=True, help="At least, then.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Host file; this command reads its [node] section.",
+)
+@set_option
+@click.option(
+    "--engine",
+    type=click.Choice(["hf", "emulated"]),
+    help="Engine: a Hugging Face checkpoint (hf), or a profile (emulated).",
+    show_default=_DEFAULTS.engine,
+)
+@click.option("--model", help="Checkpoint folder; for --engine emulated a model of the catalog.")
+@click.option("--name", help="Model name in the API; by default the name of folder or model.")
+@click.option("--host", help="Address to listen on.", show_default=_DEFAULTS.host)
+@click.option("--port", type=int, help="Port to listen on; 0 chooses a free one.", show_default="0")
+@click.option("--kvd", metavar="SOCKET", help="Socket of a running kvd; without it one is started.")
+@click.option("--kvd-url", metavar="URL", help="HTTP address of that kvd.")
+@click.option("--kvd-key-file", metavar="FILE", help="Key that the deployment's kvds share.")
+@click.option("--device", help="Device of the hf engine: cpu, cuda or cuda:N.")
+@click.option("--accelerator", help="Accelerator whose profile the emulated engine follows.")
 @log_level_option
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
 def node(
-    engine: str,
-    model: str,
+    config: Path | None,
+    assignments: tuple[str, ...],
+    engine: str | None,
+    model: str | None,
     name: str | None,
-    host: str,
-    port: int,
-    advertise: str | None,
+    host: str | None,
+    port: int | None,
     kvd: str | None,
     kvd_url: str | None,
-    kvd_key_file: Path | None,
-    block_tokens: int,
-    chunk_tokens: int | None,
-    max_running: int | None,
-    max_waiting: int,
+    kvd_key_file: str | None,
     device: str | None,
-    dtype: str | None,
     accelerator: str | None,
-    gpus: int,
-    catalog: tuple[Path, ...],
-    time_scale: float,
-    byte_scale: float,
-    output_scale: float,
-    tokenizer: Path | None,
-    events: str,
-    replay: str,
-    drain_s: float,
-    leave_s: float,
     log_level: str,
     kvd_options: tuple[str, ...],
 ) -> None:
-    """Serve a model as vLLM would: completions, chats, /metrics, KV events; prefill or decode.
+    """Serve a model with vLLM's API: completions, chats, /metrics, KV events; prefill or decode.
 
-    State goes through a kvd: one that runs already (--kvd), or one of the node's own, which ends
-    with it and takes the options behind `--` (see `prfaas kvd --help`). SIGTERM drains.
+    State goes through a kvd: a running one (--kvd), or one that the node starts and ends. The
+    options after `--` go to that one (see `prfaas kvd --help`), and so does --config. SIGTERM
+    drains the node. All keys are in docs/configuration.md.
 
     \b
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
       prfaas node --model ./tiny-kimi -- --memory 8GiB --cluster pd --gateway http://gw:8080
-      prfaas node --engine emulated --model case-study-1t --accelerator h200 --gpus 8
+      prfaas node --engine emulated --model case-study-1t --accelerator h200
     """
-    if kvd is not None and kvd_options:
+    flags = {
+        "node.engine": engine,
+        "node.model": model,
+        "node.name": name,
+        "node.host": host,
+        "node.port": port,
+        "node.kvd_socket": kvd,
+        "node.kvd_url": kvd_url,
+        "node.kvd_key_file": kvd_key_file,
+        "node.device": device,
+        "node.emulated.accelerator": accelerator,
+    }
+    section = load_host_config(config, assignments, flags).node
+    if section.model is None:
+        raise InputError("is required", where="--model", fix="give it, or node.model in the file")
+    if section.kvd_socket is not None and kvd_options:
         raise InputError(
-            f"options for a kvd of the node's own: {' '.join(kvd_options)}",
+            f"the node starts no kvd, so it cannot use {' '.join(kvd_options)}",
             where="--kvd",
-            fix="give them to that kvd",
+            fix="give these options to the running kvd",
         )
-    log_at(log_level)
-    steady_heap()
-    choice = EngineChoice(model, block_tokens, max_waiting, max_running, chunk_tokens)
-    scales = Scales(time_scale, byte_scale, output_scale)
+    configure_logging(log_level)
+    limit_heap_growth()
     settings = NodeSettings(
-        name=name or Path(model).resolve().name,
-        host=host,
-        port=port,
-        advertise=advertise,
-        events=events,
-        replay=replay,
-        drain_s=drain_s,
-        leave_s=leave_s,
+        section.name or Path(section.model).resolve().name,
+        section.host,
+        section.port,
+        section.advertise,
+        section.events,
+        section.replay,
+        section.timeouts,
     )
-    words_in = tokenizer or (Path(model) if engine == "hf" else None)
-    words = load_tokenizer(words_in) if words_in is not None else None
-    key = read_key(kvd_key_file) if kvd_key_file is not None else None
-    if kvd_key_file is not None:
-        kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)
-    with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as found:
+    tokenizer_folder = section.tokenizer or (section.model if section.engine == "hf" else None)
+    tokenizer = load_tokenizer(Path(tokenizer_folder)) if tokenizer_folder is not None else None
+    key_file = section.kvd_key_file
+    key = read_key(Path(key_file)) if key_file is not None else None
+    if key_file is not None:
+        kvd_options = ("--kvd-key-file", key_file, *kvd_options)
+    if config is not None:
+        kvd_options = ("--config", str(config), *kvd_options)
+
+    def announce(url: str) -> None:
+        click.echo(readiness_line(NodeReady(settings.name, url)))
+
+    with _kvd(section, kvd_options) as found:
         place = replace(found, key=key)
-        if engine == "hf":
-            computing = hf_engine(choice, device, dtype)
-        else:
-            computing = emulated_engine(choice, EmulatedChoice(accelerator, gpus, catalog, scales))
+        chosen = _engine(section, section.model)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(
-                    run_node(
-                        computing,
-                        words,
-                        place,
-                        settings,
-                        lambda url: click.echo(f"serving {settings.name} at {url}"),
-                    )
-                )
+                runner.run(run_node(chosen, tokenizer, place, settings, announce))
         finally:
-            computing.close()
+            chosen.close()
+
+
+def _kvd(section: NodeSection, options: tuple[str, ...]) -> AbstractContextManager[KvdPlace]:
+    if section.kvd_socket is not None:
+        return nullcontext(KvdPlace(section.kvd_socket, section.kvd_url))
+    return attached_kvd(options)
+
+
+def _engine(section: NodeSection, model: str) -> Engine:
+    choice = EngineChoice(
+        model, section.block_tokens, section.max_waiting, section.max_running, section.chunk_tokens
+    )
+    if section.engine == "hf":
+        return hf_engine(choice, section.device, section.dtype)
+    emulated = section.emulated
+    scales = Scales(emulated.time_scale, emulated.byte_scale, emulated.output_scale)
+    catalog = [Path(path) for path in emulated.catalog]
+    return emulated_engine(
+        choice, EmulatedChoice(emulated.accelerator, emulated.gpus, catalog, scales)
+    )

@@ -17,7 +17,7 @@ from prfaas.display.console import print_json
 from prfaas.faults.deployment import staged
 from prfaas.faults.fault_deployment import FireEngine, fire
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.preparation import CACHE
 
@@ -74,7 +74,7 @@ def soak(
     ready, lengths = fire(engine, file, folder, CACHE, say)
 
     async def run() -> SoakReport:
-        async with staged(ready.deployment, ready.engines, folder, tether(), say) as stage:
+        async with staged(ready.deployment, ready.engines, folder, attached_prefix(), say) as stage:
             return await Soak(stage, lengths, options, say).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,18 +18,18 @@ from prfaas.display.console import console
 from prfaas.display.deployment_table import live_view
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import EngineKind
-from prfaas.launch.deployment import Live, launched_gateway, launched_hosts
+from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
 from prfaas.launch.preparation import (
     CACHE,
     TINY_DEVICE,
-    Prepared,
+    LaunchOptions,
+    LaunchPlan,
     Wan,
-    Wish,
     parse_wan,
-    prepared,
+    prepare_launch,
     tiny_deployment,
 )
 from prfaas.launch.request_outcomes import RequestOutcomes
@@ -92,7 +92,7 @@ def up(
       prfaas up configs/case_study.toml --engine emulated --baseline homogeneous ...
     """
     screen = console()
-    wish = Wish(
+    options = LaunchOptions(
         engine,
         Scales(time_scale, byte_scale, output_scale),
         baseline,
@@ -104,55 +104,59 @@ def up(
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-up-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        ready = prepare(file, wish, folder, screen.print)
+        ready = prepare(file, options, folder, screen.print)
     except InputError:
         with suppress(OSError):
             folder.rmdir()  # unless something is in it
         raise
-    options = ["--policy", policy] if policy else []
-    options += ["--advise"] if advise else []
+    gateway_options = ["--policy", policy] if policy else []
+    gateway_options += ["--advise"] if advise else []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(ready, folder, options))
+            runner.run(_serve(ready, folder, gateway_options))
         except ChildDied as error:
             raise click.ClickException(str(error)) from None
         except PeerError as error:
             raise click.ClickException(f"{error}; logs are in {folder}") from None
 
 
-def prepare(file: Path | None, wish: Wish, folder: Path, say: Callable[[str], None]) -> Prepared:
-    if wish.engine == "vllm" and (wish.python is None or not wish.python.is_file()):
+def prepare(
+    file: Path | None, options: LaunchOptions, folder: Path, say: Callable[[str], None]
+) -> LaunchPlan:
+    if options.engine == "vllm" and (options.python is None or not options.python.is_file()):
         raise InputError(
-            f"{wish.python}: no such file",
+            f"{options.python}: no such file",
             where="--vllm-python",
             fix="name an interpreter that has vLLM, or make one: make .venv-vllm/.ready",
         )
     if file is not None:
-        return prepared(load_deployment(file), file, wish, folder)
-    deployment, profile = tiny_deployment(CACHE, wish, say)
-    return prepared(deployment, profile, wish, folder)
+        return prepare_launch(load_deployment(file), file, options, folder)
+    deployment, profile = tiny_deployment(CACHE, options, say)
+    return prepare_launch(deployment, profile, options, folder)
 
 
-async def _serve(ready: Prepared, folder: Path, options: list[str]) -> None:
+async def _serve(ready: LaunchPlan, folder: Path, gateway_options: list[str]) -> None:
     screen = console()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    stories = RequestOutcomes()
+    outcomes = RequestOutcomes()
 
     def say(what: str) -> None:
         screen.print(f"starting {what}")
 
     async def serve() -> None:
         async with (
-            launched_hosts(ready.deployment, ready.engines, folder, tether(), say=say) as hosts,
+            launched_hosts(
+                ready.deployment, ready.engines, folder, attached_prefix(), say=say
+            ) as hosts,
             launched_gateway(
-                hosts, ready.deployment, options, say=say, heard=stories.heard
+                hosts, ready.deployment, gateway_options, say=say, on_line=outcomes.read_line
             ) as live,
         ):
             screen.print(_where(live), soft_wrap=True, markup=False)
-            await _show(live, stories)
+            await _show(live, outcomes)
 
     serving = asyncio.create_task(serve())
     stopping = asyncio.create_task(stop.wait())
@@ -167,7 +171,7 @@ async def _serve(ready: Prepared, folder: Path, options: list[str]) -> None:
         await serving
 
 
-def _where(live: Live) -> str:
+def _where(live: RunningDeployment) -> str:
     """Everything a person needs to use it."""
     name = live.deployment.model.name
     prompt = '"Once upon a time"' if live.deployment.gateway.tokenizer else "[72, 105, 33]"
@@ -181,7 +185,7 @@ def _where(live: Live) -> str:
     )
 
 
-async def _show(live: Live, stories: RequestOutcomes) -> None:
+async def _show(live: RunningDeployment, outcomes: RequestOutcomes) -> None:
     """Until cancelled; raises `ChildDied` when one does. The table is for a terminal only."""
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     screen = console()
@@ -190,7 +194,7 @@ async def _show(live: Live, stories: RequestOutcomes) -> None:
             raise await dying
         with LiveDisplay(console=screen, auto_refresh=False) as display:
             while not dying.done():
-                display.update(live_view(await live.state(), stories), refresh=True)
+                display.update(live_view(await live.state(), outcomes), refresh=True)
                 await asyncio.wait({dying}, timeout=LOOK_S)
         raise dying.result()
     finally:

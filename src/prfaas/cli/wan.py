@@ -1,4 +1,4 @@
-"""`prfaas wan`: a relay that imposes a WAN on a TCP link."""
+"""`prfaas wan`: a relay that emulates a WAN on a TCP link."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import click
 import msgspec
 
 from prfaas.config.address import parse_address
+from prfaas.contracts.readiness import RelayedAddress, RelayReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.launch.allocator import steady_heap
+from prfaas.launch.allocator import limit_heap_growth
 from prfaas.wan.path import Conditions, Recurring
 from prfaas.wan.relay import Relay, describe
 
@@ -22,18 +23,31 @@ _STDIN = 0
 
 @click.command()
 @click.option(
-    "--listen", required=True, multiple=True, metavar="HOST:PORT", help="Port 0: any free one."
+    "--listen",
+    required=True,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Address to accept connections on; port 0 chooses a free one.",
 )
 @click.option(
-    "--to", "targets", required=True, multiple=True, metavar="HOST:PORT", help="Where that leads."
+    "--to",
+    "targets",
+    required=True,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Address to forward the connections of the --listen at the same position to.",
 )
-@click.option("--gbps", type=float, help="Each direction, shared by all connections.")
-@click.option("--rtt-ms", default=0.0, show_default=True, help="Half of it in each direction.")
-@click.option("--jitter-ms", default=0.0, show_default=True, help="Up to so much more.")
-@click.option("--stall", metavar="EVERY_S,FOR_S", help="Nothing moves; connections stay.")
-@click.option("--outage", metavar="EVERY_S,FOR_S", help="A stall that refuses new connections.")
+@click.option("--gbps", type=float, help="Rate of each direction, shared by all connections.")
+@click.option(
+    "--rtt-ms", default=0.0, show_default=True, help="Round-trip time; each direction gets half."
+)
+@click.option("--jitter-ms", default=0.0, show_default=True, help="Largest random extra delay.")
+@click.option("--stall", metavar="EVERY_S,FOR_S", help="Hold all data back for FOR_S seconds.")
+@click.option(
+    "--outage", metavar="EVERY_S,FOR_S", help="Stall, and refuse new connections meanwhile."
+)
 @click.option("--cut-every", type=float, metavar="S", help="Reset all connections every S seconds.")
-@click.option("--control", is_flag=True, help="Obey lines on standard input (see above).")
+@click.option("--control", is_flag=True, help="Read commands from standard input (see above).")
 def wan(
     listen: tuple[str, ...],
     targets: tuple[str, ...],
@@ -45,21 +59,22 @@ def wan(
     cut_every: float | None,
     control: bool,
 ) -> None:
-    """Relay TCP connections through a wide-area link made of software. Needs no root.
+    """Relay TCP connections through an emulated wide-area link. The relay needs no root.
 
     \b
       prfaas wan --listen 127.0.0.1:7001 --to 127.0.0.1:7000 --gbps 1 --rtt-ms 60
       prfaas wan --listen 0.0.0.0:7001 --to kv1:7000 --gbps 0.5 --rtt-ms 80 --outage 60,5
 
-    Rate and delay hold in each direction. A sender that is faster than the link has to wait; no
-    packet is lost (that needs real packets, hence root: prfaas.testing.lossy_net). Several --listen
-    lead to as many --to, in their order, and share the rate.
+    Rate and delay apply to each direction. A sender that is faster than the link waits. The relay
+    loses no packet; packet loss needs root (prfaas.testing.lossy_net). Give one --to for each
+    --listen, in the same order; all of them share the rate. The first line on standard output is
+    JSON and announces the addresses.
 
-    With --control, conditions change while it runs, by lines on standard input:
+    With --control, lines on standard input change the conditions:
 
     \b
       gbps 0.5 | rtt-ms 120 | jitter-ms 3   change one value ("gbps none": no limit)
-      stall | outage | restore              until told otherwise
+      stall | outage | restore              begin a stall or an outage; end it
       cut                                   reset all connections now
       damage 5                              flip a bit in each of the next 5 large chunks
       stats                                 print counters, as one line of JSON
@@ -74,23 +89,25 @@ def wan(
     )
     if len(listen) != len(targets):
         raise InputError(
-            f"{len(listen)} addresses lead to {len(targets)}",
+            f"there are {len(listen)} --listen and {len(targets)} --to",
             where="--listen, --to",
-            fix="give as many of the one as of the other",
+            fix="give one --to for each --listen",
         )
-    doors = [parse_address(text, "--listen", any_port=True) for text in listen]
-    leads_to = [parse_address(text, "--to") for text in targets]
-    first, *more = zip(doors, leads_to, strict=True)
-    steady_heap()
+    listening = [parse_address(text, "--listen", any_port=True) for text in listen]
+    forwarded_to = [parse_address(text, "--to") for text in targets]
+    first, *more = zip(listening, forwarded_to, strict=True)
+    limit_heap_growth()
     relay = Relay(*first, conditions, also=more)
-    # From here on Ctrl-C and a service manager's SIGTERM end it alike: cleanly, with the counters.
+    # From here on SIGINT and SIGTERM both end the relay cleanly and print the counters.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: relay.stop())
-    pairs = zip(relay.addresses, leads_to, strict=True)
-    ways = ", ".join(f"{address} to {to}" for address, to in pairs)
-    click.echo(f"relaying {ways}: {describe(conditions)}; Ctrl-C ends it")
+    addresses = [
+        RelayedAddress(str(address), str(to))
+        for address, to in zip(relay.addresses, forwarded_to, strict=True)
+    ]
+    click.echo(readiness_line(RelayReady(addresses, describe(conditions))))
     if control:
-        threading.Thread(target=_obey_input, args=(relay,), daemon=True).start()
+        threading.Thread(target=_read_commands, args=(relay,), daemon=True).start()
     try:
         relay.run()
     finally:
@@ -113,28 +130,28 @@ def _recurring(text: str | None, where: str) -> Recurring | None:
         raise InputError(error.problem, where=where, fix=error.fix) from None
 
 
-def _obey_input(relay: Relay) -> None:
+def _read_commands(relay: Relay) -> None:
     for line in _input_lines():
         try:
-            obey(relay, line)
+            execute(relay, line)
         except InputError as error:
             click.echo(f"error: {error}", err=True)
 
 
 def _input_lines() -> Iterator[str]:
-    # Straight from the descriptor: a thread that waits inside sys.stdin holds its lock, and the
-    # interpreter cannot end.
+    # This reads the descriptor, not sys.stdin: a thread that waits inside sys.stdin holds its lock,
+    # and then the interpreter cannot exit.
     pending = b""
     while data := os.read(_STDIN, 4096):
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
             yield line.decode(errors="replace")
         if len(pending) > 4096:
-            pending = b""  # no order is that long
+            pending = b""  # no command is that long
 
 
-def obey(relay: Relay, line: str) -> None:
-    """One line of control. Returns when it is in force."""
+def execute(relay: Relay, line: str) -> None:
+    """Executes one line of control. Returns when it is in force."""
     actions: dict[str, Callable[[], None]] = {
         "stall": relay.stall,
         "outage": relay.outage,
@@ -159,14 +176,14 @@ def obey(relay: Relay, line: str) -> None:
             relay.damage(int(_number(value)))
         case _:
             known = "gbps X, rtt-ms X, jitter-ms X, stall, outage, restore, cut, damage N, stats"
-            raise InputError(f"unknown order {line.strip()!r}", fix=f"there are: {known}")
+            raise InputError(f"unknown command {line.strip()!r}", fix=f"commands are: {known}")
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"{text!r} is no number") from None
+        raise InputError(f"{text!r} is not a number") from None
 
 
 def _stats_line(relay: Relay) -> str:

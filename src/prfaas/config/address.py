@@ -1,4 +1,4 @@
-"""`HOST:PORT` as people write it."""
+"""Addresses of the form `HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, where: str, *, any_port: bool = False) -> Address:
-    """`HOST:PORT` or `[IPV6]:PORT`. Port 0 (the system picks one) only with `any_port`."""
+    """Parses `HOST:PORT` or `[IPV6]:PORT`. Port 0 (the system chooses one) needs `any_port`."""
     host, colon, port_text = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
     if not colon or not host or (":" in host and not bracketed):
         raise InputError(
-            f"{text!r} is no address",
+            f"{text!r} is not an address",
             where=where,
             fix="write HOST:PORT, an IPv6 address in brackets: [::1]:7000",
         )
     lowest = 0 if any_port else 1
     # isascii: str.isdigit also accepts digits that int() or a socket would not.
     if not (port_text.isascii() and port_text.isdigit() and lowest <= int(port_text) <= 65535):
-        raise InputError(f"{port_text!r} is no port", where=where, fix=f"give {lowest} to 65535")
+        raise InputError(f"{port_text!r} is not a port", where=where, fix=f"give {lowest} to 65535")
     return Address(host, int(port_text))

@@ -13,7 +13,9 @@ def assign(raw: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise InputError(f"{text!r} is not KEY=VALUE", where="--set", fix="example: kvd.memory=8GiB")
+        raise InputError(
+            f"{text!r} is not KEY=VALUE", where="--set", fix="example: kvd.memory=8GiB"
+        )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

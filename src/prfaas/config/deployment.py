@@ -237,8 +237,8 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overtaken_share: AmountOrZero = 0.25
     """Shorter prefills may pass only within this share of the wait that the request found."""
     overdue_share: AmountOrZero = 0.5
-    """A new request takes a free node before the queue unless the first queued request is overdue by
-    more than this share of the queued prefill time per node."""
+    """A new request takes a free node before the queue unless the first queued request is overdue
+    by more than this share of the queued prefill time per node."""
 
 
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from prfaas.config.assignments import assign
 from prfaas.config.deployment import Component, Deployment, Lognormal, Mixture
 from prfaas.config.gateway import GatewaySection
 from prfaas.config.strict import decode, parse_toml, read_text
 from prfaas.errors import InputError
 
 
-def load_deployment(path: str | Path) -> Deployment:
-    return parse_deployment(parse_toml(read_text(path), path), path)
+def load_deployment(path: str | Path, assignments: Iterable[str] = ()) -> Deployment:
+    """The file's deployment, with the keys that `--set KEY=VALUE` changes."""
+    raw = parse_toml(read_text(path), path)
+    for text in assignments:
+        assign(raw, text)
+    return parse_deployment(raw, path)
 
 
 def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
@@ -33,7 +39,9 @@ def _check_clusters(deployment: Deployment) -> None:
         at = f"clusters.{index}"
         if names.index(cluster.name) != index:
             raise InputError(
-                f"another cluster is named {cluster.name!r}", where=f"{at}.name", fix="use another name"
+                f"another cluster is named {cluster.name!r}",
+                where=f"{at}.name",
+                fix="use another name",
             )
         if cluster.instances == 0:
             raise InputError(
@@ -49,7 +57,9 @@ def _check_clusters(deployment: Deployment) -> None:
                 "a prfaas cluster only prefills", where=at, fix="remove prefill and decode"
             )
         if cluster.prefill is None or cluster.decode is None:
-            raise InputError("the split is incomplete", where=at, fix="set both prefill and decode, or neither")
+            raise InputError(
+                "the split is incomplete", where=at, fix="set both prefill and decode, or neither"
+            )
         if cluster.prefill + cluster.decode != cluster.instances:
             raise InputError(
                 f"prefill {cluster.prefill} + decode {cluster.decode} is not "

@@ -70,8 +70,8 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssd_size: str = "64GiB"
     """Size of the SSD tier, for example 1TB."""
     checkpoints: str = "default"
-    """Where linear-attention state is kept along a prompt: default, last, branch or every:N, where N
-    is in blocks."""
+    """Where linear-attention state is kept along a prompt: default, last, branch or every:N, where
+    N is in blocks."""
     node: str | None = None
     """Name of this kvd in cache events and at gateways. The default is its data address."""
     advertise: str | None = None
@@ -210,5 +210,6 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     emulated = node.get("emulated", {})
     if "catalog" in emulated:
         emulated["catalog"] = [str(folder / path) for path in emulated["catalog"]]
-    if "model" in node and node.get("engine", NodeSection().engine) == "hf":
+    # A model of the catalog is a name, not a path.
+    if "model" in node and (folder / node["model"]).exists():
         node["model"] = str(folder / node["model"])

@@ -1,6 +1,6 @@
 """Bandwidth of links over time: `at_s,gbps` per line, optionally `at_s,gbps,from,to`.
 
-Each line holds from its time on until the next one of the same link; 0 Gbit/s is an outage.
+Each line is valid from its time until the next line of the same link; 0 Gbit/s is an outage.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 from prfaas.config.strict import read_text
 from prfaas.errors import InputError
 
-_FIX = "write at_s,gbps or at_s,gbps,from,to; seconds ascending, Gbit/s from 0 up"
+_FIX = "write at_s,gbps or at_s,gbps,from,to with ascending seconds and 0 Gbit/s or more"
 
 
 class LinkSpeed(NamedTuple):
     at_s: float
     gbps: float
-    link: tuple[str, str] | None  # None: the line names none, so every link
+    link: tuple[str, str] | None  # None: the line names no link and applies to all
 
 
 def read_link_trace(path: Path) -> list[LinkSpeed]:
@@ -42,7 +42,7 @@ def _parse(lines: list[str]) -> list[LinkSpeed]:
             )
         speeds.append(speed)
     if not speeds:
-        raise InputError("holds no line", fix=_FIX)
+        raise InputError("has no line", fix=_FIX)
     return speeds
 
 
@@ -50,7 +50,9 @@ def _line(cells: list[str], where: str) -> LinkSpeed:
     try:
         numbers = [float(cell) for cell in cells[:2]]
     except ValueError:
-        raise InputError(f"{','.join(cells)!r} is not numbers", where=where, fix=_FIX) from None
+        raise InputError(
+            f"{','.join(cells)!r} does not begin with two numbers", where=where, fix=_FIX
+        ) from None
     if len(cells) not in (2, 4) or not all(math.isfinite(n) and n >= 0 for n in numbers):
-        raise InputError(f"{','.join(cells)!r}", where=where, fix=_FIX)
+        raise InputError(f"{','.join(cells)!r} is not a link speed", where=where, fix=_FIX)
     return LinkSpeed(numbers[0], numbers[1], (cells[2], cells[3]) if len(cells) == 4 else None)

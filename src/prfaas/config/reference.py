@@ -35,8 +35,8 @@ file, the key and the fix. Units are in the names of the keys: `_s` is seconds, 
 - The **host file** configures the processes of one host: `prfaas kvd --config FILE` reads `[kvd]`,
   `prfaas node --config FILE` reads `[node]`. It is optional.
 
-A flag wins over the file. `--set KEY=VALUE` of `kvd`, `node` and `gateway` sets any key of this page
-without a file, for example `prfaas kvd --set kvd.timeouts.grant_s=90`.
+A flag wins over the file. `--set KEY=VALUE` of `kvd`, `node` and `gateway` sets any key of this
+page without a file, for example `prfaas kvd --set kvd.timeouts.grant_s=90`.
 """
 
 

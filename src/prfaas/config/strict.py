@@ -1,8 +1,8 @@
-"""TOML into frozen structs, strictly: every mistake is one line that names file, key and fix.
+"""Strict decoding of TOML into frozen structs: an error is one line that names file, key and fix.
 
-msgspec checks types and refuses unknown keys; here its answer is put into the words of the file's
-author, unknown keys get the nearest known one, and NaN or infinity (legal TOML) is refused
-everywhere. Knows nothing of what the structs mean.
+msgspec checks types and refuses unknown keys. This module rewrites its messages in the notation of
+TOML, suggests the nearest known key for an unknown one, and refuses NaN and infinity, which TOML
+allows. It does not depend on the meaning of the structs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text; a path that cannot be read is the user's mistake, said as such."""
+    """The file's text. Raises `InputError` where the file cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -30,7 +30,9 @@ def read_text(path: str | Path) -> str:
     except IsADirectoryError:
         raise InputError("is a directory", file=path, fix="name a file in it") from None
     except PermissionError:
-        raise InputError("may not be read", file=path, fix="check its permissions") from None
+        raise InputError(
+            "permission to read it is denied", file=path, fix="check its permissions"
+        ) from None
     except UnicodeDecodeError:
         raise InputError("is not UTF-8 text", file=path, fix="save it as UTF-8") from None
 
@@ -39,16 +41,16 @@ def parse_toml(text: str, file: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"not valid TOML: {error}", file=file, fix="mend that line") from None
+        raise InputError(f"not valid TOML: {error}", file=file, fix="correct that line") from None
 
 
 def decode(raw: dict[str, Any], kind: type[T], file: str | Path) -> T:
-    """`raw` as a `kind`, or an InputError that names the key in the author's notation."""
+    """Converts `raw` to a `kind`. Raises `InputError` with the dotted name of a wrong key."""
     _refuse_non_finite(raw, "", file)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise _in_authors_words(str(error), raw, kind, file) from None
+        raise _rewritten(str(error), raw, kind, file) from None
 
 
 _AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
@@ -56,9 +58,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]*)`")
 
 
-def _in_authors_words(
-    message: str, raw: dict[str, Any], kind: type[Any], file: str | Path
-) -> InputError:
+def _rewritten(message: str, raw: dict[str, Any], kind: type[Any], file: str | Path) -> InputError:
     at = _AT.search(message)
     path = _dotted(at["path"]) if at else ""
     problem = message[: at.start()] if at else message
@@ -69,7 +69,7 @@ def _in_authors_words(
         fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return InputError("unknown key", file=file, where=_join(path, key), fix=fix)
     if missing := _MISSING.match(problem):
-        return InputError("missing", file=file, where=_join(path, missing["key"]), fix="add it")
+        return InputError("is missing", file=file, where=_join(path, missing["key"]), fix="add it")
     value = _at(raw, _parts(path))
     shown = f"{problem[0].lower()}{problem[1:]}"
     advice: str | None = None
@@ -78,12 +78,12 @@ def _in_authors_words(
     elif path:
         shown = f"{re.sub(r', got `[a-z]+`$', '', shown)}, got {value!r}"
         if isinstance(value, str) and ("`float`" in problem or "`int`" in problem):
-            advice = "give a plain number in the unit the key names"
+            advice = "give a plain number in the unit of the key's name"
     return InputError(shown, file=file, where=path or None, fix=advice)
 
 
 def _dotted(path: str) -> str:
-    """`.clusters[0].gpus` as `clusters.0.gpus`, the notation of --sweep and of our own errors."""
+    """`.clusters[0].gpus` as `clusters.0.gpus`, the notation of --set, --sweep and our errors."""
     return re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).lstrip(".")
 
 
@@ -107,7 +107,7 @@ def _at(raw: Any, parts: list[str]) -> Any:
 
 
 class _Schema:
-    """A struct's own JSON schema, walked along a document."""
+    """The JSON schema of a struct, followed along a document."""
 
     def __init__(self, schema: dict[str, Any], raw: Any) -> None:
         self._definitions = schema.get("$defs", {})
@@ -123,7 +123,7 @@ class _Schema:
             self._node = node.get("properties", {}).get(part, unknown)
 
     def resolved(self) -> dict[str, Any]:
-        """The object at this place; of a tagged union the branch that the author's tag selects."""
+        """The object at this place; for a tagged union, the branch of the document's tag."""
         node = self._node
         while "$ref" in node or "anyOf" in node:
             if "$ref" in node:

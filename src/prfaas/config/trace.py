@@ -14,7 +14,7 @@ import msgspec
 from prfaas.config.strict import read_text
 from prfaas.errors import InputError
 
-TRACE_BLOCK_TOKENS = 512  # of the public traces
+TRACE_BLOCK_TOKENS = 512  # in the public traces
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ def parse_rows(lines: Iterable[str], block_tokens: int) -> Iterator[TraceRow]:
 
 
 def known_blocks(row: TraceRow, seen: set[int]) -> int:
-    """How many blocks from the start earlier rows had; `seen` has this row's too afterwards."""
+    """Number of blocks at the start of the row that earlier rows had. Adds this row's to `seen`."""
     run = 0
     for block in row.hash_ids:
         if block not in seen:
@@ -58,21 +58,23 @@ def _checked(
     try:
         row = decoder.decode(line)
     except msgspec.ValidationError as error:
-        fix = "each line needs timestamp, input_length, output_length, hash_ids"
+        fix = "give timestamp, input_length, output_length and hash_ids in each line"
         raise InputError(str(error).replace("$.", ""), where=where, fix=fix) from None
     except msgspec.DecodeError as error:
-        raise InputError(f"not JSON: {error}", where=where, fix="mend or remove it") from None
+        raise InputError(
+            f"not JSON: {error}", where=where, fix="correct or remove the line"
+        ) from None
     for name, length in (("input", row.input_length), ("output", row.output_length)):
         if length < 1:
-            raise InputError(f"{name}_length is {length}", where=where, fix="must be >= 1")
+            raise InputError(f"{name}_length is {length}", where=where, fix="give 1 or more")
     if len(row.hash_ids) != -(-row.input_length // block_tokens):
         raise InputError(
             f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens",
             where=where,
-            fix=f"one id covers block_tokens = {block_tokens} tokens; set it to the trace's own",
+            fix=f"one id covers block_tokens = {block_tokens} tokens; set it to the trace's value",
         )
     if min(row.hash_ids) < 0:
-        raise InputError(f"hash id {min(row.hash_ids)}", where=where, fix="must be >= 0")
+        raise InputError(f"hash id {min(row.hash_ids)}", where=where, fix="give 0 or more")
     return row
 
 

@@ -1,6 +1,6 @@
-"""A deployment as TOML, to be read back by `load_deployment`. Pure.
+"""Writes a deployment as TOML that `load_deployment` reads back. Pure.
 
-What has its default is left out, so that the file says what is special about it.
+Keys with their default value are left out, so that the file shows what differs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def deployment_toml(deployment: Deployment) -> str:
 
 
 def toml(data: Mapping[str, Any]) -> str:
-    """Plain values first, then a table or an array of tables for each of the rest; whatever lies
-    deeper is inline."""
+    """Plain values first, then a table or an array of tables for each other value. Deeper tables
+    are inline."""
     lines = [f"{key} = {_value(value)}" for key, value in data.items() if not _is_table(value)]
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def _value(value: Any) -> str:
 
 
 def sparse(value: Any) -> Any:
-    """Structs as their keys in the file, without defaults and without what is absent."""
+    """Structs as dictionaries of the file's keys, without defaults and without None."""
     if not isinstance(value, msgspec.Struct):
         return [sparse(entry) for entry in value] if isinstance(value, list) else value
     config = value.__struct_config__

@@ -29,8 +29,8 @@ from prfaas.demo.small_case import (
 )
 from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
-from prfaas.launch.attached_process import tether
-from prfaas.launch.deployment import Hosts, launched_hosts
+from prfaas.launch.attached_process import attached_prefix
+from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.measure.open_loop import Outcome
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import best_for
@@ -63,7 +63,7 @@ async def case_scene(
     ear = RelayEar()
     most = hosts_enough(cases)
     async with launched_hosts(
-        most.deployment, most.engines, folder, tether(), say=say, heard=ear.heard
+        most.deployment, most.engines, folder, attached_prefix(), say=say, on_line=ear.heard
     ) as hosts:
         for name, case in cases.items():
             served = with_one_plan(case.deployment)
@@ -89,7 +89,7 @@ async def _measure(
     name: str,
     case: SmallCase,
     served: Deployment,
-    hosts: Hosts,
+    hosts: RunningHosts,
     arrivals: Arrivals,
     ear: RelayEar,
 ) -> Row:

@@ -50,14 +50,14 @@ class RelayEar:
             if not waiting.done():
                 waiting.set_result(stats)
 
-    async def stats(self, relay: Child) -> RelayStats:
+    async def stats(self, relay: Child[Any]) -> RelayStats:
         future: asyncio.Future[RelayStats] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        relay.tell("stats")
+        relay.write_line("stats")
         async with asyncio.timeout(ANSWER_S):
             return await future
 
-    async def carried_bytes(self, relay: Child) -> int:
+    async def carried_bytes(self, relay: Child[Any]) -> int:
         """Since the relay's start, towards the PD cluster."""
         return (await self.stats(relay)).to_target_bytes
 

@@ -16,11 +16,17 @@ from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.demo.scene import Check, RelayEar, watched, with_policy
 from prfaas.errors import PeerError
-from prfaas.launch.attached_process import tether
-from prfaas.launch.commands import hosts, ways
-from prfaas.launch.deployment import Live, launched_gateway, launched_hosts
-from prfaas.launch.preparation import CACHE, TINY_DEVICE, Wish, prepared, tiny_deployment
-from prfaas.launch.request_outcomes import RequestOutcomes, Told
+from prfaas.launch.attached_process import attached_prefix
+from prfaas.launch.commands import list_hosts, relayed_links
+from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
+from prfaas.launch.preparation import (
+    CACHE,
+    TINY_DEVICE,
+    LaunchOptions,
+    prepare_launch,
+    tiny_deployment,
+)
+from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.measure.client import Target, TimedAnswer, connect
 from prfaas.measure.open_loop import Ask
 from prfaas.measure.prompts import Prompts, Run
@@ -39,7 +45,7 @@ class Served:
     what: str
     ids: list[int]
     answer: TimedAnswer
-    told: Told
+    told: RequestOutcome
     wan_bytes: int | None
     expected: list[int] = field(default_factory=list)
 
@@ -50,17 +56,22 @@ class Served:
 
 class Scene:
     def __init__(
-        self, live: Live, stories: RequestOutcomes, ear: RelayEar, gateway: Target, alone: Target
+        self,
+        live: RunningDeployment,
+        outcomes: RequestOutcomes,
+        ear: RelayEar,
+        gateway: Target,
+        alone: Target,
     ) -> None:
         assert gateway.model is not None
-        self._stories = stories
+        self._outcomes = outcomes
         self._ear = ear
         self._gateway = gateway
         self._alone = alone
         self._ask = Ask(gateway.model)
         self._prompts = Prompts()
-        (way,) = ways(live.deployment)
-        self._relay = live.hosts.children.named(way.name)
+        (link,) = relayed_links(live.deployment)
+        self._relay = live.hosts.children.named(link.name)
 
     def ids(self, name: str, tokens: int) -> list[int]:
         text = self._prompts.text([Run(name.encode(), tokens)])
@@ -95,30 +106,30 @@ class Scene:
                 break
             await asyncio.sleep(LOOK_S)
         for order in ("outage", "cut"):
-            self._relay.tell(order)
+            self._relay.write_line(order)
         await asyncio.sleep(OUTAGE_S)
-        self._relay.tell("restore")
+        self._relay.write_line("restore")
         return await asyncio.gather(*asking)
 
-    async def _told(self, answer: TimedAnswer) -> Told:
+    async def _told(self, answer: TimedAnswer) -> RequestOutcome:
         async with asyncio.timeout(TOLD_S):
-            return await self._stories.of(answer.request_id)
+            return await self._outcomes.of(answer.request_id)
 
 
 async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
-    wish = Wish("hf", device=TINY_DEVICE)
-    deployment, profile = tiny_deployment(CACHE, wish, say)
-    ready = prepared(with_fixed_threshold(deployment), profile, wish, folder)
-    stories, ear = RequestOutcomes(), RelayEar()
+    options = LaunchOptions("hf", device=TINY_DEVICE)
+    deployment, profile = tiny_deployment(CACHE, options, say)
+    ready = prepare_launch(with_fixed_threshold(deployment), profile, options, folder)
+    outcomes, ear = RequestOutcomes(), RelayEar()
     async with (
         launched_hosts(
-            ready.deployment, ready.engines, folder, tether(), say=say, heard=ear.heard
+            ready.deployment, ready.engines, folder, attached_prefix(), say=say, on_line=ear.heard
         ) as here,
-        launched_gateway(here, ready.deployment, say=say, heard=stories.heard) as live,
+        launched_gateway(here, ready.deployment, say=say, on_line=outcomes.read_line) as live,
         connect(live.gateway_url, MonotonicClock()) as gateway,
         connect(_remote_url(live), MonotonicClock()) as alone,
     ):
-        scene = Scene(live, stories, ear, gateway, alone)
+        scene = Scene(live, outcomes, ear, gateway, alone)
         return await watched(here.children, _play(scene, live, screen, say))
 
 
@@ -135,7 +146,7 @@ def with_fixed_threshold(deployment: Deployment) -> Deployment:
 
 
 async def _play(
-    scene: Scene, live: Live, screen: Console, say: Callable[[str], None]
+    scene: Scene, live: RunningDeployment, screen: Console, say: Callable[[str], None]
 ) -> list[Check]:
     state = await live.state()
     threshold = state["plan"]["threshold_tokens"]
@@ -222,9 +233,9 @@ def _table(title: str, served: Sequence[Served]) -> Table:
     return table
 
 
-def _remote_url(live: Live) -> str:
+def _remote_url(live: RunningDeployment) -> str:
     remote = live.deployment.of_kind("prfaas")[0].name
-    first = next(host for host in hosts(live.deployment) if host.cluster == remote)
+    first = next(host for host in list_hosts(live.deployment) if host.cluster == remote)
     return live.hosts.engine_urls[first.name]
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,9 +26,9 @@ from prfaas.demo.probe import probing
 from prfaas.demo.scene import RelayEar
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.children import Child
-from prfaas.launch.commands import Engines, ways
-from prfaas.launch.deployment import Hosts, Live, launched_gateway
-from prfaas.launch.preparation import Prepared, Wan, Wish, prepared
+from prfaas.launch.commands import EngineSpec, relayed_links
+from prfaas.launch.deployment import RunningDeployment, RunningHosts, launched_gateway
+from prfaas.launch.preparation import LaunchOptions, LaunchPlan, Wan, prepare_launch
 from prfaas.launch.step_timing import step_timing
 from prfaas.measure.client import GIVEN_UP, connect
 from prfaas.measure.open_loop import Ask, Outcome, offer
@@ -47,7 +48,7 @@ SYSTEMS = ("prfaas_pd", "homogeneous", "naive")
 @dataclass(frozen=True, slots=True)
 class SmallCase:
     deployment: Deployment
-    engines: Engines
+    engines: EngineSpec
     problem: Problem
 
 
@@ -61,12 +62,14 @@ def small_case(
 ) -> SmallCase:
     """`deployment` is what `file` says. What engines read is written into `folder`."""
     baseline = None if system == SYSTEMS[0] else system
-    made = prepared(deployment, file, Wish("emulated", scales, baseline, wan), folder)
+    made = prepare_launch(
+        deployment, file, LaunchOptions("emulated", scales, baseline, wan), folder
+    )
     problem = Study(folder / "deployment.toml", "exact").problem(made.deployment)
     return SmallCase(made.deployment, made.engines, problem)
 
 
-def hosts_enough(cases: Mapping[str, SmallCase]) -> Prepared:
+def hosts_enough(cases: Mapping[str, SmallCase]) -> LaunchPlan:
     """For each of them: their deployments take turns on the same processes."""
     first = cases[SYSTEMS[0]]
     gpus = {
@@ -83,7 +86,7 @@ def hosts_enough(cases: Mapping[str, SmallCase]) -> Prepared:
         for c in first.deployment.clusters
     ]
     deployment = msgspec.structs.replace(first.deployment, clusters=clusters)
-    return Prepared(deployment, first.engines)
+    return LaunchPlan(deployment, first.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Offered:
 
 
 async def offered(
-    hosts: Hosts,
+    hosts: RunningHosts,
     deployment: Deployment,
     arrivals: Arrivals,
     ear: RelayEar,
@@ -108,8 +111,8 @@ async def offered(
     given up when each of them has a first token, at most so much later. A request that has none
     then is lost."""
     clock = MonotonicClock()
-    (way,) = ways(hosts.deployment)
-    relay = hosts.children.named(way.name)
+    (link,) = relayed_links(hosts.deployment)
+    relay = hosts.children.named(link.name)
     async with (
         launched_gateway(hosts, deployment) as live,
         connect(live.gateway_url, clock) as target,
@@ -143,7 +146,7 @@ async def offered(
     return Offered(outcomes, carried_bytes * 8 / until_s, disturbed)
 
 
-async def _counters(live: Live, relay: Child, ear: RelayEar) -> Counters:
+async def _counters(live: RunningDeployment, relay: Child[Any], ear: RelayEar) -> Counters:
     engines = await step_timing(live.http, live.hosts.engine_urls.values())
     return Counters(engines, await ear.stats(relay))
 

@@ -14,9 +14,9 @@ from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.scheduler.congestion import Verdict
 
 
-def live_view(state: Mapping[str, Any], stories: RequestOutcomes) -> RenderableType:
-    words = Text("\n".join((*plan_lines(state), hits_line(stories), links_line(state))))
-    return Group(nodes_table(state), routes_table(stories), words)
+def live_view(state: Mapping[str, Any], outcomes: RequestOutcomes) -> RenderableType:
+    words = Text("\n".join((*plan_lines(state), hits_line(outcomes), links_line(state))))
+    return Group(nodes_table(state), routes_table(outcomes), words)
 
 
 def nodes_table(state: Mapping[str, Any]) -> Table:
@@ -71,22 +71,22 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def routes_table(stories: RequestOutcomes) -> Table:
+def routes_table(outcomes: RequestOutcomes) -> Table:
     table = Table()
     for column in ("route", "completed", "other ends", "TTFT p50 (s)", "p90 (s)"):
         table.add_column(column, justify="left" if column == "route" else "right")
     for route, what in (("local", "prefilled locally"), ("remote", "offloaded")):
-        ends = {o: n for (r, o), n in stories.outcomes.items() if r == route}
+        ends = {o: n for (r, o), n in outcomes.counts.items() if r == route}
         completed = ends.pop("completed", 0)
         others = ", ".join(f"{count} {outcome}" for outcome, count in sorted(ends.items()))
-        ttfts = stories.ttfts_s(route)
+        ttfts = outcomes.ttfts_s(route)
         p50, p90 = (f"{q:.3f}" for q in np.quantile(ttfts, (0.5, 0.9))) if ttfts else ("-", "-")
         table.add_row(what, str(completed), others, p50, p90)
     return table
 
 
-def hits_line(stories: RequestOutcomes) -> str:
-    cached, total = stories.cached_tokens, stories.prompt_tokens
+def hits_line(outcomes: RequestOutcomes) -> str:
+    cached, total = outcomes.cached_tokens, outcomes.prompt_tokens
     return f"cached: {cached:,} of {total:,} prompt tokens ({cached / max(1, total):.0%})"
 
 

@@ -21,12 +21,13 @@ import msgspec
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
+from prfaas.contracts.readiness import GatewayReady
 from prfaas.errors import PeerError
 from prfaas.faults.wall_clock import WallClock
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
-from prfaas.launch.commands import Engines, Host
-from prfaas.launch.deployment import Hosts, launched_hosts
+from prfaas.launch.commands import EngineSpec, Host
+from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import CONNECT_S, Target
 
@@ -40,16 +41,16 @@ REQUEST_S = 180.0  # longer than a gateway lets one wait, with the answer behind
 class FaultDeployment:
     def __init__(
         self,
-        hosts: Hosts,
-        commands_of: dict[str, Command],
+        hosts: RunningHosts,
+        commands_of: dict[str, Command[Any]],
         urls: Sequence[str],
         http: aiohttp.ClientSession,
-        stories: RequestOutcomes,
+        outcomes: RequestOutcomes,
         wall_clock: WallClock,
     ) -> None:
         self.wall_clock = wall_clock
         self.deployment = hosts.deployment
-        self.stories = stories
+        self.outcomes = outcomes
         self.http = http
         self.clock = MonotonicClock()
         model = hosts.deployment.model.name
@@ -58,24 +59,26 @@ class FaultDeployment:
         self._hosts = hosts
         self._commands = commands_of
         self._children = hosts.children
-        (self._wan,) = (way.name for way in commands.ways(hosts.deployment))
-        self.gbps = commands.ways(hosts.deployment)[0].link.gbps
+        (self._wan,) = (way.name for way in commands.relayed_links(hosts.deployment))
+        self.gbps = commands.relayed_links(hosts.deployment)[0].link.gbps
 
     # Who is there ---------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
-        return [host.name for host in commands.hosts(self.deployment)]
+        return [host.name for host in commands.list_hosts(self.deployment)]
 
     @property
     def far(self) -> str:
-        return next(h.name for h in commands.hosts(self.deployment) if h.cluster != self._local)
+        return next(
+            h.name for h in commands.list_hosts(self.deployment) if h.cluster != self._local
+        )
 
     @property
     def _local(self) -> str:
         return self.deployment.of_kind("pd")[0].name
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> Child[Any]:
         return self._children.named(name)
 
     @property
@@ -112,7 +115,7 @@ class FaultDeployment:
             raise PeerError(f"{url}: {error or type(error).__name__}") from None
 
     def kvd_url(self, name: str) -> str:
-        return self._hosts.kvds[name].url
+        return self._hosts.kvds[name].http
 
     async def stats(self, name: str, *, check: bool = False) -> Any:
         """A kvd's report; with `check` it has verified its pool's invariants."""
@@ -141,7 +144,7 @@ class FaultDeployment:
 
     def wan(self, order: str) -> None:
         """A line that `prfaas wan --control` understands."""
-        self.child(self._wan).tell(order)
+        self.child(self._wan).write_line(order)
 
     async def until(self, condition: Callable[[], Any], within_s: float = PATIENCE_S) -> None:
         """`condition` is a coroutine function; who does not answer has not fulfilled it."""
@@ -171,50 +174,53 @@ class FaultDeployment:
 @asynccontextmanager
 async def staged(
     deployment: Deployment,
-    engines: Engines,
+    engines: EngineSpec,
     folder: Path,
-    tether: Sequence[str],
+    prefix: Sequence[str],
     say: Callable[[str], None],
 ) -> AsyncIterator[FaultDeployment]:
     """Everything started and in use. Raises `ChildDied`."""
-    stories = RequestOutcomes()
+    outcomes = RequestOutcomes()
     wall_clock = WallClock(folder / "wall")
     timeout = aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S)
     async with (
         launched_hosts(
-            deployment, engines, folder, tether, say=say, environment=wall_clock.environment
+            deployment, engines, folder, prefix, say=say, environment=wall_clock.environment
         ) as hosts,
         aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
         ) as http,
     ):
         running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
-        again: dict[str, Command] = {}
-        for host in commands.hosts(deployment):
+        again: dict[str, Command[Any]] = {}
+        for host in commands.list_hosts(deployment):
             again |= _again(host, hosts, engines)
         say("two gateways")
 
-        def gateway(name: str, port: int) -> Command:
+        def gateway(name: str, port: int) -> Command[GatewayReady]:
             options = ["--port", str(port)]
-            return commands.gateway(folder / f"{name}.toml", options, stories.heard, name=name)
+            return commands.gateway_command(
+                folder / f"{name}.toml", options, outcomes.read_line, name=name
+            )
 
         for name in GATEWAYS:
             section = msgspec.structs.replace(running.gateway, plans=name == GATEWAYS[0])
             made = msgspec.structs.replace(running, gateway=section)
             (folder / f"{name}.toml").write_text(deployment_toml(made), encoding="utf-8")
-        urls = await hosts.children.started([gateway(name, 0) for name in GATEWAYS])
+        started = await hosts.children.start_all([gateway(name, 0) for name in GATEWAYS])
+        urls = {name: ready.http for name, ready in started.items()}
         for name, url in urls.items():
             again[name] = gateway(name, urlsplit(url).port or 0)
-        stage = FaultDeployment(hosts, again, list(urls.values()), http, stories, wall_clock)
+        stage = FaultDeployment(hosts, again, list(urls.values()), http, outcomes, wall_clock)
         await stage.until(stage.all_in_use)
         yield stage
 
 
-def _again(host: Host, hosts: Hosts, engines: Engines) -> dict[str, Command]:
+def _again(host: Host, hosts: RunningHosts, engines: EngineSpec) -> dict[str, Command[Any]]:
     at = hosts.kvds[host.name]
     port = urlsplit(hosts.engine_urls[host.name]).port
     assert port is not None
     return {
-        f"kvd-{host.name}": commands.kvd(host, hosts.folder, engines, at),
-        host.name: commands.engine(host, hosts.folder, at, engines, port),
+        f"kvd-{host.name}": commands.kvd_command(host, hosts.folder, engines, at),
+        host.name: commands.engine_command(host, hosts.folder, at, engines, port),
     }

@@ -134,7 +134,7 @@ class Campaign:
                     if asked.verdict is not Verdict.RIGHT:
                         raise Unmet(f"behind {fault.name}: {asked}")
                     async with asyncio.timeout(STORY_S):
-                        if (await self._stage.stories.of(asked.id)).route == "remote":
+                        if (await self._stage.outcomes.of(asked.id)).route == "remote":
                             break
 
     def _check(self, fault: Fault, ended: Sequence[Asked]) -> None:
@@ -158,5 +158,5 @@ class Campaign:
 
     def _retries(self, requests: Collection[str]) -> int:
         """As the gateways tell it; one that was killed tells nothing."""
-        told = [one for one in self._stage.stories.latest if one.id in requests]
+        told = [one for one in self._stage.outcomes.latest if one.id in requests]
         return sum(one.attempts - 1 for one in told)

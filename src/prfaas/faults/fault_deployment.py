@@ -13,7 +13,13 @@ import msgspec
 from prfaas.config import Deployment, load_deployment
 from prfaas.engine.emulated.pace import Scales
 from prfaas.faults.episode import Lengths
-from prfaas.launch.preparation import TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
+from prfaas.launch.preparation import (
+    TINY_DEVICE,
+    LaunchOptions,
+    LaunchPlan,
+    prepare_launch,
+    tiny_deployment,
+)
 
 FireEngine: TypeAlias = Literal["hf", "emulated"]
 # Prompts of 100,000 tokens take an emulated node about a second, and are 3 MB.
@@ -26,17 +32,19 @@ SSD_SIZE = "64MiB"
 
 def fire(
     engine: FireEngine, file: Path, folder: Path, cache: Path, say: Callable[[str], None]
-) -> tuple[Prepared, Lengths]:
+) -> tuple[LaunchPlan, Lengths]:
     """`file`: the case study's deployment, for emulated engines. `cache`: where a tiny model is
     kept, for real ones."""
-    wish = Wish(engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE)
+    options = LaunchOptions(
+        engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE
+    )
     if engine == "emulated":
         deployment, lengths = load_deployment(file), EMULATED
     else:
-        deployment, file = tiny_deployment(cache, wish, say)
+        deployment, file = tiny_deployment(cache, options, say)
         lengths = HF
-    ready = prepared(_one_and_three(deployment, lengths), file, wish, folder)
-    return Prepared(
+    ready = prepare_launch(_one_and_three(deployment, lengths), file, options, folder)
+    return LaunchPlan(
         ready.deployment, replace(ready.engines, memory=MEMORY, ssd_size=SSD_SIZE)
     ), lengths
 

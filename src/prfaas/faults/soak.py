@@ -211,7 +211,7 @@ class Soak:
         killed = self._stage.killed[asked.gateway]
         try:
             async with asyncio.timeout(STORY_S):
-                tally.routes[(await self._stage.stories.of(asked.id)).route] += 1
+                tally.routes[(await self._stage.outcomes.of(asked.id)).route] += 1
         except TimeoutError:
             if self._stage.killed[asked.gateway] == killed:
                 tally.untold.append(str(asked))

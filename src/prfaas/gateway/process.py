@@ -90,9 +90,9 @@ async def serving(
             BodyReader(
                 each_bytes=int(section.max_body_mb * _MB),
                 all_bytes=int(section.max_bodies_mb * _MB),
-                patience_s=section.body_s,
+                patience_s=section.timeouts.body_s,
             ),
-            Limits(section.max_in_flight, section.stall_s),
+            Limits(section.max_in_flight, section.timeouts.stall_s),
             metrics,
             clock,
         )
@@ -102,7 +102,7 @@ async def serving(
             handler_cancellation=True,
             access_log=None,
             # Also ends connections whose first request never gets complete.
-            keepalive_timeout=section.body_s,
+            keepalive_timeout=section.timeouts.body_s,
             lingering_time=LINGER_S,
             # aiohttp waits this long twice: once for the answers under way, and once more after it
             # has refused the rest of the bodies that are still arriving.

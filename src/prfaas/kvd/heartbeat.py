@@ -9,12 +9,10 @@ import logging
 import aiohttp
 import msgspec
 
+from prfaas.config.host import KvdTimeouts
 from prfaas.kvd.report import Report, Reporter
 
 log = logging.getLogger(__name__)
-
-BEAT_S = 2.0
-_ANSWER_S = 5.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -31,11 +29,12 @@ async def beat(
     kvd_url: str,
     cluster: str,
     reporter: Reporter,
+    timeouts: KvdTimeouts,
     key: str | None = None,
 ) -> None:
     """Until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    timeout = aiohttp.ClientTimeout(total=timeouts.gateway_call_s)
     heard = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
@@ -52,4 +51,4 @@ async def beat(
         if heard != (not problem):
             heard = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(timeouts.heartbeat_s)

@@ -15,7 +15,8 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
-from prfaas.config.address import Address
+from prfaas.config.address import Address, parse_address
+from prfaas.config.host import KvdSection, KvdTimeouts
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.pins import Pins
 from prfaas.kvd.engine_socket.server import Engines
@@ -24,7 +25,7 @@ from prfaas.kvd.heartbeat import beat
 from prfaas.kvd.http_api import GatewaySide
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.store import Store, StoreOptions
-from prfaas.kvd.transfers.incoming import IncomingTransfers, TransferOptions
+from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
@@ -37,6 +38,7 @@ from prfaas.types import NodeId
 SWEEP_S = 0.25
 _SAMPLE_EVERY = 2  # sweeps between two reports of the links
 _CONNECTIONS = 64  # of all links together, beyond the first of each
+_DEFAULTS = KvdSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class TlsFiles:
 @dataclass(frozen=True, slots=True)
 class KvdOptions:
     socket: Path
-    listen: Address = Address("127.0.0.1", 0)
-    http: Address = Address("127.0.0.1", 0)
+    listen: Address = parse_address(_DEFAULTS.listen, "listen", any_port=True)
+    http: Address = parse_address(_DEFAULTS.http, "http", any_port=True)
     node: str | None = None  # None: the data address
     advertise: str | None = None  # this host as others reach it; None: as it listens, or its name
     via: str | None = None  # what grants name instead of the data address
@@ -64,8 +66,8 @@ class KvdOptions:
     tls: TlsFiles | None = None
     key: str | None = field(default=None, repr=False)  # of HTTP, here and at peers and gateways
     store: StoreOptions = field(default_factory=StoreOptions)
-    transfers: TransferOptions = field(default_factory=TransferOptions)
-    connections: int = LinkOptions().connections  # to each peer
+    timeouts: KvdTimeouts = _DEFAULTS.timeouts
+    connections: int = _DEFAULTS.connections  # to each peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
     """A kvd, serving until the block ends."""
     clock = clock or MonotonicClock()
     async with AsyncExitStack() as stack:
-        tls = options.tls
+        tls, timeouts = options.tls, options.timeouts
         try:
             listener = Listener(
                 *options.listen,
@@ -100,13 +102,19 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         events = EventLog(instance)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
         links = Links(
-            LinkOptions(connections=options.connections, tls_name=SERVICE_NAME if tls else None),
+            LinkOptions(
+                connections=options.connections,
+                connect_s=timeouts.connect_s,
+                silence_s=timeouts.connection_silence_s,
+                stall_s=timeouts.transfer_stall_s,
+                tls_name=SERVICE_NAME if tls else None,
+            ),
             tls=client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None,
             budget=ConnectionBudget(_CONNECTIONS),
             late_since=lateness.since,
         )
         address = options.via or str(data)
-        incoming = IncomingTransfers(store, listener, address, options.transfers, clock)
+        incoming = IncomingTransfers(store, listener, address, timeouts, clock)
         outgoing = OutgoingTransfers(store, links, clock)
         engines = Engines(store, incoming, outgoing, Pins(store, clock), events, address)
         reporter = Reporter(
@@ -132,7 +140,7 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         tasks = [group.create_task(_sweep(incoming, links))]
         for gateway in options.gateways:
             telling = beat(
-                client, gateway, http_url, options.cluster, reporter, options.gateway_key
+                client, gateway, http_url, options.cluster, reporter, timeouts, options.gateway_key
             )
             tasks.append(group.create_task(telling))
         try:

@@ -20,19 +20,23 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.config.host import KvdSection
+from prfaas.config.sizes import parse_bytes
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register, spec_of
 from prfaas.kvd.events import EventLog
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NodeId
 
+_DEFAULTS = KvdSection()
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    memory_bytes: int = 4 << 30
+    memory_bytes: int = parse_bytes(_DEFAULTS.memory, "memory")
     ssd: Path | None = None  # a folder or a file; None: no second tier
-    ssd_bytes: int = 64 << 30
-    checkpoints: str = "default"
+    ssd_bytes: int = parse_bytes(_DEFAULTS.ssd_size, "ssd_size")
+    checkpoints: str = _DEFAULTS.checkpoints
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""A whole deployment on one machine: which processes, started, watched and ended."""
+"""Starts a deployment on this machine: its processes, their readiness, and their end."""

@@ -1,32 +1,32 @@
-"""The C library's heap of processes that serve for long: what is freed goes back to the system.
+"""Settings of the C library's allocator for processes that serve for long.
 
-By default glibc gives every thread a heap of its own and, once a large block was freed, keeps those
-of that size, too. A serving process has many threads and frees prompts all day: its heaps, full of
-holes, grow for an hour before they stay as they are.
+By default glibc gives each thread its own heap, and it keeps large freed blocks. A serving process
+has many threads and frees prompts all day: its fragmented heaps grow for an hour before they
+stabilise. With these settings, freed memory returns to the kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-# Of <malloc.h>.
+# Constants of <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-LARGE_BYTES = 128 << 10  # from here on a block has pages of its own; glibc begins with this, too
-# Prompts of a hundred thousand tokens are a megabyte of JSON, copied a few times: with pages of
-# their own, new each time, they would cost a gateway half as much again.
+LARGE_BYTES = 128 << 10  # larger blocks get their own pages; this is glibc's initial value
+# A prompt of 100,000 tokens is a megabyte of JSON and is copied a few times. With new pages for
+# each copy, it would cost a gateway half as much again.
 BODY_BYTES = 2 << 20
-ARENAS = 2  # threads seldom ask at the same time: most hold the interpreter's lock when they do
+ARENAS = 2  # threads seldom allocate at once: most hold the interpreter lock when they do
 
 
-def steady_heap(large_bytes: int = LARGE_BYTES) -> None:
-    """Blocks of `large_bytes` go back at once. To be called before threads are started. Does
-    nothing where the C library is another."""
+def limit_heap_growth(large_bytes: int = LARGE_BYTES) -> None:
+    """Returns freed blocks of `large_bytes` to the kernel at once. Call it before threads start. It
+    does nothing with another C library than glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # A threshold that is set is not adjusted any more.
+        # glibc no longer adjusts a threshold that was set.
         mallopt(_M_MMAP_THRESHOLD, large_bytes)
         mallopt(_M_TRIM_THRESHOLD, large_bytes)
         mallopt(_M_ARENA_MAX, ARENAS)

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends; a node's own kvd is one."""
+"""Processes that end with the process that started them, even when that one is killed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.errors import InputError
 from prfaas.node.process import KvdPlace
 
-END_S = 10.0  # for a kvd to end what it is doing
+END_S = 10.0  # for a kvd to finish after SIGTERM
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-PROGRAM = "--program"  # in front of a command that is not ours
+PROGRAM = "--program"  # before a command that is not a `prfaas` command
 
 
-def tether() -> list[str]:
-    """Goes in front of the arguments of a `prfaas` command, or of `PROGRAM` and another command."""
+def attached_prefix() -> list[str]:
+    """The start of a command line. The arguments of a `prfaas` command follow it, or `PROGRAM` and
+    another command line."""
     return [sys.executable, "-m", __name__, str(os.getpid())]
 
 
 @contextmanager
-def child_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
-    """`prfaas kvd` with these options in a process of its own. It logs where the node logs."""
+def attached_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
+    """Runs `prfaas kvd` with these options. Its log goes where the node's log goes."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
-        command = [*tether(), "kvd", "--socket", str(path), *options]
+        command = [*attached_prefix(), "kvd", "--socket", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                yield KvdPlace(str(path), _url(process))
+                yield KvdPlace(str(path), _wait_until_ready(process).http)
             finally:
                 process.terminate()
                 try:
@@ -45,24 +47,23 @@ def child_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
                     process.kill()
 
 
-def _url(process: subprocess.Popen[str]) -> str:
-    """From the line in which a kvd says that it is ready."""
+def _wait_until_ready(process: subprocess.Popen[str]) -> KvdReady:
     assert process.stdout is not None
-    _, found, url = process.stdout.readline().rpartition("http ")
-    if not found:
-        raise InputError("the node's kvd did not start", fix="its own message is above")
-    return url.strip()
+    ready = parse_readiness(process.stdout.readline(), KvdReady)
+    if ready is None:
+        raise InputError("the node's kvd did not start", fix="see the message of the kvd above")
+    return ready
 
 
-def _run_as_child(parent: int) -> None:
-    """Who is killed cannot end its children: the kernel does. That survives an exec."""
+def _run_attached(parent: int) -> None:
+    """A killed parent cannot end its children, so the kernel does. This survives an exec."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit("its parent has gone")
+        sys.exit("the parent process has ended")
     if sys.argv[1:2] == [PROGRAM]:
         os.execvp(sys.argv[2], sys.argv[2:])
     runpy.run_module("prfaas", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    _run_as_child(int(sys.argv.pop(1)))
+    _run_attached(int(sys.argv.pop(1)))

@@ -1,8 +1,8 @@
-"""The processes of a deployment, as command lines. Pure: nothing is started or looked up here.
+"""The processes of a deployment, as command lines. Pure: this module starts and looks up nothing.
 
-Ports are the kernel's choice, so each stage needs what the one before it has said: kvds first, then
-engines and the relays of links between clusters, then the gateway, which reads everything from a
-deployment file.
+The kernel chooses the ports, so each stage needs the addresses that the stage before it announced:
+kvds first, then engines and the relays of links between clusters, then the gateway, which reads all
+addresses from a deployment file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -17,6 +18,14 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.deployment import Cluster, Link, Node
+from prfaas.contracts.readiness import (
+    GatewayReady,
+    KvdReady,
+    NodeReady,
+    RelayReady,
+    parse_readiness,
+)
+from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Command
 
 EngineKind: TypeAlias = Literal["hf", "emulated", "vllm"]
@@ -24,14 +33,10 @@ VLLM_KV_BYTES = 64 << 20
 VLLM_MAX_TOKENS = 4096
 # One block at a time: without Triton vLLM's Mamba kernels cannot cut a chunk at a block boundary.
 VLLM_STEP_TOKENS = 128
-# Several engines share this machine: more threads each would only wait for one another.
+VLLM_READY = "Application startup complete"  # a line of vLLM's HTTP library
+# Several engines share this machine: with more threads each, they would wait for one another.
 ENGINE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-DRAIN_S = 2.0  # what has begun may end, but nobody waits long for a demonstration to stop
-
-
-class KvdAt(NamedTuple):
-    data: str
-    url: str
+DRAIN_S = 2.0  # running requests may finish, but a demonstration stops soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,71 +51,74 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
-    """What the engines are, the same on every host."""
+class EngineSpec:
+    """The engine and the kvd of every host."""
 
     kind: EngineKind
     model: str  # a checkpoint's folder; emulated: a name of the catalog
-    name: str  # as clients ask for it
+    name: str  # as clients request it
     memory: str  # of each kvd, as `prfaas kvd --memory` takes it
     block_tokens: int = 64
-    catalog: Sequence[Path] = ()  # emulated: where its profile is
+    catalog: Sequence[Path] = ()  # emulated: files with its profile
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
     cores: Sequence[int] = (0,)  # vllm: of this machine; each engine has one of them
-    device: str | None = None  # hf: None: the best there is
-    ssd_size: str | None = None  # of each kvd's second tier, in the deployment's folder; None: none
+    device: str | None = None  # hf: None: the best that is present
+    ssd_size: str | None = None  # of each kvd's SSD tier, in the deployment's folder; None: none
 
 
-def hosts(deployment: Deployment) -> list[Host]:
-    places = [(cluster, n) for cluster in deployment.clusters for n in range(cluster.instances)]
+def list_hosts(deployment: Deployment) -> list[Host]:
+    instances = [(cluster, n) for cluster in deployment.clusters for n in range(cluster.instances)]
     return [
         Host(f"{c.name}-{n}", c.name, c.accelerator, c.gpus_per_instance, number)
-        for number, (c, n) in enumerate(places)
+        for number, (c, n) in enumerate(instances)
     ]
 
 
-def kvd(host: Host, folder: Path, engines: Engines, at: KvdAt | None = None) -> Command:
-    """`at`: where it has been before, and is to be again."""
+def kvd_command(
+    host: Host, folder: Path, engines: EngineSpec, at: KvdReady | None = None
+) -> Command[KvdReady]:
+    """`at`: the addresses of an earlier start, which the kvd uses again."""
     arguments = ["kvd", "--socket", str(socket_of(host, folder)), "--node", host.name]
     arguments += ["--cluster", host.cluster, "--memory", engines.memory]
     if engines.ssd_size is not None:
-        arguments += ["--ssd", str(folder / f"{host.name}.ssd"), "--ssd-size", engines.ssd_size]
+        arguments += ["--ssd", str(folder / f"{host.name}.ssd")]
+        arguments += ["--set", f"kvd.ssd_size={engines.ssd_size}"]
     if at is not None:
-        arguments += ["--listen", at.data, "--http", at.url.removeprefix("http://")]
-    return Command(f"kvd-{host.name}", arguments, ready=r"data (\S+, http \S+)$")
-
-
-def parse_kvd(said: str) -> KvdAt:
-    data, _, url = said.partition(", http ")
-    return KvdAt(data, url)
+        arguments += ["--listen", at.data, "--http", at.http.removeprefix("http://")]
+    return Command(f"kvd-{host.name}", arguments, partial(parse_readiness, kind=KvdReady))
 
 
 def socket_of(host: Host, folder: Path) -> Path:
     return folder / f"{host.name}.sock"
 
 
-def engine(host: Host, folder: Path, kvd: KvdAt, engines: Engines, port: int = 0) -> Command:
+def engine_command(
+    host: Host, folder: Path, kvd: KvdReady, engines: EngineSpec, port: int = 0
+) -> Command[NodeReady]:
+    """vLLM needs a `port`; other engines choose a free one."""
     if engines.kind == "vllm":
-        return _vllm(host, folder, engines, port)
+        return _vllm_command(host, folder, engines, port)
     arguments = ["node", "--engine", engines.kind, "--model", engines.model]
     arguments += ["--name", engines.name, "--kvd", str(socket_of(host, folder))]
-    arguments += ["--kvd-url", kvd.url, "--drain-s", f"{DRAIN_S:g}", "--port", str(port)]
-    arguments += ["--block-tokens", str(engines.block_tokens)]
+    arguments += ["--kvd-url", kvd.http, "--port", str(port)]
+    keys = [f"timeouts.drain_s={DRAIN_S:g}", f"block_tokens={engines.block_tokens}"]
     if engines.kind == "hf" and engines.device is not None:
         arguments += ["--device", engines.device]
     if engines.kind == "emulated":
-        arguments += ["--accelerator", host.accelerator, "--gpus", str(host.gpus)]
-        for path in engines.catalog:
-            arguments += ["--catalog", str(path)]
+        arguments += ["--accelerator", host.accelerator]
+        catalog = json.dumps([str(path) for path in engines.catalog])
+        keys += [f"emulated.gpus={host.gpus}", f"emulated.catalog={catalog}"]
         if engines.tokenizer is not None:
-            arguments += ["--tokenizer", str(engines.tokenizer)]
+            keys.append(f"tokenizer={engines.tokenizer}")
+    for key in keys:
+        arguments += ["--set", f"node.{key}"]
     return Command(
-        host.name, arguments, ready=r"serving \S+ at (\S+)", environment=ENGINE_ENVIRONMENT
+        host.name, arguments, partial(parse_readiness, kind=NodeReady), ENGINE_ENVIRONMENT
     )
 
 
-def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
+def _vllm_command(host: Host, folder: Path, engines: EngineSpec, port: int) -> Command[NodeReady]:
     url = f"http://127.0.0.1:{port}"
     connector = {
         "kv_connector": "PrfaasConnector",
@@ -123,7 +131,7 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
         "publisher": "zmq",
         "endpoint": f"ipc://{folder / host.name}.events",
     }
-    arguments = ["--program", str(engines.python), "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = [PROGRAM, str(engines.python), "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", engines.model, "--served-model-name", engines.name]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     arguments += ["--dtype", "float32", "--max-model-len", str(VLLM_MAX_TOKENS)]
@@ -132,11 +140,14 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
     arguments += ["--kv-cache-memory-bytes", str(VLLM_KV_BYTES), "--no-enable-log-requests"]
     arguments += ["--kv-transfer-config", json.dumps(connector)]
     arguments += ["--kv-events-config", json.dumps(events)]
+
+    def readiness(line: str) -> NodeReady | None:
+        return NodeReady(engines.name, url) if VLLM_READY in line else None
+
     return Command(
         host.name,
         arguments,
-        # The server says where it listens only in words of its HTTP library.
-        ready=r"(Application startup complete)",
+        readiness,
         environment={
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_NO_USAGE_STATS": "1",
@@ -147,8 +158,8 @@ def _vllm(host: Host, folder: Path, engines: Engines, port: int) -> Command:
     )
 
 
-class Way(NamedTuple):
-    """A link between clusters, and the hosts that it leads to."""
+class RelayedLink(NamedTuple):
+    """A link between clusters, which a relay emulates, and the hosts that it leads to."""
 
     link: Link
     hosts: Sequence[Host]
@@ -158,57 +169,62 @@ class Way(NamedTuple):
         return f"wan-{self.link.source}-{self.link.target}"
 
 
-def ways(deployment: Deployment) -> list[Way]:
-    """Links that a relay stands for: between clusters. Within one, hosts reach each other."""
-    everybody = hosts(deployment)
+def relayed_links(deployment: Deployment) -> list[RelayedLink]:
+    """The links between clusters. Hosts of one cluster reach each other without a relay."""
+    hosts = list_hosts(deployment)
     return [
-        Way(link, [host for host in everybody if host.cluster == link.target])
+        RelayedLink(link, [host for host in hosts if host.cluster == link.target])
         for link in deployment.links
         if link.source != link.target
     ]
 
 
-def relay(
-    way: Way, kvds: Mapping[str, KvdAt], heard: Callable[[str], None] | None = None
-) -> Command:
-    arguments = ["wan", "--control", "--gbps", f"{way.link.gbps:g}"]
-    arguments += ["--rtt-ms", f"{way.link.rtt_ms:g}"]
-    for host in way.hosts:
+def relay_command(
+    relayed: RelayedLink,
+    kvds: Mapping[str, KvdReady],
+    on_line: Callable[[str], None] | None = None,
+) -> Command[RelayReady]:
+    arguments = ["wan", "--control", "--gbps", f"{relayed.link.gbps:g}"]
+    arguments += ["--rtt-ms", f"{relayed.link.rtt_ms:g}"]
+    for host in relayed.hosts:
         arguments += ["--listen", "127.0.0.1:0", "--to", kvds[host.name].data]
-    return Command(way.name, arguments, ready=r"^relaying (.*): .*ends it$", heard=heard)
+    readiness = partial(parse_readiness, kind=RelayReady)
+    return Command(relayed.name, arguments, readiness, on_line=on_line)
 
 
-def parse_relay(said: str, way: Way) -> dict[str, str]:
-    """The relay's address of each host."""
-    pairs = [pair.split(" to ")[0] for pair in said.split(", ")]
-    return dict(zip((host.name for host in way.hosts), pairs, strict=True))
+def relay_addresses(ready: RelayReady, relayed: RelayedLink) -> dict[str, str]:
+    """The relay's address for each host that the link leads to, by the host's name."""
+    names = [host.name for host in relayed.hosts]
+    return dict(zip(names, (pair.listen for pair in ready.addresses), strict=True))
 
 
-def gateway(
+def gateway_command(
     file: Path,
     options: Sequence[str] = (),
-    heard: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
     *,
     name: str = "gateway",
-) -> Command:
-    arguments = ["gateway", str(file), "--drain-s", f"{DRAIN_S:g}", *options]
-    return Command(name, arguments, ready=r"^serving \S+ at (\S+)", heard=heard)
+) -> Command[GatewayReady]:
+    drain = f"gateway.timeouts.drain_s={DRAIN_S:g}"
+    arguments = ["gateway", str(file), "--set", drain, *options]
+    readiness = partial(parse_readiness, kind=GatewayReady)
+    return Command(name, arguments, readiness, on_line=on_line)
 
 
 def with_nodes(
     deployment: Deployment,
     urls: Mapping[str, str],
-    kvds: Mapping[str, KvdAt],
+    kvds: Mapping[str, KvdReady],
     relays: Mapping[str, str],
 ) -> Deployment:
-    """The deployment as it runs: every node with its addresses."""
+    """The deployment with the addresses of every running node."""
 
     def node(host: Host) -> Node:
-        return Node(urls[host.name], kvds[host.name].url, relays.get(host.name))
+        return Node(urls[host.name], kvds[host.name].http, relays.get(host.name))
 
-    def placed(cluster: Cluster) -> Cluster:
-        nodes = [node(host) for host in hosts(deployment) if host.cluster == cluster.name]
+    def with_its_nodes(cluster: Cluster) -> Cluster:
+        nodes = [node(host) for host in list_hosts(deployment) if host.cluster == cluster.name]
         return msgspec.structs.replace(cluster, nodes=nodes)
 
-    clusters = [placed(cluster) for cluster in deployment.clusters]
+    clusters = [with_its_nodes(cluster) for cluster in deployment.clusters]
     return msgspec.structs.replace(deployment, clusters=clusters)

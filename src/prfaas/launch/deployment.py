@@ -1,6 +1,6 @@
-"""A deployment as it runs on this machine: kvds, engines, relays, a gateway, brought up in order.
+"""A deployment that runs on this machine: kvds, engines, relays and a gateway, started in order.
 
-Leaving ends all of them. Knows nothing of what is served, or of how it is shown.
+Leaving a context ends its processes. This module does not depend on what is served or displayed.
 """
 
 from __future__ import annotations
@@ -18,156 +18,158 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
+from prfaas.contracts.readiness import KvdReady
 from prfaas.errors import PeerError
 from prfaas.launch import commands
 from prfaas.launch.children import Children
-from prfaas.launch.commands import Engines, Host, KvdAt
+from prfaas.launch.commands import EngineSpec, Host
 
-READY_S = 300.0  # for the gateway to see every node; engines have started by then
-LOOK_S = 0.2  # between two looks at it
-ASK_S = 60.0  # for one answer; only a process that hangs takes longer
+READY_S = 300.0  # for the gateway to use every node; the engines have started by then
+POLL_S = 0.2  # between two polls of the gateway's state
+REQUEST_S = 60.0  # for one response; only a process that hangs takes longer
 
 
-def _nothing(what: str) -> None:
-    """Nobody wants to know."""
+def _ignore(what: str) -> None:
+    """Does nothing with a progress message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
-    """Engines with their kvds, and relays between their clusters; no gateway yet."""
+class RunningHosts:
+    """Engines with their kvds, and the relays between clusters. There is no gateway yet."""
 
     deployment: Deployment
     folder: Path
     engine_urls: Mapping[str, str]
-    kvds: Mapping[str, KvdAt]
-    relays: Mapping[str, str]  # of a link between clusters: its address for each host it leads to
+    kvds: Mapping[str, KvdReady]
+    relays: Mapping[str, str]  # for each host that a relay leads to, the relay's address
     children: Children
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """A deployment that takes requests."""
+class RunningDeployment:
+    """A deployment that accepts requests."""
 
     deployment: Deployment
-    hosts: Hosts
+    hosts: RunningHosts
     gateway_url: str
     http: aiohttp.ClientSession
 
     async def state(self) -> dict[str, Any]:
         url = f"{self.gateway_url}/prfaas/v1/state"
         try:
-            async with self.http.get(url) as answer:
-                found: dict[str, Any] = msgspec.json.decode(await answer.read())
+            async with self.http.get(url) as response:
+                found: dict[str, Any] = msgspec.json.decode(await response.read())
                 return found
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise PeerError(f"{url}: no answer: {error}") from None
+            raise PeerError(f"{url}: no response: {error}") from None
         except msgspec.MsgspecError as error:
-            raise PeerError(f"{url}: not JSON: {error}") from None
+            raise PeerError(f"{url}: the response is not JSON: {error}") from None
 
 
 @asynccontextmanager
 async def launched_hosts(
     deployment: Deployment,
-    engines: Engines,
+    engines: EngineSpec,
     folder: Path,
-    tether: Sequence[str],
+    prefix: Sequence[str],
     *,
-    say: Callable[[str], None] = _nothing,
-    heard: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = _ignore,
+    on_line: Callable[[str], None] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Hosts]:
-    """`say` is told what is being waited for, `heard` every line of the relays. `environment` is
-    added to that of every process, gateways included. Raises `ChildDied`."""
-    everybody = commands.hosts(deployment)
-    async with Children(folder, tether, environment) as children:
-        say(f"{len(everybody)} kvds")
-        said = await children.started([commands.kvd(host, folder, engines) for host in everybody])
-        kvds = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
-        say(f"{len(everybody)} engines")
-        ports = {host.name: _free_port() if engines.kind == "vllm" else 0 for host in everybody}
-        urls = await children.started(
+) -> AsyncIterator[RunningHosts]:
+    """`say` is called with what is being started, `on_line` with every line of the relays.
+    `environment` is added to that of every process, gateways included. Raises `ChildDied`."""
+    hosts = commands.list_hosts(deployment)
+    async with Children(folder, prefix, environment) as children:
+        say(f"{len(hosts)} kvds")
+        started = await children.start_all(
+            [commands.kvd_command(host, folder, engines) for host in hosts]
+        )
+        kvds = {host.name: started[f"kvd-{host.name}"] for host in hosts}
+        say(f"{len(hosts)} engines")
+        nodes = await children.start_all(
             [
-                commands.engine(host, folder, kvds[host.name], engines, ports[host.name])
-                for host in everybody
+                commands.engine_command(host, folder, kvds[host.name], engines, _port_for(engines))
+                for host in hosts
             ]
         )
-        if engines.kind == "vllm":
-            urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-        ways = commands.ways(deployment)
-        if ways:
+        links = commands.relayed_links(deployment)
+        if links:
             say("the links between clusters")
-        said = await children.started([commands.relay(way, kvds, heard) for way in ways])
+        announced = await children.start_all(
+            [commands.relay_command(link, kvds, on_line) for link in links]
+        )
         relays: dict[str, str] = {}
-        for way in ways:
-            relays |= commands.parse_relay(said[way.name], way)
-        yield Hosts(deployment, folder, urls, kvds, relays, children)
+        for link in links:
+            relays |= commands.relay_addresses(announced[link.name], link)
+        urls = {name: node.http for name, node in nodes.items()}
+        yield RunningHosts(deployment, folder, urls, kvds, relays, children)
 
 
 @asynccontextmanager
-async def serving_alone(
-    host: Host, engines: Engines, folder: Path, tether: Sequence[str]
+async def single_engine(
+    host: Host, engines: EngineSpec, folder: Path, prefix: Sequence[str]
 ) -> AsyncIterator[str]:
-    """One engine with its kvd; where it is."""
-    async with Children(folder, tether) as children:
-        said = await children.started([commands.kvd(host, folder, engines)])
-        kvd = commands.parse_kvd(said[f"kvd-{host.name}"])
-        port = _free_port() if engines.kind == "vllm" else 0
-        urls = await children.started([commands.engine(host, folder, kvd, engines, port)])
-        yield f"http://127.0.0.1:{port}" if port else urls[host.name]
+    """One engine with its kvd. Yields the engine's URL."""
+    async with Children(folder, prefix) as children:
+        kvd = await (await children.start(commands.kvd_command(host, folder, engines))).ready()
+        port = _port_for(engines)
+        command = commands.engine_command(host, folder, kvd, engines, port)
+        yield (await (await children.start(command)).ready()).http
 
 
 @asynccontextmanager
 async def launched_gateway(
-    hosts: Hosts,
+    hosts: RunningHosts,
     deployment: Deployment,
     options: Sequence[str] = (),
     *,
-    say: Callable[[str], None] = _nothing,
-    heard: Callable[[str], None] | None = None,
-) -> AsyncIterator[Live]:
+    say: Callable[[str], None] = _ignore,
+    on_line: Callable[[str], None] | None = None,
+) -> AsyncIterator[RunningDeployment]:
     """A gateway over as many of the hosts as `deployment` has instances. Other deployments of the
     same hosts may follow it. Raises `ChildDied`."""
     running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
     file = hosts.folder / "deployment.toml"
     file.write_text(deployment_toml(running), encoding="utf-8")
     say("the gateway")
-    timeout = aiohttp.ClientTimeout(total=ASK_S)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for kvd in hosts.kvds.values():
-            await _forget_role(http, kvd.url)
-        child = await hosts.children.start(commands.gateway(file, options, heard))
+            await _reset_role(http, kvd.http)
+        child = await hosts.children.start(commands.gateway_command(file, options, on_line))
         try:
-            live = Live(running, hosts, await child.ready(), http)
-            await _all_seen(live)
+            live = RunningDeployment(running, hosts, (await child.ready()).http, http)
+            await _wait_until_all_in_use(live)
             yield live
         finally:
             await hosts.children.end([child])
 
 
-async def _forget_role(http: aiohttp.ClientSession, kvd_url: str) -> None:
-    """A new gateway keeps the roles it finds, and these may be another deployment's."""
+async def _reset_role(http: aiohttp.ClientSession, kvd_url: str) -> None:
+    """A new gateway keeps the roles that it finds, and these may be another deployment's."""
     url = f"{kvd_url}/v1/role"
-    async with http.get(url, raise_for_status=True) as answer:
-        role = await answer.json()
+    async with http.get(url, raise_for_status=True) as response:
+        role = await response.json()
     async with http.post(url, json={**role, "role": "both"}, raise_for_status=True):
         pass
 
 
-async def _all_seen(live: Live) -> None:
-    """Until the gateway has heard of every node and knows its role."""
-    nodes = len(commands.hosts(live.deployment))
+async def _wait_until_all_in_use(live: RunningDeployment) -> None:
+    """Waits until the gateway uses every node."""
+    nodes = len(commands.list_hosts(live.deployment))
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     try:
         async with asyncio.timeout(READY_S):
-            while await _seen(live) < nodes:
-                done, _ = await asyncio.wait({dying}, timeout=LOOK_S)
+            while await _nodes_in_use(live) < nodes:
+                done, _ = await asyncio.wait({dying}, timeout=POLL_S)
                 if done:
                     raise dying.result()
     finally:
         dying.cancel()
 
 
-async def _seen(live: Live) -> int:
+async def _nodes_in_use(live: RunningDeployment) -> int:
     state = await live.state()
     return sum(
         node["alive"] and node.get("in_use", False)
@@ -176,8 +178,10 @@ async def _seen(live: Live) -> int:
     )
 
 
-def _free_port() -> int:
-    """For servers that cannot choose one and say which."""
+def _port_for(engines: EngineSpec) -> int:
+    """A free port for vLLM, which cannot announce a port that the kernel chose; 0 for others."""
+    if engines.kind != "vllm":
+        return 0
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port

@@ -1,4 +1,4 @@
-"""Engines as the command line names them: a Hugging Face checkpoint, or one that is emulated."""
+"""Builds the engine of `prfaas node`: a Hugging Face checkpoint, or an emulated one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from prfaas.planner.problem import prefill_profile
 from prfaas.planner.profile import DecodeStep
 
 EMULATED_MAX_TOKENS = 131_072
-EMULATED_VOCABULARY = VOCAB_SIZE  # what the small models' tokenizer writes can be asked of it
+EMULATED_VOCABULARY = VOCAB_SIZE  # the vocabulary of the small models' tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    model: str  # a directory, or for an emulated engine a name of the catalog
+    model: str  # a folder, or for the emulated engine a name of the catalog
     block_tokens: int
     max_waiting: int
-    max_running: int | None = None  # None: what the kind of engine can carry
+    max_running: int | None = None  # None: the engine's choice
     chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedChoice:
-    accelerator: str | None  # None: there must be one profile only
+    accelerator: str | None  # None: the model must have exactly one profile
     gpus: int
     catalog: Sequence[Path]
     scales: Scales
@@ -83,7 +83,7 @@ def _profile(catalog: Catalog, model: str, emulation: EmulatedChoice) -> Profile
             return record
     names = ", ".join(f"{record.gpus} x {record.accelerator}" for record in known)
     raise InputError(
-        f"which profile of {model}? {emulation.gpus} x {emulation.accelerator} is none",
+        f"{model} has no profile for {emulation.gpus} x {emulation.accelerator}",
         where="--accelerator",
-        fix=f"there are: {names or 'none'}; `prfaas profile` measures one",
+        fix=f"profiles are: {names or 'none'}; `prfaas profile` measures one",
     )

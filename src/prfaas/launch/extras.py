@@ -1,4 +1,4 @@
-"""Commands that need an optional part of the installation, and what to say when it is not there."""
+"""The error of commands that need an optional part of the installation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from prfaas.errors import InputError
 
 @contextmanager
 def engine_extra() -> Iterator[None]:
-    """Around imports of what needs torch: slow, so made when called, and perhaps absent."""
+    """Wraps imports of modules that need torch. They are slow and optional, so a command imports
+    them when it needs them."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise InputError(
-            f"models need {error.name}", fix="install the extra: pip install 'prfaas[engine]'"
+            f"this command needs {error.name}", fix="install it: pip install 'prfaas[engine]'"
         ) from None

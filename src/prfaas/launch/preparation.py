@@ -1,6 +1,6 @@
-"""What `prfaas up` is to start: a deployment and its engines, made from a file, or from nothing.
+"""Prepares what `prfaas up` starts: a deployment and its engines, from a file or from nothing.
 
-From nothing: a tiny model made on the spot, and its profile measured here once; both are kept.
+From nothing: a tiny model is made and its profile is measured on this machine, once; both are kept.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from prfaas.config.gateway import GatewaySection
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.launch.attached_process import tether
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import (
     ENGINE_ENVIRONMENT,
     VLLM_MAX_TOKENS,
     EngineKind,
-    Engines,
+    EngineSpec,
     Host,
 )
-from prfaas.launch.deployment import serving_alone
+from prfaas.launch.deployment import single_engine
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.planner import baselines
 from prfaas.studies.problem_files import Study
@@ -51,28 +51,30 @@ from prfaas.studies.simulation_cases import BASELINES
 
 CACHE = Path.home() / ".cache" / "prfaas"
 MAKE_S = 600.0  # for another process to make and measure the tiny model
-LOOK_S = 0.2  # between two tries to take its lock
-MEMORY = "256MiB"  # of each kvd; its pages exist once they are used
+RETRY_S = 0.2  # between two attempts to take its lock
+MEMORY = "256MiB"  # of each kvd; the kernel allocates a page at its first use
 TINY_WAN = Link("far", "near", gbps=1.0, rtt_ms=20.0)
 TINY_MAX_TOKENS = 8192
-# Engines compute in float32 there. In bfloat16, as on a GPU, near ties fall either way, and answers
-# could not be compared token by token.
+# On the CPU, engines compute in float32. In bfloat16, as on a GPU, near ties resolve differently
+# from run to run, and responses could not be compared token by token.
 TINY_DEVICE = "cpu"
 ACCELERATOR = "this-machine"
 VLLM_ARCH = "falcon-h1"
-# Scaled blocks of 64 tokens would be a few hundred bytes each: all bookkeeping, no KV.
+# Scaled blocks of 64 tokens would be a few hundred bytes each: more bookkeeping than KV.
 EMULATED_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class LaunchPlan:
+    """A deployment that can be started, and its engines."""
+
     deployment: Deployment
-    engines: Engines
+    engines: EngineSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Wan:
-    """What `--wan` says; None: as the deployment has it."""
+    """Values of `--wan`. None keeps the deployment's value."""
 
     gbps: float | None = None
     rtt_ms: float | None = None
@@ -86,13 +88,13 @@ def parse_wan(text: str) -> Wan:
             raise ValueError(text)
     except (ValueError, TypeError):
         fix = "give gbps=X,rtt_ms=Y, or one of them"
-        raise InputError(f"{text!r}", where="--wan", fix=fix) from None
+        raise InputError(f"{text!r} is not a WAN", where="--wan", fix=fix) from None
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a person asks of `prfaas up` beside the deployment."""
+class LaunchOptions:
+    """Options of `prfaas up` beside the deployment."""
 
     engine: EngineKind
     scales: Scales = Scales()
@@ -103,48 +105,52 @@ class Wish:
     device: str | None = None  # hf: as `prfaas node --device` takes it
 
 
-def prepared(deployment: Deployment, file: Path, wish: Wish, folder: Path) -> Prepared:
-    """`deployment` is what `file` says. What engines and gateway read beside it is written into
-    `folder`."""
+def prepare_launch(
+    deployment: Deployment, file: Path, options: LaunchOptions, folder: Path
+) -> LaunchPlan:
+    """`deployment` was read from `file`. The other files that engines and gateway read are written
+    into `folder`."""
     deployment = _absolute(deployment, file.resolve().parent)
     study = Study(file.resolve(), "exact")
-    study.problem(deployment)  # whatever is wrong with it is said before anything is started
-    if wish.baseline is not None:
-        deployment = baseline_deployment(deployment, study, wish.baseline)
-    deployment = _with_wan(deployment, wish.wan)
-    section = msgspec.structs.replace(deployment.gateway, port=wish.port)
+    study.problem(deployment)  # raises for a mistake before any process is started
+    if options.baseline is not None:
+        deployment = baseline_deployment(deployment, study, options.baseline)
+    deployment = _with_wan(deployment, options.wan)
+    section = msgspec.structs.replace(deployment.gateway, port=options.port)
     deployment = msgspec.structs.replace(deployment, gateway=section)
-    if wish.engine == "emulated":
-        return _emulated(deployment, study, folder, wish.scales)
-    if wish.scales != Scales():
-        raise InputError("real engines keep their own time", where="--*-scale", fix="leave it out")
+    if options.engine == "emulated":
+        return _emulated(deployment, study, folder, options.scales)
+    if options.scales != Scales():
+        raise InputError(
+            "only emulated engines can be scaled", where="--*-scale", fix="remove the flag"
+        )
     if deployment.model.config is None:
         raise InputError(
             "a real engine needs the model's checkpoint",
             file=file,
             where="model.config",
-            fix="name its config.json, or use --engine emulated",
+            fix="set it to the checkpoint's config.json, or use --engine emulated",
         )
     directory = str(Path(deployment.model.config).parent)
     name = deployment.model.name
-    return Prepared(deployment, _real_engines(wish, directory, name))
+    return LaunchPlan(deployment, _real_engines(options, directory, name))
 
 
-def _real_engines(wish: Wish, checkpoint: str, name: str) -> Engines:
+def _real_engines(options: LaunchOptions, checkpoint: str, name: str) -> EngineSpec:
     cores = sorted(os.sched_getaffinity(0))
-    return Engines(
-        wish.engine,
+    return EngineSpec(
+        options.engine,
         checkpoint,
         name,
         MEMORY,
-        python=wish.python,
+        python=options.python,
         cores=cores,
-        device=wish.device,
+        device=options.device,
     )
 
 
-def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales) -> Prepared:
-    """Engines and gateway read the same scaled catalog: one world."""
+def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales) -> LaunchPlan:
+    """Engines and gateway read the same scaled catalog, so that predictions match."""
     path = folder / "catalog.toml"
     spec = study.problem(deployment).spec
     text = scaled_catalog(deployment, study.catalog(deployment), spec, scales)
@@ -152,10 +158,11 @@ def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales
     small = scaled_deployment(deployment, scales)
     small = msgspec.structs.replace(small, catalog=[*deployment.catalog, str(path)])
     catalogs = [Path(one) for one in small.catalog]
-    words = None if small.gateway.tokenizer is None else Path(small.gateway.tokenizer)
+    tokenizer = None if small.gateway.tokenizer is None else Path(small.gateway.tokenizer)
     name = deployment.model.name
-    return Prepared(
-        small, Engines("emulated", name, name, MEMORY, EMULATED_BLOCK_TOKENS, catalogs, words)
+    return LaunchPlan(
+        small,
+        EngineSpec("emulated", name, name, MEMORY, EMULATED_BLOCK_TOKENS, catalogs, tokenizer),
     )
 
 
@@ -164,9 +171,9 @@ def baseline_deployment(deployment: Deployment, study: Study, name: str) -> Depl
     made = getattr(baselines, name)(study.problem(deployment))
     if made is None:
         raise InputError(
-            f"there is no {name} deployment of this one",
+            f"this deployment has no {name} baseline",
             where="--baseline",
-            fix="naive needs a prfaas cluster, homogeneous two instances",
+            fix="naive needs a prfaas cluster, homogeneous needs two instances",
         )
     (local,) = deployment.of_kind("pd")
     prefill = made.local.fixed_prefill
@@ -201,7 +208,7 @@ def _with_wan(deployment: Deployment, wan: Wan) -> Deployment:
 
 
 def _absolute(deployment: Deployment, folder: Path) -> Deployment:
-    """Paths are relative to the file they stand in, and it will be another one."""
+    """Makes paths absolute: they are relative to the file, and processes read a copy of it."""
 
     def at(name: str | None) -> str | None:
         return None if name is None else str(folder / name)
@@ -217,6 +224,7 @@ def _absolute(deployment: Deployment, folder: Path) -> Deployment:
         gateway=msgspec.structs.replace(
             section,
             tokenizer=at(section.tokenizer),
+            kvd_key_file=at(section.kvd_key_file),
             keys=[msgspec.structs.replace(key, file=at(key.file)) for key in section.keys],
         ),
         catalog=[str(folder / name) for name in deployment.catalog],
@@ -226,21 +234,23 @@ def _absolute(deployment: Deployment, folder: Path) -> Deployment:
 # From nothing -------------------------------------------------------------------------------------
 
 
-def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tuple[Deployment, Path]:
-    """The tiny Kimi-Linear model (for vLLM Falcon-H1, which it has on CPUs) on one PrfaaS node, one
-    PD prefill node and one PD decode node; and its profile's file. Both clusters are this machine,
-    so the plan's threshold is where two equal prefill nodes have equally much to do with the
-    traffic stated here: most prompts short, most tokens in long ones."""
-    vllm = wish.engine == "vllm"
+def tiny_deployment(
+    cache: Path, options: LaunchOptions, say: Callable[[str], None]
+) -> tuple[Deployment, Path]:
+    """A tiny Kimi-Linear model (for vLLM Falcon-H1, which vLLM supports on CPUs) on one PrfaaS
+    node, one PD prefill node and one PD decode node; and the file of its profile. Both clusters are
+    this machine, so the plan's threshold gives two equal prefill nodes the same work under the
+    workload below: most prompts are short, and most tokens are in long prompts."""
+    vllm = options.engine == "vllm"
     arch = VLLM_ARCH if vllm else DEFAULT_ARCH
     checkpoint = cache / f"tiny-{arch}"
     profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(cache / f"tiny-{arch}.lock", say):
-            _make_and_measure(checkpoint, profile, arch, wish, say)
+        with _exclusive(cache / f"tiny-{arch}.lock", say):
+            _make_and_measure(checkpoint, profile, arch, options, say)
     max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
-    longest = max_tokens - 1024  # an answer must fit behind it
+    longest = max_tokens - 1024  # a response must fit after it
     deployment = Deployment(
         model=ModelSection(checkpoint.name, str(checkpoint / "config.json"), None, max_tokens),
         workload=Lognormal(6.0, 1.2, min_tokens=16, max_tokens=longest, output_tokens=32),
@@ -257,35 +267,35 @@ def tiny_deployment(cache: Path, wish: Wish, say: Callable[[str], None]) -> tupl
 
 
 def _make_and_measure(
-    checkpoint: Path, profile: Path, arch: str, wish: Wish, say: Callable[[str], None]
+    checkpoint: Path, profile: Path, arch: str, options: LaunchOptions, say: Callable[[str], None]
 ) -> None:
-    """What is there already is kept: another process may have been faster."""
+    """Keeps what exists: another process may have made it meanwhile."""
     if not (checkpoint / "config.json").is_file():
         say("making a tiny model (once)")
         _make(checkpoint, arch)
     if profile.is_file():
         return
-    say("measuring it on this machine (once, some seconds)")
+    say("measuring the tiny model on this machine (once, some seconds)")
     # A file under its final name is complete, even if this process is killed.
     unfinished = profile.with_name(f"{profile.name}.unfinished")
     points = ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(unfinished)]
-    if wish.engine == "vllm":
-        _measure_vllm(checkpoint, wish, points)
+    if options.engine == "vllm":
+        _measure_vllm(checkpoint, options, points)
     else:
         points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
-        points += [] if wish.device is None else ["--device", wish.device]
+        points += [] if options.device is None else ["--device", options.device]
         _prfaas("profile", "--model", str(checkpoint), *points)
     unfinished.rename(profile)
 
 
 @contextmanager
-def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Several commands may be started at once on a new machine. One of them makes and measures the
-    model, which then is measured undisturbed by the others. The lock ends with its process."""
+def _exclusive(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock. Several commands may start at once on a new machine; one of them makes and
+    measures the model while the others wait. The kernel releases the lock when the process ends."""
     clock = MonotonicClock()
     until_s = clock.now() + MAKE_S
     with lock.open("w") as file:
-        told = False
+        announced = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,27 +303,27 @@ def _alone(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
             except BlockingIOError:
                 if clock.now() > until_s:
                     raise InputError(
-                        f"another process has held it for {MAKE_S:g} s",
+                        f"another process has held the lock for {MAKE_S:g} s",
                         file=lock,
-                        fix="end the other `prfaas up` or `prfaas demo` and try again",
+                        fix="stop the other `prfaas up` or `prfaas demo`, and retry",
                     ) from None
-            if not told:
+            if not announced:
                 say("waiting for another process that makes the tiny model")
-                told = True
-            time.sleep(LOOK_S)
+                announced = True
+            time.sleep(RETRY_S)
         yield
 
 
-def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
-    """One server alone, over HTTP."""
-    engines = _real_engines(wish, str(checkpoint), checkpoint.name)
+def _measure_vllm(checkpoint: Path, options: LaunchOptions, points: list[str]) -> None:
+    """Measures one server over HTTP."""
+    engines = _real_engines(options, str(checkpoint), checkpoint.name)
     host = Host("measured", "near", ACCELERATOR, 1)
 
     async def run() -> None:
         with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
-            async with serving_alone(host, engines, Path(name), tether()) as url:
-                # A step has room for one block: a prompt waits until nothing decodes, so
-                # sequences that come one after another never run together.
+            async with single_engine(host, engines, Path(name), attached_prefix()) as url:
+                # A step holds one block, so a prompt waits until no sequence decodes, and
+                # sequences that arrive one after another never run together.
                 at = ["--lengths", "64,512,2048", "--batches", "1"]
                 await asyncio.to_thread(_prfaas, "profile", "--url", url, *at, *points)
 
@@ -324,7 +334,7 @@ def _measure_vllm(checkpoint: Path, wish: Wish, points: list[str]) -> None:
 
 
 def _make(checkpoint: Path, arch: str) -> None:
-    """Under another name first: a checkpoint that is there is whole."""
+    """Makes the checkpoint under another name first, so that an existing one is complete."""
     unfinished = checkpoint.with_name(f"{checkpoint.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     _prfaas("model", "make", str(unfinished), "--arch", arch)
@@ -332,16 +342,16 @@ def _make(checkpoint: Path, arch: str) -> None:
 
 
 def _prfaas(*arguments: str) -> None:
-    """In a process of its own: nothing here needs torch afterwards. With as many threads as the
-    engines get, so that a profile is of what they will do."""
+    """Runs a `prfaas` command in another process, so that this one does not import torch. It gets
+    as many threads as the engines, so that its profile is theirs."""
     done = subprocess.run(
         [sys.executable, "-m", "prfaas", *arguments],
         env={**os.environ, **ENGINE_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,  # libraries chat there; it is of interest only after a failure
+        stderr=subprocess.PIPE,  # shown only after a failure
         text=True,
         check=False,
     )
     if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or ["it did not say why"]
+        why = done.stderr.strip().splitlines()[-1:] or ["it printed no reason"]
         raise InputError(f"prfaas {arguments[0]} failed: {why[0]}")

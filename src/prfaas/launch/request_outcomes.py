@@ -1,4 +1,4 @@
-"""What became of every request, from the lines in which a gateway tells it."""
+"""Outcomes of requests, read from the lines that a gateway logs about them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter, deque
 
 import msgspec
 
-KEPT = 1000  # the latest, for quantiles
+KEPT = 1000  # latest outcomes, for quantiles
 
 
-class Told(msgspec.Struct, frozen=True):
-    """One line of the gateway's log; fields as there."""
+class RequestOutcome(msgspec.Struct, frozen=True):
+    """One line of the gateway's log; the fields are named as there."""
 
     id: str
     outcome: str
@@ -32,39 +32,41 @@ class Told(msgspec.Struct, frozen=True):
 
 class RequestOutcomes:
     def __init__(self) -> None:
-        self.latest: deque[Told] = deque(maxlen=KEPT)
-        self.outcomes: Counter[tuple[str, str]] = Counter()  # route, outcome
+        self.latest: deque[RequestOutcome] = deque(maxlen=KEPT)
+        self.counts: Counter[tuple[str, str]] = Counter()  # by route and outcome
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self._decoder = msgspec.json.Decoder(Told)
-        self._expected: dict[str, asyncio.Future[Told]] = {}
+        self._decoder = msgspec.json.Decoder(RequestOutcome)
+        self._awaited: dict[str, asyncio.Future[RequestOutcome]] = {}
 
-    def heard(self, line: str) -> None:
-        """Lines about other things are passed over."""
+    def read_line(self, line: str) -> None:
+        """Takes one line of the gateway's output. Other lines than those of requests are
+        ignored."""
         start = line.find('{"id":')
         if start < 0:
             return
         try:
-            told = self._decoder.decode(line[start:])
+            outcome = self._decoder.decode(line[start:])
         except msgspec.MsgspecError:
             return
-        self.latest.append(told)
-        self.outcomes[told.route, told.outcome] += 1
-        if told.ttft_s is not None:
-            self.prompt_tokens += told.prompt_tokens
-            self.cached_tokens += told.cached_tokens
-        expected = self._expected.pop(told.id, None)
-        if expected is not None and not expected.done():
-            expected.set_result(told)
+        self.latest.append(outcome)
+        self.counts[outcome.route, outcome.outcome] += 1
+        if outcome.ttft_s is not None:
+            self.prompt_tokens += outcome.prompt_tokens
+            self.cached_tokens += outcome.cached_tokens
+        awaited = self._awaited.pop(outcome.id, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(outcome)
 
-    async def of(self, request_id: str) -> Told:
-        """Waits for it: a client may have its answer before the line has arrived here."""
-        for told in self.latest:
-            if told.id == request_id:
-                return told
-        expected: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
-        self._expected[request_id] = expected
-        return await expected
+    async def of(self, request_id: str) -> RequestOutcome:
+        """Waits for the request's line: a client may receive its response before the line arrives
+        here."""
+        for outcome in self.latest:
+            if outcome.id == request_id:
+                return outcome
+        awaited: asyncio.Future[RequestOutcome] = asyncio.get_running_loop().create_future()
+        self._awaited[request_id] = awaited
+        return await awaited
 
     def ttfts_s(self, route: str) -> list[float]:
-        return [t.ttft_s for t in self.latest if t.route == route and t.ttft_s is not None]
+        return [one.ttft_s for one in self.latest if one.route == route and one.ttft_s is not None]

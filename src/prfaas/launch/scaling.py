@@ -1,12 +1,12 @@
-"""A deployment made small: the same world with shorter times, fewer bytes and fewer tokens. Pure.
+"""Scales a deployment down: shorter times, fewer bytes and fewer tokens. Pure.
 
-Emulated engines follow a profile; a small machine cannot carry the real one's bytes and tokens. One
-scaled catalog and one scaled deployment are read by engines and gateway alike, so that whatever the
-gateway predicts, plans and waits for is of that small world. Rates come out `1 / time` as large.
+Emulated engines follow a profile, and a small machine cannot carry a real one's bytes and tokens.
+Engines and gateway read one scaled catalog and one scaled deployment, so that the gateway predicts
+and plans in the scaled units. Rates become `1 / time` as large.
 
     seconds          x time          of prefills, round trips, every constant whose name ends in _s
     bytes            x bytes         of the model's state; of caches
-    output tokens    x output        each stands for more of them, so a step takes as much longer
+    output tokens    x output        one stands for 1 / output of them, and its step takes as long
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _BYTE = "float8_e4m3fn"  # one byte per element: geometries in bytes
 
 
 def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
-    """Without its catalog, which `scaled_catalog` has."""
+    """The scaled deployment, without its catalog (see `scaled_catalog`)."""
     workload = deployment.workload
     if isinstance(workload, Trace):
         if scales.output != 1 and workload.output_tokens is None:
             raise InputError(
-                "a trace's own output lengths cannot be scaled",
+                "the output lengths of a trace cannot be scaled",
                 where="workload",
-                fix="state output_tokens beside it",
+                fix="set workload.output_tokens",
             )
     if workload.output_tokens is not None:
         output = workload.output_tokens * scales.output
         workload = msgspec.structs.replace(workload, output_tokens=output)
     slo = deployment.slo
     pace = slo.output_tokens_per_s * scales.output / scales.time
-    slo = msgspec.structs.replace(_slower(slo, scales.time), output_tokens_per_s=pace)
+    slo = msgspec.structs.replace(_scale_seconds(slo, scales.time), output_tokens_per_s=pace)
     rules = deployment.scheduler
-    adaptive: AdaptiveSection = _slower(rules.adaptive, scales.time)
+    adaptive: AdaptiveSection = _scale_seconds(rules.adaptive, scales.time)
     rules = msgspec.structs.replace(
         rules,
-        replan=_slower(rules.replan, scales.time),
-        paper=_slower(rules.paper, scales.time),
-        moves=_slower(rules.moves, scales.time),
+        replan=_scale_seconds(rules.replan, scales.time),
+        paper=_scale_seconds(rules.paper, scales.time),
+        moves=_scale_seconds(rules.moves, scales.time),
         # Seconds per second of prefill, squared.
         adaptive=msgspec.structs.replace(adaptive, patience=adaptive.patience / scales.time),
     )
@@ -86,8 +86,8 @@ def scaled_catalog(deployment: Deployment, catalog: Catalog, spec: KVSpec, scale
     )
 
 
-def _slower(section: S, time: float) -> S:
-    """Units are in the names."""
+def _scale_seconds(section: S, time: float) -> S:
+    """Multiplies every field whose name ends in `_s`."""
     changed: dict[str, Any] = {}
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
@@ -114,14 +114,14 @@ def _profile(catalog: Catalog, record: ProfileRecord, scales: Scales, how: str) 
 
 
 def _model(name: str, spec: KVSpec, how: str) -> Model:
-    """A model whose groups have these bytes: a geometry that nobody built, of one-byte elements."""
+    """A made-up model with one-byte elements, whose groups have these bytes."""
     groups: list[ModelGroup] = []
     for group in spec.groups:
         layers = list(group.layers)
         if isinstance(group, FullAttention | SlidingWindow):
             if group.bytes_per_token < 2:
                 raise InputError(
-                    "less than two bytes per token and layer are left",
+                    "fewer than two bytes per token and layer remain",
                     where="--byte-scale",
                     fix="give a larger one",
                 )

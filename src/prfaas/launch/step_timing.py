@@ -1,4 +1,4 @@
-"""How well the emulated engines of a deployment keep time, from their nodes' Prometheus pages."""
+"""Timing errors of a deployment's emulated engines, read from the /metrics of their nodes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _COUNTERS = {
 
 
 async def step_timing(http: aiohttp.ClientSession, node_urls: Iterable[str]) -> StepTiming:
-    """The sum over the nodes. The session's own timeout holds for every node."""
+    """The sum over the nodes. The session's timeout applies to each node."""
     pages = await asyncio.gather(*(_page(http, f"{url}/metrics") for url in node_urls))
     return sum_of([parse_timing(page) for page in pages])
 
 
 def parse_timing(page: str) -> StepTiming:
-    """All zeros for the page of a real engine's node."""
+    """The timing in one /metrics page; all zeros for a real engine."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -47,7 +47,7 @@ def sum_of(timings: Iterable[StepTiming]) -> StepTiming:
 
 async def _page(http: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with http.get(url, raise_for_status=True) as answer:
-            return await answer.text()
+        async with http.get(url, raise_for_status=True) as response:
+            return await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise PeerError(f"{url}: no answer: {error}") from None
+        raise PeerError(f"{url}: no response: {error}") from None

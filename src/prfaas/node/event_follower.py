@@ -14,16 +14,16 @@ from prfaas.node.events import Announcer
 from prfaas.node.publisher import EventPublisher
 from prfaas.types import BlockHash, HashEvent
 
-WAIT_S = 30.0  # of one long poll
 RETRY_S = 1.0
 _SNAPSHOT = -1  # what to ask for when nothing is known
 _LOG = logging.getLogger(__name__)
 
 
 class EventFollower:
-    def __init__(self, session: aiohttp.ClientSession, kvd_url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, kvd_url: str, poll_s: float) -> None:
         self._session = session
         self._url = f"{kvd_url}/v1/events"
+        self._poll_s = poll_s
 
     async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
         instance, since = "", _SNAPSHOT
@@ -42,8 +42,8 @@ class EventFollower:
             publisher.publish(translated(announcer, page))
 
     async def _page(self, since: int) -> EventPage:
-        query = {"since": str(since), "wait_s": f"{WAIT_S:g}"}
-        timeout = aiohttp.ClientTimeout(total=2 * WAIT_S)
+        query = {"since": str(since), "wait_s": f"{self._poll_s:g}"}
+        timeout = aiohttp.ClientTimeout(total=2 * self._poll_s)
         async with self._session.get(self._url, params=query, timeout=timeout) as answer:
             answer.raise_for_status()
             return msgspec.json.decode(await answer.read(), type=EventPage)

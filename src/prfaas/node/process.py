@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.clock import MonotonicClock
+from prfaas.config.host import NodeTimeouts
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -41,14 +42,15 @@ class KvdPlace:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    name: str  # of the model, as clients ask for it
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    advertise: str | None = None  # the URL others reach it at, where it differs
-    events: str = "tcp://127.0.0.1:0"
-    replay: str = "tcp://127.0.0.1:0"
-    drain_s: float = 30.0  # how long requests under way may take after a SIGTERM
-    leave_s: float = 0.0  # at least so long gateways hear that it leaves: prefixes can be saved
+    """Values of `config.host.NodeSection` that the process needs; defaults are defined there."""
+
+    name: str  # of the model, as clients request it
+    host: str
+    port: int
+    advertise: str | None
+    events: str
+    replay: str
+    timeouts: NodeTimeouts
 
 
 async def run_node(
@@ -93,12 +95,13 @@ async def run_node(
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(headers=bearer(kvd.key))
             )
-            follower = EventFollower(session, kvd.url)
+            follower = EventFollower(session, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)
         await stop.wait()
         _LOG.info("draining")
-        await asyncio.gather(served.drain(settings.drain_s), asyncio.sleep(settings.leave_s))
+        timeouts = settings.timeouts
+        await asyncio.gather(served.drain(timeouts.drain_s), asyncio.sleep(timeouts.leave_s))
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.host import KvdSection
 from prfaas.errors import ConnectionLost, InputError, WireError
 from prfaas.lateness import LateSince, never_late
 from prfaas.transport.buffers import FileSlice
@@ -64,20 +65,21 @@ log = logging.getLogger(__name__)
 HANDOFF, MIGRATION = 0, 1  # priorities: a request waits for the first, nobody for the second
 _LONGEST_PAUSE_S = 5.0
 _READY_AT_ONCE = 1_000  # segments taken in before connections may look again
+_DEFAULTS = KvdSection()
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    connections: int = 4
+    connections: int = _DEFAULTS.connections
     frame_bytes: int = 4 << 20  # at most; a connection that is slow sends smaller ones
     quantum_bytes: int = 1 << 20  # what is acknowledged, and sent again, as a whole
     checksums: bool = True  # of payloads; TLS authenticates every byte, and goes without
     rate_bps: float | None = None  # pacing; None: as fast as it goes
     in_flight_bytes: int = 256 << 20  # sent and not yet acknowledged
-    connect_s: float = 5.0
+    connect_s: float = _DEFAULTS.timeouts.connect_s
     open_s: float = 10.0  # a transfer that the receiver has not opened by then has failed
-    silence_s: float = 10.0  # a connection on which a frame is not answered by then is broken
-    stall_s: float = 30.0  # a transfer of which nothing is acknowledged for so long has failed
+    silence_s: float = _DEFAULTS.timeouts.connection_silence_s
+    stall_s: float = _DEFAULTS.timeouts.transfer_stall_s
     probe_s: float = 2.0  # how often a transfer with nothing to send says that it lives
     idle_s: float = 60.0  # a connection without work is closed after this
     congestion_control: str | None = None  # "bbr" where the kernel has it; None: its default

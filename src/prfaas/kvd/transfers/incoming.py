@@ -16,6 +16,7 @@ import msgspec
 
 from prfaas.cache.lease import Lease
 from prfaas.clock import Clock
+from prfaas.config.host import KvdTimeouts
 from prfaas.errors import TransferFailed
 from prfaas.kvd.engine_socket.messages import Ticket, units_of
 from prfaas.kvd.store import Shelf, Store
@@ -30,13 +31,6 @@ log = logging.getLogger(__name__)
 
 UNREGISTERED = NotNow("no engine has registered with this kvd yet", 1.0)
 LONGEST_RETRY_S = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    grant_s: float = 60.0  # without a frame, a grant ends after this
-    dispatch_s: float = 30.0  # without a poll, a committed transfer ends after this
-    remember_s: float = 120.0  # how one has ended is known for so long
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
@@ -64,13 +58,13 @@ class IncomingTransfers:
         store: Store,
         listener: Listener,
         data_address: str,
-        options: TransferOptions,
+        timeouts: KvdTimeouts,
         clock: Clock,
     ) -> None:
         self._store = store
         self._listener = listener
         self._data_address = data_address
-        self._options = options
+        self._timeouts = timeouts
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[TransferId, _Arrival] = {}
@@ -104,11 +98,11 @@ class IncomingTransfers:
         grant = new_grant(
             self._data_address,
             max_bytes=lease.new_bytes,
-            deadline_s=self._options.grant_s,
+            deadline_s=self._timeouts.grant_s,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
         )
-        life = IncomingLife(self._options.dispatch_s)
+        life = IncomingLife(self._timeouts.dispatch_s)
         arrival = _Arrival(grant, shelf, lease, life, asked.hashes)
         self._arrivals[grant.transfer_id] = arrival
         if lease.new_bytes:
@@ -189,7 +183,7 @@ class IncomingTransfers:
         for arrival in list(self._arrivals.values()):
             if arrival.life.expired(now):
                 self._fail(arrival, "committed, but no gateway asked for it in time")
-            elif now - arrival.ended_s >= self._options.remember_s:
+            elif now - arrival.ended_s >= self._timeouts.remember_s:
                 del self._arrivals[arrival.grant.transfer_id]
 
     def counts(self) -> dict[str, int]:
