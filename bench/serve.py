@@ -50,7 +50,7 @@ DEFAULT_OUTPUT_TOKENS = 128
 @click.option("--output", type=float, help=f"Tokens.  [default: {DEFAULT_OUTPUT_TOKENS}]")
 @click.option("--output-scale", default=1.0, show_default=True, help="Ask for this share of them.")
 @click.option("--model", help="The first that the server lists when absent.")
-@click.option("--key", help="API key.")
+@click.option("--api-key", "key", help="API key of the server.")
 @click.option("--vocabulary", default=TEXT_IDS.stop, show_default=True, help="Ids stay below.")
 @click.option("--fresh/--no-fresh", default=True, show_default=True, help="Own cache salt.")
 @click.option("--seed", default=0, show_default=True)

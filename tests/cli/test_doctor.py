@@ -27,11 +27,11 @@ def test_a_table_and_json(prfaas: Run) -> None:
     ("arguments", "message"),
     [
         (("nowhere",), "'nowhere' is not an address"),
-        (("h:1", "--ca", "x"), "mutual TLS needs all three"),
+        (("h:1", "--tls-ca", "x"), "mutual TLS needs all three"),
         (("h:1", "--seconds", "0"), "--seconds: 0 s"),
         (("h:1", "--connections", "one"), "--connections: 'one'"),
         (("h:1", "--connections", "0"), "--connections: '0'"),
-        (("h:1", "--ca", "a", "--cert", "b", "--key", "c"), "no such file"),
+        (("h:1", "--tls-ca", "a", "--tls-cert", "b", "--tls-key", "c"), "no such file"),
     ],
 )
 def test_bad_flags(prfaas: Run, arguments: tuple[str, ...], message: str) -> None:

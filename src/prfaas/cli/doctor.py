@@ -19,17 +19,17 @@ from prfaas.security.tls import client_context
 
 @click.command()
 @click.argument("address", metavar="HOST:PORT")
-@click.option("--ca", type=click.Path(path_type=Path), help="CA certificate, for mutual TLS.")
-@click.option("--cert", type=click.Path(path_type=Path), help="This side's certificate.")
-@click.option("--key", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--tls-ca", type=click.Path(path_type=Path), help="CA certificate for mutual TLS.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="This host's certificate.")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the certificate.")
 @click.option("--connections", default="1,2,4,8", show_default=True, help="How many to try.")
 @click.option("--seconds", default=1.0, show_default=True, help="For each number of connections.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     address: str,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
     connections: str,
     seconds: float,
     as_json: bool,
@@ -41,11 +41,16 @@ def doctor(
 
     \b
       prfaas doctor decode-host:7400
-      prfaas doctor decode-host:7400 --ca ca.pem --cert client.pem --key client.key
+      prfaas doctor decode-host:7400 --tls-ca ca.pem --tls-cert client.pem \\
+                                      --tls-key client.key
     """
-    given = [path for path in (ca, cert, key) if path is not None]
+    given = [path for path in (tls_ca, tls_cert, tls_key) if path is not None]
     if given and len(given) < 3:
-        raise InputError("mutual TLS needs all three", where="--ca, --cert, --key", fix="give all")
+        raise InputError(
+            "mutual TLS needs all three",
+            where="--tls-ca, --tls-cert, --tls-key",
+            fix="give the missing ones",
+        )
     if not 0.05 <= seconds <= 60:
         raise InputError(f"{seconds:g} s", where="--seconds", fix="give 0.05 to 60")
     try:
@@ -54,7 +59,7 @@ def doctor(
         counts = ()
     if not counts or not all(1 <= count <= 64 for count in counts):
         raise InputError(f"{connections!r}", where="--connections", fix="give numbers like 1,2,4")
-    tls = client_context(ca, cert, key) if ca and cert and key else None
+    tls = client_context(tls_ca, tls_cert, tls_key) if tls_ca and tls_cert and tls_key else None
     found = examine(
         parse_address(address, "HOST:PORT"),
         tls=tls,

@@ -38,7 +38,7 @@ DEFAULT_ROUNDS = 5
     help="A checkpoint directory, or a config.json alone: random weights, same times.",
 )
 @click.option("--url", help="Instead: a running OpenAI server, without /v1.")
-@click.option("--key", help="Its API key.")
+@click.option("--api-key", "key", help="API key of that server.")
 @click.option("--device", help="cpu, cuda or cuda:N; the best there is when absent.")
 @click.option(
     "--lengths", default=DEFAULT_LENGTHS, show_default=True, help="New tokens, comma-separated."

@@ -88,7 +88,7 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_in_flight: Count = 2048
     """Requests in flight. Further requests are refused with status 429."""
     max_queued: Count = 4096
-    """Requests that wait for a node. Further requests are refused with status 503."""
+    """Requests that wait for a node. Further requests are refused with status 429."""
     max_attempts: Count = 4
     """Attempts of one request, including the first."""
     max_body_mb: Amount = 64.0

@@ -204,7 +204,9 @@ def _incompatible(differences: tuple[str, ...]) -> web.Response:
 
 
 def _unauthorized() -> web.Response:
-    problem = Problem("unauthorized", "this kvd wants the key of its --key-file as a bearer token")
+    problem = Problem(
+        "unauthorized", "this kvd requires the key of its --kvd-key-file as a bearer token"
+    )
     answer = _json(problem, status=401)
     answer.headers["WWW-Authenticate"] = "Bearer"
     return answer

@@ -167,7 +167,7 @@ class Target:
                     raise InputError(
                         f"HTTP {response.status} {_code(data)}".strip(),
                         where=url,
-                        fix="is it an OpenAI server, and is --key right?",
+                        fix="is it an OpenAI server, and is --api-key right?",
                     )
                 listed: list[dict[str, Any]] = msgspec.json.decode(data)["data"]
                 return listed

@@ -294,7 +294,10 @@ def _unreachable_advice(problem: str) -> str:
     if "does not answer" in problem:
         return "a firewall may drop the packets: open the port in both directions"
     if "TLS" in problem:
-        return "check --ca, --cert and --key, and that the other side's certificate names this host"
+        return (
+            "check --tls-ca, --tls-cert and --tls-key, and that the other side's certificate "
+            "names this host"
+        )
     return "check the name and the route"
 
 
@@ -302,5 +305,5 @@ def _greeting_advice(error: PeerError, with_tls: bool) -> str:
     if isinstance(error, WireError):
         return "another program listens on that port, or one of another version"
     if not with_tls:
-        return "the other side may want TLS: give --ca, --cert and --key"
+        return "the other side may want TLS: give --tls-ca, --tls-cert and --tls-key"
     return "the other side hung up: does it trust the CA of this certificate?"
