@@ -32,26 +32,35 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="Address for KV from other hosts.",
-    show_default=_DEFAULTS.listen,
+    help=f"Address for KV from other hosts.  [default: {_DEFAULTS.listen}]",
 )
 @click.option(
     "--http",
     metavar="HOST:PORT",
-    help="Address of the HTTP API for gateways.",
-    show_default=_DEFAULTS.http,
+    help=f"Address of the HTTP API for gateways.  [default: {_DEFAULTS.http}]",
 )
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="Size of the arena in shared memory.",
-    show_default=_DEFAULTS.memory,
+    help=f"Size of the arena in shared memory.  [default: {_DEFAULTS.memory}]",
 )
 @click.option("--ssd", metavar="DIR", help="Folder for prefixes that memory cannot hold.")
 @click.option("--node", metavar="NAME", help="Name of this kvd in cache events and at gateways.")
-@click.option("--cluster", metavar="NAME", help="Cluster of the deployment file; for --gateway.")
-@click.option("--gateway", "gateways", multiple=True, metavar="URL", help="Register there.")
-@click.option("--kvd-key-file", metavar="FILE", help="Key that the deployment's kvds share.")
+@click.option(
+    "--cluster",
+    metavar="NAME",
+    help="Cluster of this host in the deployment file; --gateway needs it.",
+)
+@click.option(
+    "--gateway",
+    "gateways",
+    multiple=True,
+    metavar="URL",
+    help="Gateway to register with; repeatable.",
+)
+@click.option(
+    "--kvd-key-file", metavar="FILE", help="File with the key that kvds of the deployment share."
+)
 @click.option("--tls-ca", metavar="FILE", help="CA certificate for mutual TLS between kvds.")
 @click.option("--tls-cert", metavar="FILE", help="This host's certificate.")
 @click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
