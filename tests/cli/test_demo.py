@@ -23,7 +23,7 @@ from prfaas.scheduler.plan import best_for
 from prfaas.studies.problem_files import Study
 from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
-from tests.launch.test_stories import line
+from tests.launch.test_request_outcomes import line
 
 Run = Callable[..., Result]
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
