@@ -16,4 +16,5 @@ async def main(body_mb: float, patience_s: float) -> None:
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
+# This is a process's entry point.
 asyncio.run(main(float(sys.argv[1]), float(sys.argv[2])))
