@@ -42,7 +42,7 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 @click.option(
     "--kvd-key-file",
     type=click.Path(path_type=Path),
-    help="Key that nodes and kvds of the deployment require.",
+    help="File with the key that nodes and kvds of the deployment require.",
 )
 @click.option(
     "--record",

@@ -41,16 +41,22 @@ _DEFAULTS = NodeSection()
 @click.option(
     "--engine",
     type=click.Choice(["hf", "emulated"]),
-    help="Engine: a Hugging Face checkpoint (hf), or a profile (emulated).",
-    show_default=_DEFAULTS.engine,
+    help="Engine: computes a Hugging Face checkpoint (hf), or follows a profile (emulated).  "
+    f"[default: {_DEFAULTS.engine}]",
 )
 @click.option("--model", help="Checkpoint folder; for --engine emulated a model of the catalog.")
 @click.option("--name", help="Model name in the API; by default the name of folder or model.")
-@click.option("--host", help="Address to listen on.", show_default=_DEFAULTS.host)
-@click.option("--port", type=int, help="Port to listen on; 0 chooses a free one.", show_default="0")
+@click.option("--host", help=f"Address to listen on.  [default: {_DEFAULTS.host}]")
+@click.option(
+    "--port",
+    type=int,
+    help=f"Port to listen on; 0 chooses a free one.  [default: {_DEFAULTS.port}]",
+)
 @click.option("--kvd", metavar="SOCKET", help="Socket of a running kvd; without it one is started.")
 @click.option("--kvd-url", metavar="URL", help="HTTP address of that kvd.")
-@click.option("--kvd-key-file", metavar="FILE", help="Key that the deployment's kvds share.")
+@click.option(
+    "--kvd-key-file", metavar="FILE", help="File with the key that kvds of the deployment share."
+)
 @click.option("--device", help="Device of the hf engine: cpu, cuda or cuda:N.")
 @click.option("--accelerator", help="Accelerator whose profile the emulated engine follows.")
 @log_level_option
