@@ -107,7 +107,7 @@ def test_a_child_that_dies_is_named_with_its_last_words(up: Process, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--wan", "fast"], "--wan: 'fast'; give gbps=X,rtt_ms=Y"),
+        (["--wan", "fast"], "--wan: 'fast' is not a WAN; give gbps=X,rtt_ms=Y"),
         (["/nowhere.toml"], "/nowhere.toml"),
         ([str(CASE_STUDY)], "model.config: a real engine needs the model's checkpoint"),
         ([str(CASE_STUDY), "--time-scale", "0.5"], "only emulated engines can be scaled"),

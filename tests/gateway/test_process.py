@@ -156,7 +156,7 @@ def test_a_gateway_that_advises_says_so(url: str) -> None:
     ("section", "says"),
     [
         ('keys = [{ file = "missing" }]', "missing: no such file"),
-        ('keys = [{ tenant = "a" }]', "gateway.keys.0: a key is given as itself or as a file"),
+        ('keys = [{ tenant = "a" }]', "gateway.keys.0: exactly one of key and file is required"),
         ('tokenizer = "nowhere"', "tokenizer.json: no such file"),
         ('host = "203.0.113.1"', "203.0.113.1:8080: cannot listen"),
     ],
