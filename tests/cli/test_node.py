@@ -18,7 +18,7 @@ EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator",
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ([], "--model: is required; give it, or node.model in the file"),
         (["--model", "/nowhere"], "/nowhere/tokenizer.json"),
@@ -32,13 +32,13 @@ EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator",
     ],
 )
 def test_what_cannot_be_served_is_one_line(
-    prfaas: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+    prfaas: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     if "--kvd" not in arguments:
         arguments = [*arguments, "--kvd", "/nowhere/kvd.sock"]
     result = prfaas("node", *arguments)
     assert result.code == 2
-    assert says in result.err and result.err.count("\n") == 1
+    assert message in result.err and result.err.count("\n") == 1
 
 
 def test_a_port_that_is_taken(prfaas: Run) -> None:
@@ -55,7 +55,7 @@ def test_a_tokenizer_that_is_none(prfaas: Run, tmp_path: Path) -> None:
 
 
 def started(*options: str) -> tuple[Process, dict[str, Any]]:
-    """A node with a kvd of its own, and what it says of itself."""
+    """A node that starts its kvd, and the description in its model card."""
     node = Process(
         "node",
         *EMULATED,
@@ -88,7 +88,7 @@ def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
 
 
 def test_a_node_that_leaves_lets_gateways_fetch_its_prefixes() -> None:
-    """It has nothing to do, and stays with its kvd all the same."""
+    """The node is idle, but it and its kvd stay up for `leave_s`."""
     node, card = started("--set", "node.timeouts.leave_s=600")
     url = node.ready(NodeReady).http
     node.popen.terminate()

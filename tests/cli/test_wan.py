@@ -1,4 +1,4 @@
-"""`prfaas wan` in a process of its own, as an operator runs it."""
+"""`prfaas wan` as an operator runs it, in another process."""
 
 from __future__ import annotations
 

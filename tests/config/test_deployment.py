@@ -40,6 +40,13 @@ def test_the_case_study_is_valid() -> None:
     assert link is not None and link.gbps == 100
 
 
+def test_set_changes_one_key() -> None:
+    changed = load_deployment(CASE_STUDY, ["gateway.timeouts.queue_s=5", "scheduler.policy=local"])
+    assert changed.gateway.timeouts.queue_s == 5 and changed.scheduler.policy == "local"
+    with pytest.raises(InputError, match="gateway.timeouts.queue: unknown key; did you mean"):
+        load_deployment(CASE_STUDY, ["gateway.timeouts.queue=5"])
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

@@ -52,6 +52,11 @@ def test_a_checkpoint_beside_the_file_is_a_path(file: Path) -> None:
     assert load_host_config(file).node.model == str(file.parent / "case-study-1t")
 
 
+def test_the_example_is_valid() -> None:
+    example = load_host_config(Path(__file__).parents[2] / "configs" / "host.toml")
+    assert example.kvd.socket == example.node.kvd_socket
+
+
 def test_set_wins_over_the_file_and_a_flag_over_both(file: Path) -> None:
     flags = {"kvd.memory": "2GiB", "kvd.gateways": (), "kvd.listen": None, "kvd.tls.ca": "x.pem"}
     found = load_host_config(file, ["kvd.memory=1GiB", "kvd.timeouts.grant_s = 7"], flags).kvd

@@ -36,13 +36,13 @@ def gone(pid: int) -> bool:
 
 
 async def test_ready_when_it_says_so_and_ended_on_leaving(tmp_path: Path) -> None:
-    heard: list[str] = []
+    lines: list[str] = []
 
     async with children(tmp_path) as started:
         command = shell("echo hello; echo serving at here; exec sleep 1000")
-        command = Command("one", command.arguments, announced, on_line=heard.append)
+        command = Command("one", command.arguments, announced, on_line=lines.append)
         where, pid = await started.start_all([command]), started.named("one").process.pid
-    assert where == {"one": "here"} and heard == ["hello", "serving at here"]
+    assert where == {"one": "here"} and lines == ["hello", "serving at here"]
     assert (tmp_path / "one.log").read_text() == "hello\nserving at here\n"
     await asyncio.to_thread(wait_until, lambda: gone(pid))
 

@@ -7,13 +7,13 @@ from prfaas.launch.request_outcomes import RequestOutcomes
 
 
 def line(id: str = "r1", **changed: object) -> str:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "id": id, "path": "/v1/completions", "outcome": "completed", "route": "remote",
         "reason": "long", "cluster": "far", "prefill": "p", "decode": "d", "prompt_tokens": 100,
         "cached_tokens": 40, "output_tokens": 5, "bytes": 9, "attempts": 1, "ttft_s": 0.5,
         "total_s": 1.0, **changed,
     }  # fmt: skip
-    return "2026-01-01 prfaas.gateway.requests " + json.dumps(told, separators=(",", ":"))
+    return "2026-01-01 prfaas.gateway.requests " + json.dumps(fields, separators=(",", ":"))
 
 
 def test_counts_by_route_and_outcome() -> None:

@@ -1,4 +1,4 @@
-"""The small world is the same world: what the planner says of it differs by the scales alone."""
+"""The planner's results for a scaled deployment differ from the original's only by the scales."""
 
 from __future__ import annotations
 
