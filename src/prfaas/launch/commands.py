@@ -18,6 +18,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.deployment import Cluster, Link, Node
+from prfaas.config.host import NodeSection
 from prfaas.contracts.readiness import (
     GatewayReady,
     KvdReady,
@@ -58,7 +59,7 @@ class EngineSpec:
     model: str  # a checkpoint's folder; emulated: a name of the catalog
     name: str  # as clients request it
     memory: str  # of each kvd, as `prfaas kvd --memory` takes it
-    block_tokens: int = 64
+    block_tokens: int = NodeSection().block_tokens
     catalog: Sequence[Path] = ()  # emulated: files with its profile
     tokenizer: Path | None = None
     python: Path | None = None  # vllm: the interpreter that has it
