@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
-from prfaas.http_client.client import HttpClient, PeerHttpError, calling
+from prfaas.http_client.client import HttpClient, calling
 from tests.gateway.backs import until
 
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -17,10 +17,10 @@ from rich.table import Table
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.display.console import console, print_json
-from prfaas.errors import ConnectionLost, InputError, PeerError
+from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
-from prfaas.http_client.client import HttpClient, PeerHttpError, calling
+from prfaas.http_client.client import HttpClient, calling
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.security.deployment_key import read_key
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prfaas.errors import ConnectionLost, PeerError
+from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client.connection import Connection
 from prfaas.http_client.connection_pool import ConnectionPool, header
 
@@ -23,25 +23,6 @@ IDLE_S = 4.0
 _SHOWN_CHARS = 500  # of an answer that makes no sense
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
-
-
-class PeerHttpError(PeerError):
-    """A peer answered with an error. `code` is its word for it, empty where it has none."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
 
 
 class Exchange:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from prfaas.clock import Clock
+from prfaas.contracts.openai import Usage
 from prfaas.errors import InputError
 
 TIMEOUT_S = 600.0  # of one request, from its beginning to its last token
@@ -45,16 +46,6 @@ class TimedAnswer:
         return self.moments_s[0] - self.asked_s
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
@@ -62,7 +53,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -154,7 +145,7 @@ class Target:
             answer.prompt_tokens = event.usage.prompt_tokens
             answer.output_tokens = event.usage.completion_tokens
             if event.usage.prompt_tokens_details is not None:
-                answer.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+                answer.cached_tokens = event.usage.cached_tokens
         return None
 
     async def models(self) -> list[dict[str, Any]]:

@@ -17,15 +17,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
 from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, serving
-from prfaas.gateway.request import (
-    GatewayRequest,
-    RequestError,
-    RequestTrace,
-    StreamBroken,
-    Upstream,
-)
+from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.errors import RequestError
 from prfaas.gateway.api.api_keys import Keyring, TenantKey, salt_of
-from prfaas.gateway.request import RequestError
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
-from prfaas.gateway.request import GatewayRequest, RequestError, StreamBroken, Upstream
+from prfaas.gateway.request import GatewayRequest, Upstream
 from tests.gateway.api.fronts import Fronted, OneNode, with_front
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from aiohttp import web
 
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
-from prfaas.gateway.request import StreamBroken
-from prfaas.http_client.client import PeerHttpError, calling
+from prfaas.http_client.client import calling
 from tests.gateway.backs import until
 
 DONE = b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from prfaas.gateway.request import RequestError
+from prfaas.errors import RequestError
 
 _PURPOSE = b"prfaas cache salt"
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.clock import Clock
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import Keyring, salt_of
 from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
@@ -26,7 +26,7 @@ from prfaas.gateway.api.request_log import accounting
 from prfaas.gateway.api.request_schema import Reading, read_chat, read_completion, read_either
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
-from prfaas.gateway.request import Backend, GatewayRequest, RequestError, RequestTrace, StreamBroken
+from prfaas.gateway.request import Backend, GatewayRequest, RequestTrace
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat, is_multimodal
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from prfaas.gateway.request import RequestError
+from prfaas.errors import RequestError
 
 RETRY_S = 1.0
 

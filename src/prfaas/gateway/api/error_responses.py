@@ -7,22 +7,11 @@ import math
 import msgspec
 from aiohttp import web
 
-from prfaas.errors import InputError
-from prfaas.gateway.request import RequestError
+from prfaas.contracts.openai import Error, ErrorBody
+from prfaas.errors import InputError, RequestError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_MESSAGE = 1000  # characters: what a client sent may be quoted, but not all of it
-
-
-class Error(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    error: Error
 
 
 def error_body(refusal: RequestError) -> bytes:

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from prfaas.gateway.api.response_stream import CutShort, Usage
+from prfaas.contracts.openai import Usage
+from prfaas.gateway.api.response_stream import CutShort
 from prfaas.gateway.request import RequestTrace
 
 _STALLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)

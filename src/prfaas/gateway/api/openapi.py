@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from prfaas import __version__
-from prfaas.gateway.api.error_responses import ErrorBody
+from prfaas.contracts.openai import ErrorBody, Usage
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Prompt
-from prfaas.gateway.api.response_stream import Usage
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.request_schema import Reading
 from prfaas.gateway.client.token_ids import TokenIds
-from prfaas.gateway.request import RequestError
 from prfaas.text import Chat, ModelTokenizer
 
 # Rendering and tokenising so little takes well under a millisecond: less than a thread's turn.

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import msgspec
 
 from prfaas.clock import Clock
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.metrics import ApiMetrics, RequestRecord, route_of
-from prfaas.gateway.request import RequestError, StreamBroken
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
 

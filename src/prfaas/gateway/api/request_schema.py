@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.contracts.openai import StreamOptions
 from prfaas.errors import InputError
 from prfaas.gateway.client.token_ids import LIMIT, TokenIds
 from prfaas.schema import prepare
@@ -23,10 +24,6 @@ Ids: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
 T = TypeVar("T")
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,32 +13,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from aiohttp import web
 
+from prfaas.contracts.openai import Usage, UsageField
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.error_responses import error_event
-from prfaas.gateway.request import RequestError, StreamBroken, Upstream
+from prfaas.gateway.request import Upstream
 
 _DONE = b"data: [DONE]"
 # How JSON writers put it. Within a string its quotes would be escaped, so text is never mistaken.
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
-
-
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: CachedTokens | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """None: the engine does not say."""
-        details = self.prompt_tokens_details
-        return details.cached_tokens if details is not None else None
-
-
-class _Used(msgspec.Struct, frozen=True):
-    usage: Usage | None = None
 
 
 class CutShort(NamedTuple):
@@ -46,7 +28,7 @@ class CutShort(NamedTuple):
     reason: str
 
 
-_USED = msgspec.json.Decoder(_Used)
+_USED = msgspec.json.Decoder(UsageField)
 
 
 class _Stream(web.StreamResponse):

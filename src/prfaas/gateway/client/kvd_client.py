@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from prfaas.errors import TransferFailed
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.errors import PeerHttpError, TransferFailed
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.http_api import LONGEST_WAIT_S, AbortReason
 from prfaas.kvd.report import Report

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from prfaas.errors import ConnectionLost
-from prfaas.gateway.request import StreamBroken
-from prfaas.http_client.client import Exchange, HttpClient, PeerHttpError
+from prfaas.contracts.openai import Usage, UsageField
+from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
+from prfaas.http_client.client import Exchange, HttpClient
 
 LOOK_S = 3.0  # for metrics and cards
 PREFILL_S = 600.0
@@ -47,19 +47,6 @@ class Card(NamedTuple):
     model: str
     max_tokens: int | None
     ours: bool  # a `prfaas node`: can also hand off states at boundaries inside a step
-
-
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    completion_tokens: int = 0
-    prompt_tokens_details: CachedTokens | None = None
-
-
-class _Used(msgspec.Struct, frozen=True):
-    usage: Usage | None = None
 
 
 class _PrefillParams(msgspec.Struct, frozen=True):
@@ -116,8 +103,7 @@ class NodeClient:
             code = str(params.error.get("code", ""))
             status = 400 if code == "invalid_request" else 503
             raise PeerHttpError(status, code, str(params.error.get("message") or code))
-        details = answer.usage and answer.usage.prompt_tokens_details
-        return details.cached_tokens if details else None
+        return answer.usage.cached_tokens if answer.usage is not None else None
 
     @asynccontextmanager
     async def answer(
@@ -185,7 +171,7 @@ class Answer:
         """As the engine counts them; where it does not say, one an event."""
         data = self._last.removeprefix(b"data:")
         try:
-            usage = msgspec.json.decode(data, type=_Used).usage
+            usage = msgspec.json.decode(data, type=UsageField).usage
         except msgspec.MsgspecError:
             usage = None
         return self._events if usage is None else usage.completion_tokens

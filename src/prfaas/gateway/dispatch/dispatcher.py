@@ -19,7 +19,7 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, PeerError
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.node_client import Answer, NodeClient
 from prfaas.gateway.dispatch.attempts import Attempts
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -27,9 +27,9 @@ from prfaas.gateway.dispatch.booking import Booking
 from prfaas.gateway.dispatch.handoff import Failed, HandOff, Later, refused_by
 from prfaas.gateway.dispatch.retry_budget import RetryBudget
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.request import Request
 
 _LOG = logging.getLogger(__name__)
