@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
-from prfaas.http_client.client import HttpClient, calling
+from prfaas.http_client.client import HttpClient, open_client
 from tests.gateway.backs import until
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -84,15 +84,19 @@ async def talking(*answers: Sequence[bytes], closes: bool = False) -> AsyncItera
         yield peer
 
 
-async def read(calls: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> bytes:
-    return await calls.read("GET", f"{peer.url}/x", timeout_s)
+async def read(http: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> bytes:
+    return await http.request("GET", f"{peer.url}/x", timeout_s=timeout_s)
 
 
 def test_a_request_on_the_wire() -> None:
     async def main() -> None:
-        async with talking([HELLO]) as peer, calling("secret") as calls:
-            answer = await calls.read(
-                "POST", f"{peer.url}/v1/a?b=1", 20, b"{}", {"X-Request-Id": "7"}
+        async with talking([HELLO]) as peer, open_client("secret") as http:
+            answer = await http.request(
+                "POST",
+                f"{peer.url}/v1/a?b=1",
+                timeout_s=20,
+                body=b"{}",
+                headers={"X-Request-Id": "7"},
             )
             assert answer == b"hello"
             host = peer.url.removeprefix("http://")
@@ -124,17 +128,20 @@ def test_however_an_answer_is_framed_and_cut(
     pieces = [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
     async def main() -> None:
-        async with talking(pieces, closes=framing == "until the end") as peer, calling() as calls:
-            assert await read(calls, peer) == body
+        async with (
+            talking(pieces, closes=framing == "until the end") as peer,
+            open_client() as http,
+        ):
+            assert await read(http, peer) == body
 
     asyncio.run(main())
 
 
 def test_connections_are_used_again() -> None:
     async def main() -> None:
-        async with talking(*[[HELLO]] * 4) as peer, calling() as calls:
+        async with talking(*[[HELLO]] * 4) as peer, open_client() as http:
             for _ in range(3):
-                assert await read(calls, peer) == b"hello"
+                assert await read(http, peer) == b"hello"
             assert peer.connections == 1
 
     asyncio.run(main())
@@ -149,10 +156,10 @@ def test_connections_are_used_again() -> None:
 )
 def test_connections_that_are_not(first: bytes) -> None:
     async def main() -> None:
-        async with talking([first], [HELLO]) as peer, calling() as calls:
-            assert await read(calls, peer) == b"hello"
+        async with talking([first], [HELLO]) as peer, open_client() as http:
+            assert await read(http, peer) == b"hello"
             await until(lambda: peer.open == 0)
-            assert await read(calls, peer) == b"hello"
+            assert await read(http, peer) == b"hello"
             assert peer.connections == 2
 
     asyncio.run(main())
@@ -162,8 +169,8 @@ def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_S", 0.01)
 
     async def main() -> None:
-        async with talking([HELLO]) as peer, calling() as calls:
-            await read(calls, peer)
+        async with talking([HELLO]) as peer, open_client() as http:
+            await read(http, peer)
             await until(lambda: peer.open == 0)
 
     asyncio.run(main())
@@ -172,8 +179,8 @@ def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hints_before_the_answer_are_passed_over() -> None:
     async def main() -> None:
         hint = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-        async with talking([hint, HELLO]) as peer, calling() as calls:
-            assert await read(calls, peer) == b"hello"
+        async with talking([hint, HELLO]) as peer, open_client() as http:
+            assert await read(http, peer) == b"hello"
 
     asyncio.run(main())
 
@@ -185,16 +192,16 @@ def test_hints_before_the_answer_are_passed_over() -> None:
         ([OK], True, "closed by the peer"),
         ([HELLO[:-1]], True, "closed by the peer"),
         ([OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"], True, "closed by the peer"),
-        ([b"220 mail.example.org ESMTP\r\n"], False, "does not speak HTTP"),
-        ([], False, "no answer in time"),
-        ([HELLO[:-1]], False, "no answer in time"),
+        ([b"220 mail.example.org ESMTP\r\n"], False, "is not HTTP"),
+        ([], False, "no response in time"),
+        ([HELLO[:-1]], False, "no response in time"),
     ],
 )
 def test_an_answer_that_does_not_come(pieces: list[bytes], closes: bool, said: str) -> None:
     async def main() -> None:
-        async with talking(pieces, closes=closes) as peer, calling() as calls:
+        async with talking(pieces, closes=closes) as peer, open_client() as http:
             with pytest.raises(ConnectionLost, match=said):
-                await read(calls, peer, timeout_s=20.0 if "time" not in said else 0.05)
+                await read(http, peer, timeout_s=20.0 if "time" not in said else 0.05)
             await until(lambda: peer.open == 0)
 
     asyncio.run(main())
@@ -216,16 +223,16 @@ def test_silence_is_bounded_and_speech_is_not() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, MovedLoop)
         took.extend(asyncio.Event() for _ in range(pieces))
-        async with serving(speak) as url, calling() as calls:
-            async with await calls.send("GET", url, silence_s=bound_s) as exchange:
-                await exchange.accepted()
+        async with serving(speak) as url, open_client() as http:
+            async with await http.send("GET", url, silence_s=bound_s) as exchange:
+                await exchange.check_status()
                 for taken in took:
-                    assert await exchange.more() == b"a"
+                    assert await exchange.read_some() == b"a"
                     loop.move(0.6 * bound_s)
                     taken.set()
                 loop.move(bound_s)
-                with pytest.raises(ConnectionLost, match="no answer in time"):
-                    await exchange.more()
+                with pytest.raises(ConnectionLost, match="no response in time"):
+                    await exchange.read_some()
 
     with asyncio.Runner(loop_factory=MovedLoop) as runner:
         runner.run(main())
@@ -259,29 +266,29 @@ def test_who_does_not_read_holds_the_peer_back() -> None:
         await writer.wait_closed()
 
     async def main() -> None:
-        async with serving(pour) as url, calling() as calls:
-            async with await calls.send("GET", url, silence_s=20) as exchange:
-                await exchange.accepted()
+        async with serving(pour) as url, open_client() as http:
+            async with await http.send("GET", url, silence_s=20) as exchange:
+                await exchange.check_status()
                 before = -1
                 while before != sent:  # until it is held back
                     before = sent
                     await asyncio.sleep(0.1)
                 assert sent < total
-                assert len(await exchange.rest()) == total
+                assert len(await exchange.read_rest()) == total
 
     asyncio.run(main())
 
 
 def test_who_stops_reading_ends_the_connection() -> None:
     async def main() -> None:
-        async with talking([HELLO[:-1]], [HELLO]) as peer, calling() as calls:
-            reading = asyncio.create_task(read(calls, peer))
+        async with talking([HELLO[:-1]], [HELLO]) as peer, open_client() as http:
+            reading = asyncio.create_task(read(http, peer))
             await until(lambda: bool(peer.requests))
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
             await until(lambda: peer.open == 0)
-            assert await read(calls, peer) == b"hello"
+            assert await read(http, peer) == b"hello"
 
     asyncio.run(main())
 
@@ -292,12 +299,15 @@ def test_errors_in_both_shapes() -> None:
         problem = b'{"code":"gone","message":"it was here"}'
         for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", "")):
             answer = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b"
-            async with talking([answer % (len(body), body)], [HELLO]) as peer, calling() as calls:
+            async with (
+                talking([answer % (len(body), body)], [HELLO]) as peer,
+                open_client() as http,
+            ):
                 with pytest.raises(PeerHttpError) as said:
-                    await read(calls, peer)
+                    await read(http, peer)
                 assert (said.value.status, said.value.code) == (503, code)
                 assert said.value.retry_after_s == 7
-                assert await read(calls, peer) == b"hello"
+                assert await read(http, peer) == b"hello"
                 assert peer.connections == 1, "an error that was read leaves the connection whole"
 
     asyncio.run(main())
@@ -318,17 +328,19 @@ def test_errors_in_both_shapes() -> None:
 )
 def test_urls_that_lead_nowhere(url: str) -> None:
     async def main() -> None:
-        async with calling() as calls:
+        async with open_client() as http:
             with pytest.raises(ConnectionLost):
-                await calls.read("GET", url, 20)
+                await http.request("GET", url, timeout_s=20)
 
     asyncio.run(main())
 
 
 def test_a_header_is_one_line() -> None:
     async def main() -> None:
-        async with talking([HELLO]) as peer, calling() as calls:
+        async with talking([HELLO]) as peer, open_client() as http:
             with pytest.raises(ValueError, match="X-Request-Id"):
-                await calls.read("GET", peer.url, 20, b"", {"X-Request-Id": "a\r\nHost: b"})
+                await http.request(
+                    "GET", peer.url, timeout_s=20, headers={"X-Request-Id": "a\r\nHost: b"}
+                )
 
     asyncio.run(main())

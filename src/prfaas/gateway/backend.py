@@ -31,7 +31,7 @@ from prfaas.gateway.planning.replication import Replication
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import pace_metric, shown_explanation, shown_plan, shown_state
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
@@ -127,7 +127,7 @@ async def running(
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
-        calls = await stack.enter_async_context(calling(options.node_key))
+        calls = await stack.enter_async_context(open_client(options.node_key))
         # Ended last, before the connections close: what is ended earlier still starts calls.
         errands = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -3,6 +3,9 @@
 Knows nothing of load or of what is served: a body goes out, a `TimedAnswer` comes back. Never
 raises for what a server or the network does; the answer then says in few words what went wrong, so
 that equal failures can be counted.
+
+This client uses aiohttp, not `prfaas.http_client`: it sends load to any OpenAI server, over TLS as
+well, and must not share code with the processes that it measures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from tests.gateway.backs import until
 
 DONE = b"data: [DONE]\n\n"
@@ -51,8 +51,8 @@ async def serving(
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
-        async with calling() as calls:
-            yield NodeClient(calls, f"http://{host}:{port}/")
+        async with open_client() as http:
+            yield NodeClient(http, f"http://{host}:{port}/")
     finally:
         await runner.cleanup()
 
@@ -163,7 +163,7 @@ def test_what_is_no_stream_comes_in_one_piece() -> None:
         async with node(body[:5], body[5:]) as client:
             async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
                 assert [parts async for parts in answer.events()] == [[body]]
-                assert answer.whole and answer.output_tokens == 3
+                assert answer.complete and answer.output_tokens == 3
 
     asyncio.run(main())
 

@@ -204,7 +204,7 @@ class HandOff:
         )
         answered = partial(self._answered, story, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(answered)
-        committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
+        committing = self._errands.run(self._kvd.wait_committed(grant.transfer_id), PREFILL_S)
         waiting: set[asyncio.Future[Any]] = {prefilling, committing}
         try:
             while not committing.done():
