@@ -269,7 +269,7 @@ async def test_cancelling_a_request_closes_the_connection() -> None:
 async def test_errors_in_both_formats() -> None:
     openai = b'{"error":{"message":"no","code":"full","param":"prompt"}}'
     problem = b'{"code":"gone","message":"it was here"}'
-    for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", "")):
+    for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", ""), (b'"\xff"', "")):
         answer = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b"
         async with talking([answer % (len(body), body)], [HELLO]) as peer, open_client() as http:
             with pytest.raises(PeerHttpError) as error:
@@ -291,6 +291,7 @@ async def test_errors_in_both_formats() -> None:
         "http://127.0.0.1:1/a\r\nX: y",
         "http://[::1/x",
         "http://127.0.0.1:1/",  # no process listens
+        "http://a..b/",  # IDNA refuses the host name
     ],
 )
 async def test_urls_without_a_peer(url: str) -> None:
@@ -305,3 +306,12 @@ async def test_a_header_is_one_line() -> None:
             await http.request(
                 "GET", peer.url, timeout_s=20, headers={"X-Request-Id": "a\r\nHost: b"}
             )
+
+
+@pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"{}", b"<html>"])
+async def test_a_response_that_is_not_the_expected_json(body: bytes) -> None:
+    whole = OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with talking([whole]) as peer, open_client() as http:
+        with pytest.raises(PeerHttpError, match="unexpected response") as error:
+            await http.request_json("GET", peer.url, list[int], timeout_s=20)
+        assert error.value.status == 502

@@ -21,6 +21,7 @@ from prfaas.http_client.connection_pool import ConnectionPool, header
 # the server is just closing fails, and the client cannot tell whether the server acted on it.
 IDLE_S = 4.0
 _SHOWN_CHARS = 500  # of a response that cannot be decoded
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ def _split(url: str) -> tuple[str, str]:
 def _decoded(data: bytes, kind: type[T], url: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except _NOT_JSON as error:
         shown = data[:_SHOWN_CHARS].decode(errors="replace")
         raise PeerHttpError(
             502, "", f"{url} sent an unexpected response ({error}): {shown}"
@@ -154,7 +155,7 @@ def _peer_error(connection: Connection, data: bytes) -> PeerHttpError:
     """Nodes and gateways send OpenAI's error body, {"error": {...}}; kvds send a `Problem`."""
     try:
         body: Any = msgspec.json.decode(data)
-    except msgspec.MsgspecError:
+    except _NOT_JSON:
         body = None
     error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict):

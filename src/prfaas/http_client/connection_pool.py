@@ -46,7 +46,7 @@ class ConnectionPool:
                 )
         except TimeoutError:
             raise ConnectionLost(f"{self._url}: not connected in time") from None
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA refuses
             raise ConnectionLost(f"{self._url}: {error}") from None
         self._open.add(connection)
         return connection
