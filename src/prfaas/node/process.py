@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-import aiohttp
 from aiohttp import web
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.host import NodeTimeouts
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
+from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.node.event_follower import EventFollower, Learner
 from prfaas.node.events import Announcer
@@ -25,7 +25,6 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.publisher import publishing
 from prfaas.node.request_runner import serving
 from prfaas.node.server import Model, Surface
-from prfaas.security.deployment_key import bearer
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -92,10 +91,8 @@ async def run_node(
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listening).start()
         if kvd.url is not None:
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(headers=bearer(kvd.key))
-            )
-            follower = EventFollower(session, kvd.url, settings.timeouts.event_poll_s)
+            http = await stack.enter_async_context(open_client(kvd.key))
+            follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)
         await stop.wait()

@@ -1,4 +1,4 @@
-"""A front in a process of its own, so that its memory can be watched: `python -m ...child`."""
+"""The API server as a separate process, whose memory tests can measure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import asyncio
 import sys
 
 from prfaas.engine.emulated.pace import Scales
-from tests.gateway.api.fronts import api_server
+from tests.gateway.api.api_server import api_server
 
 
 async def main(body_mb: float, patience_s: float) -> None:
-    limits = {"max_body_mb": body_mb, "max_bodies_mb": 4 * body_mb, "body_s": patience_s}
+    limits = {
+        "max_body_mb": body_mb,
+        "max_bodies_mb": 4 * body_mb,
+        "timeouts": {"body_s": patience_s},
+    }
     async with api_server(scales=Scales(time=1e-6), timeout_s=None, **limits) as server:
         print(f"serving at {server.url}", flush=True)  # noqa: T201
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
