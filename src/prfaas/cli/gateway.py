@@ -84,7 +84,6 @@ def gateway(
         words=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
         keys=[_tenant_key(key, file) for key in section.keys],
         back=BackendOptions(record=record, node_key=kvd_key),
-        drain_s=section.timeouts.drain_s,
     )
     problem = Study(file, "exact").problem(deployment)
     # Threads parse and hash long prompts. The event loop releases the interpreter lock with every

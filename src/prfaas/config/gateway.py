@@ -65,6 +65,11 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_plan_s: Amount = 5.0
     """Longest wait for the nodes of the deployment file before the first plan."""
 
+    @property
+    def open_s(self) -> float:
+        """Time to open a transfer, connecting included."""
+        return 2 * self.kvd_call_s
+
 
 class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The OpenAI endpoint of a deployment (`prfaas gateway`)."""
@@ -96,3 +101,6 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_bodies_mb: Amount = 1024.0
     """Bodies of all requests in flight together, in 10^6 bytes."""
     timeouts: GatewayTimeouts = GatewayTimeouts()
+
+
+DEFAULTS = GatewaySection()

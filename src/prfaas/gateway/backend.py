@@ -127,7 +127,9 @@ async def running(
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
-        calls = await stack.enter_async_context(open_client(options.node_key))
+        calls = await stack.enter_async_context(
+            open_client(options.node_key, deployment.gateway.timeouts.connect_s)
+        )
         # Ended last, before the connections close: what is ended earlier still starts calls.
         errands = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -42,7 +42,6 @@ class GatewayOptions:
     words: ModelTokenizer | None = None
     keys: Sequence[TenantKey] = ()
     back: BackendOptions = BackendOptions()
-    drain_s: float = 30.0  # how long answers under way may take after a SIGTERM
 
 
 async def run_gateway(
@@ -105,7 +104,7 @@ async def serving(
             lingering_time=LINGER_S,
             # aiohttp waits this long twice: once for the answers under way, and once more after it
             # has refused the rest of the bodies that are still arriving.
-            shutdown_timeout=max(options.drain_s / 2, SHORTEST_DRAIN_S),
+            shutdown_timeout=max(section.timeouts.drain_s / 2, SHORTEST_DRAIN_S),
         )
         await runner.setup()
         try:

@@ -15,7 +15,7 @@ import msgspec
 
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client.connection import Connection
-from prfaas.http_client.connection_pool import ConnectionPool, header
+from prfaas.http_client.connection_pool import CONNECT_S, ConnectionPool, header
 
 # Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
 # the server is just closing fails, and the client cannot tell whether the server acted on it.
@@ -59,9 +59,10 @@ class Exchange:
 
 
 class HttpClient:
-    def __init__(self, key: str | None = None) -> None:
+    def __init__(self, key: str | None = None, connect_s: float = CONNECT_S) -> None:
         """Every request carries `key` as its bearer token."""
         self._key = key
+        self._connect_s = connect_s
         self._pools: dict[str, ConnectionPool] = {}
 
     async def request_json(
@@ -108,7 +109,7 @@ class HttpClient:
         root, target = _split(url)
         pool = self._pools.get(root)
         if pool is None:
-            pool = self._pools[root] = ConnectionPool(root, self._key)
+            pool = self._pools[root] = ConnectionPool(root, self._key, self._connect_s)
         head = f"{method} {target} HTTP/1.1\r\n{pool.headers}"
         for name, value in headers.items():
             head += header(name, value)
@@ -124,9 +125,11 @@ class HttpClient:
 
 
 @asynccontextmanager
-async def open_client(key: str | None = None) -> AsyncIterator[HttpClient]:
+async def open_client(
+    key: str | None = None, connect_s: float = CONNECT_S
+) -> AsyncIterator[HttpClient]:
     """A client whose connections are closed at the end of the block."""
-    client = HttpClient(key)
+    client = HttpClient(key, connect_s)
     try:
         yield client
     finally:

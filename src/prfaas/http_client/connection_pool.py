@@ -6,14 +6,15 @@ import asyncio
 import ssl
 from urllib.parse import urlsplit
 
+from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import ConnectionLost
 from prfaas.http_client.connection import Connection
 
-CONNECT_S = 3.0
+CONNECT_S = DEFAULTS.timeouts.connect_s
 
 
 class ConnectionPool:
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, connect_s: float = CONNECT_S) -> None:
         """Every request carries `key` as its bearer token."""
         try:
             parts = urlsplit(url)
@@ -23,6 +24,7 @@ class ConnectionPool:
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConnectionLost(f"{url!r} is not the URL of a peer, such as http://HOST:PORT")
         self._url = url
+        self._connect_s = connect_s
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -37,7 +39,7 @@ class ConnectionPool:
         if self._idle:
             return self._idle.pop()  # the latest: the others reach their idle timeout and close
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(self._connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self._url, self._idle.append, self._forget),
                     self._host,

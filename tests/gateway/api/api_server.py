@@ -46,7 +46,7 @@ def deployment(**section: Any) -> Deployment:
                     **{"gpus": 16, "gpus_per_instance": 8},
                 }
             ],
-            "gateway": section,
+            "gateway": {**section, "timeouts": {"drain_s": 0.1, **section.get("timeouts", {})}},
         },
         "deployment.toml",
     )
@@ -161,7 +161,7 @@ async def api_server(
         aiohttp.ClientSession() as http,
     ):
         backend = OneNode(node)
-        options = GatewayOptions(words=tokenizer, keys=keys, drain_s=0.1)
+        options = GatewayOptions(words=tokenizer, keys=keys)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(**section), backend, options, MonotonicClock(), listening
