@@ -8,7 +8,7 @@ from aiohttp import web
 
 from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError
-from prfaas.measure.client import TimedAnswer, connect
+from prfaas.measure.client import TimedResponse, connect
 from tests.measure.servers import DONE, Handler, event, serving, stream, token
 
 USAGE = event(
@@ -21,8 +21,8 @@ USAGE = event(
 )
 
 
-def asked(handler: Handler, **options: Any) -> TimedAnswer:
-    async def run() -> TimedAnswer:
+def asked(handler: Handler, **options: Any) -> TimedResponse:
+    async def run() -> TimedResponse:
         async with serving(handler) as url:
             async with connect(url, MonotonicClock(), **options) as target:
                 return await target.complete(b"{}")
@@ -112,7 +112,7 @@ def test_an_answer_that_is_no_stream_and_a_name_of_ones_own() -> None:
         named = {"X-Request-Id": request.headers["X-Request-Id"]}
         return web.json_response(whole, headers=named)
 
-    async def run() -> TimedAnswer:
+    async def run() -> TimedResponse:
         async with serving(handler) as url, connect(url, MonotonicClock()) as target:
             return await target.complete(b"{}", request_id="mine")
 

@@ -16,9 +16,9 @@ from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.engine.profiling import Measured
 from prfaas.errors import InputError
-from prfaas.measure.client import Target, TimedAnswer, connect
+from prfaas.measure.client import Target, TimedResponse, connect
 from prfaas.measure.http_profile import HttpProfiler
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.prompts import PromptGenerator
 from tests.node.hosts import Process
 
 BLOCK = 64
@@ -59,7 +59,7 @@ class Timetable:
     async def round_trip_s(self) -> float:
         return ROUND_TRIP_S
 
-    async def complete(self, body: bytes) -> TimedAnswer:
+    async def complete(self, body: bytes) -> TimedResponse:
         fields = msgspec.json.decode(body)
         ids, steps = fields["prompt"], fields["max_tokens"]
         cached = max((common(ids, kept) for kept in self._kept), default=0)
@@ -72,7 +72,7 @@ class Timetable:
         await asyncio.sleep(0)
         self._running -= 1
         moments_s = [first_s + step * step_s for step in range(steps)]
-        return TimedAnswer(0.0, moments_s, cached_tokens=cached)
+        return TimedResponse(0.0, moments_s, cached_tokens=cached)
 
 
 def common(ids: list[int], kept: list[int]) -> int:
@@ -83,7 +83,7 @@ def common(ids: list[int], kept: list[int]) -> int:
 
 async def profiled(target: Target, cached: list[int]) -> Measured:
     profiler = HttpProfiler(
-        target, Prompts(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
+        target, PromptGenerator(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
     )
     told: list[int] = []
     measured = await profiler.measured(told.append)

@@ -9,7 +9,7 @@ import pytest
 
 from prfaas.errors import InputError
 from prfaas.kvd.transfers.prefix_pull import Pull
-from prfaas.security.deployment_key import bearer, read_key
+from prfaas.security.deployment_key import bearer, read_deployment_key
 from prfaas.types import OpenTransfer
 from tests.kvd.hosts import COMPAT, begun, fill, kvd, names, prompt_of
 
@@ -61,10 +61,10 @@ def test_kvds_show_it_to_each_other(tmp_path: Path, source_key: str) -> None:
 def test_a_key_is_one_line_that_cannot_be_guessed(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert read_key(file) == KEY
+    assert read_deployment_key(file) == KEY
     for text in ("", "short", "two words of one key", f"{KEY}\n{KEY}", "not-ascii-ключ-ключ"):
         file.write_text(text)
         with pytest.raises(InputError, match="is no key"):
-            read_key(file)
+            read_deployment_key(file)
     with pytest.raises(InputError, match="no such file"):
-        read_key(tmp_path / "nowhere")
+        read_deployment_key(tmp_path / "nowhere")

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from prfaas.config.address import Address
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import Link, LinkOptions, Transfer
+from prfaas.transport.link import LinkOptions, Transfer, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.types import Grant, LinkStats
@@ -75,7 +75,9 @@ def expect(listener: Listener, contents: dict[str, bytes], owner: Owner) -> Gran
     return grant
 
 
-def send(link: Link, grant: Grant, contents: dict[str, bytes], *, priority: int = 0) -> Transfer:
+def send(
+    link: TransferLink, grant: Grant, contents: dict[str, bytes], *, priority: int = 0
+) -> Transfer:
     transfer = link.open(grant, {n: len(c) for n, c in contents.items()}, priority=priority)
     transfer.ready_all({name: [memoryview(content)] for name, content in contents.items()})
     return transfer
@@ -126,7 +128,10 @@ def slow_path_is_measured(
     relay = Relay(
         Address("127.0.0.1", 0), Address(*listener.address), Conditions(rate_bps=500_000.0)
     )
-    with closing(relay.start()), Link(tuple(relay.address), options=options, tls=tls) as link:
+    with (
+        closing(relay.start()),
+        TransferLink(tuple(relay.address), options=options, tls=tls) as link,
+    ):
         transfer = send(link, expect(listener, contents, Owner()), contents)
         known: list[LinkStats] = []
 

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.types import Grant
 from tests.transport.ends import Owner
@@ -33,7 +33,7 @@ def send(host: str, port: str, grant: str, nbytes: str) -> None:
     """Sends half of its only segment's bytes, as two segments, and then waits to be killed."""
     half = int(nbytes) // 2
     options = LinkOptions(connections=2, frame_bytes=64 << 10, quantum_bytes=64 << 10)
-    with Link((host, int(port)), options=options) as link:
+    with TransferLink((host, int(port)), options=options) as link:
         transfer = link.open(
             msgspec.json.decode(grant, type=Grant), {"first": half, "second": half}
         )

@@ -18,14 +18,14 @@ import pytest
 from prfaas.errors import TransferFailed
 from prfaas.testing import FakeClock
 from prfaas.transport.grants import new_grant, transfer_key
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.messages import HELLO, Ended, Manifest, ManifestSegment, decode, encode
 from prfaas.transport.wire import (
     Decoder,
     Frame,
     Kind,
-    Piece,
+    SegmentPiece,
     auth_of,
     encode_data,
     encode_message,
@@ -66,7 +66,7 @@ def bystander(listener: Listener) -> Iterator[None]:
     """Another transfer to the same receiver, half before and half after the fault."""
     contents, owner = segments(500_000, 500_000, seed=9), Owner()
     first, second = contents
-    with Link(listener.address, options=FRAMES) as link:
+    with TransferLink(listener.address, options=FRAMES) as link:
         transfer = link.open(expect(listener, contents, owner), dict.fromkeys(contents, 500_000))
         transfer.ready(first, memoryview(contents[first]))
         yield
@@ -87,7 +87,7 @@ def listener() -> Iterator[Listener]:
 def delivered(listener: Listener, address: tuple[str, int]) -> Owner:
     """Sends CONTENTS by way of `address`; the owner it must have arrived at, unchanged."""
     owner = Owner()
-    with Link(address, options=FRAMES) as link:
+    with TransferLink(address, options=FRAMES) as link:
         send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
     assert owner.wait() is None
     assert owner.memory == CONTENTS
@@ -121,7 +121,7 @@ def test_nothing_comes_back_and_the_transfer_fails_in_time(listener: Listener) -
     grant = expect(listener, CONTENTS, owner)
     with Proxy(listener.address, forward=lambda _, seen, d: None if seen > 300_000 else d) as proxy:
         address = proxy.address
-        link = Link(address, options=IMPATIENT)
+        link = TransferLink(address, options=IMPATIENT)
         transfer = send(link, grant, CONTENTS)
     with link:  # every connection is cut now, and the port is gone
         with pytest.raises(TransferFailed, match="nothing acknowledged|not opened"):
@@ -166,7 +166,7 @@ def test_an_arena_is_not_read_after_the_transfer_is_given_up(listener: Listener)
 
     owner, contents = Owner(), {"s0": b"a" * 4_000_000}
     with Proxy(listener.address, backward=None, forward=hold) as proxy:
-        with on_file(contents) as slices, Link(proxy.address, options=FRAMES) as link:
+        with on_file(contents) as slices, TransferLink(proxy.address, options=FRAMES) as link:
             grant = expect(listener, contents, owner)
             transfer = link.open(grant, {"s0": 4_000_000})
             transfer.ready_all(slices)
@@ -203,7 +203,7 @@ def test_an_arenas_bytes_over_connections_that_are_cut(listener: Listener) -> No
 
     owner = Owner()
     with Proxy(listener.address, forward=cut_each) as proxy, on_file(CONTENTS) as slices:
-        with Link(proxy.address, options=FRAMES) as link:
+        with TransferLink(proxy.address, options=FRAMES) as link:
             sizes = {name: len(content) for name, content in CONTENTS.items()}
             transfer = link.open(expect(listener, CONTENTS, owner), sizes)
             transfer.ready_all(slices)
@@ -234,7 +234,7 @@ def test_the_receiver_is_killed() -> None:
             process.stdin.flush()
             assert process.stdout.readline() == "expected\n"
             clock = FakeClock()
-            with Link((host, int(port)), options=FRAMES, clock=clock) as link:
+            with TransferLink((host, int(port)), options=FRAMES, clock=clock) as link:
                 transfer = link.open(grant, {n: len(c) for n, c in CONTENTS.items()})
                 first = next(iter(CONTENTS))
                 transfer.ready(first, memoryview(CONTENTS[first]))
@@ -277,7 +277,7 @@ def test_the_sender_is_killed() -> None:
 def test_a_port_nobody_listens_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    with nothing_leaks(), Link(address, options=IMPATIENT) as link:
+    with nothing_leaks(), TransferLink(address, options=IMPATIENT) as link:
         transfer = send(link, grant_for(CONTENTS), CONTENTS)
         with pytest.raises(TransferFailed, match="not opened within 5 s.*Connection refused"):
             transfer.done.result(PATIENCE_S)
@@ -299,7 +299,7 @@ def test_a_server_that_is_not_ours(words: bytes) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=serve, args=(server,), daemon=True)
             thread.start()
-            with Link(server.getsockname(), options=IMPATIENT) as link:
+            with TransferLink(server.getsockname(), options=IMPATIENT) as link:
                 transfer = send(link, grant_for(CONTENTS), CONTENTS)
                 reason = "not this protocol" if words else "does not answer HELLO"
                 with pytest.raises(TransferFailed, match=reason):
@@ -377,7 +377,7 @@ def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
     grant = grant_for(CONTENTS)
     listener.expect(grant, Owner())
     key = transfer_key(grant.transfer_id)
-    piece = Piece(0, 0, 0, 10, 10)
+    piece = SegmentPiece(0, 0, 0, 10, 10)
     for transfer_id, auth in ((bytes(16), bytes(16)), (key, auth_of("guess"))):
         for frame in (
             encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=transfer_id, auth=auth),
@@ -414,7 +414,10 @@ def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
 
 def test_data_that_breaks_the_manifest(listener: Listener) -> None:
     contents = {"s0": b"x" * 10}
-    for piece, payload in ((Piece(1, 0, 0, 10, 10), b"x" * 10), (Piece(0, 0, 5, 5, 5), b"x" * 5)):
+    for piece, payload in (
+        (SegmentPiece(1, 0, 0, 10, 10), b"x" * 10),
+        (SegmentPiece(0, 0, 5, 5, 5), b"x" * 5),
+    ):
         grant, owner = grant_for(contents), Owner()
         listener.expect(grant, owner)
         key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
@@ -436,7 +439,12 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
     listener.expect(grant, owner)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frame = encode_data(
-        [Piece(0, 0, 0, 10, 10)], [b"x" * 10], sequence=5, transfer_id=key, auth=auth, checked=True
+        [SegmentPiece(0, 0, 0, 10, 10)],
+        [b"x" * 10],
+        sequence=5,
+        transfer_id=key,
+        auth=auth,
+        checked=True,
     )
     data = bytes(frame) + b"x" * 10
     with Raw(listener) as peer:
@@ -460,7 +468,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frames = []
     for index in range(2):
-        pieces, payload = [Piece(index, 0, 0, 100, 100)], [b"x" * 100]
+        pieces, payload = [SegmentPiece(index, 0, 0, 100, 100)], [b"x" * 100]
         head = encode_data(
             pieces, payload, sequence=index, transfer_id=key, auth=auth, checked=True
         )
@@ -491,7 +499,7 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
     holder = Raw(listener)
     holder.send(encode_message(Kind.OPEN, encode(manifest(100_000)), transfer_id=key, auth=auth))
     assert holder.answer().header.kind is Kind.OPENED
-    piece = Piece(0, 0, 0, 64 << 10, 64 << 10)
+    piece = SegmentPiece(0, 0, 0, 64 << 10, 64 << 10)
     payload = contents["s0"][: 64 << 10]
     head = encode_data([piece], [payload], sequence=0, transfer_id=key, auth=auth, checked=True)
     holder.send(bytes(head) + payload[:1000])  # and no more
@@ -499,7 +507,7 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
         peer.send(b"PFK")
     delivered(listener, listener.address)
     # The half-written piece is free again once its writer has been silent for too long.
-    with Link(listener.address, options=FRAMES) as link:
+    with TransferLink(listener.address, options=FRAMES) as link:
         transfer = link.open(grant, {"s0": 100_000})
         transfer.ready("s0", memoryview(contents["s0"]))
         transfer.done.result(PATIENCE_S)

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prfaas.errors import WireError
 from prfaas.transport.grants import new_grant
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
-from prfaas.transport.receiver_transfer import Claims, ReceiverTransfer, State
-from prfaas.transport.wire import Piece
+from prfaas.transport.receiver_transfer import Claims, ReceiverTransfer, TransferState
+from prfaas.transport.wire import SegmentPiece
 
 QUANTUM = 4096
 
@@ -35,9 +35,9 @@ def incoming(sizes: list[int], buffers: list[list[memoryview]] | None = None) ->
     return transfer
 
 
-def pieces_of(sizes: list[int]) -> list[Piece]:
+def pieces_of(sizes: list[int]) -> list[SegmentPiece]:
     return [
-        Piece(i, 0, at, min(QUANTUM, n - at), min(QUANTUM, n - at))
+        SegmentPiece(i, 0, at, min(QUANTUM, n - at), min(QUANTUM, n - at))
         for i, n in enumerate(sizes)
         for at in range(0, n, QUANTUM)
     ]
@@ -61,16 +61,16 @@ class Receiving(RuleBasedStateMachine):
         ]
         self.transfer = incoming(sizes, views)
         self.all = pieces_of(sizes)
-        self.writing: list[tuple[list[Piece], Claims]] = []
-        self.verified: set[Piece] = set()
+        self.writing: list[tuple[list[SegmentPiece], Claims]] = []
+        self.verified: set[SegmentPiece] = set()
         self.complete = False
 
-    def pieces_of(self, claims: Claims) -> set[Piece]:
+    def pieces_of(self, claims: Claims) -> set[SegmentPiece]:
         return {self.all[quantum] for quantum in claims.mine}  # in the manifest's order
 
     @rule(data=st.data())
     def claim(self, data: st.DataObject) -> None:
-        if self.transfer.state is not State.OPEN:
+        if self.transfer.state is not TransferState.OPEN:
             return
         pieces = data.draw(st.lists(st.sampled_from(self.all), min_size=1, max_size=4, unique=True))
         claims = self.transfer.claim(pieces)
@@ -92,9 +92,11 @@ class Receiving(RuleBasedStateMachine):
                 view[:] = source if intact else bytes(len(source))
                 at += view.nbytes
         done = self.transfer.settle(claims, verified=intact)
-        if intact and self.transfer.state is State.OPEN:
+        if intact and self.transfer.state is TransferState.OPEN:
             self.verified |= self.pieces_of(claims)
-        assert done == (len(self.verified) == len(self.all) and self.transfer.state is State.OPEN)
+        assert done == (
+            len(self.verified) == len(self.all) and self.transfer.state is TransferState.OPEN
+        )
         if done:
             self.transfer.end(Ended(True))
             self.complete = True
@@ -120,7 +122,7 @@ class Receiving(RuleBasedStateMachine):
         may = self.transfer.may_tell_owner()
         if may:
             assert not self.writing
-            assert self.transfer.state is State.ENDED
+            assert self.transfer.state is TransferState.ENDED
             assert not self.transfer.may_tell_owner()
 
     def teardown(self) -> None:
@@ -135,17 +137,17 @@ TestReceiving = Receiving.TestCase
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece(2, 0, 0, 10, 10), "segment 2 of 2"),
-        (Piece(0, 0, 1, QUANTUM, QUANTUM), "offset 1"),
-        (Piece(0, 0, 2 * QUANTUM, 1, 1), "offset 8192 of a segment of 5000"),
-        (Piece(0, 0, QUANTUM, 905, 905), "a piece of 905 bytes at 4096"),
-        (Piece(0, 0, 0, 5, 5), "a piece of 5 bytes at 0"),
-        (Piece(1, 0, 2**63, 1, 1), "offset"),
+        (SegmentPiece(2, 0, 0, 10, 10), "segment 2 of 2"),
+        (SegmentPiece(0, 0, 1, QUANTUM, QUANTUM), "offset 1"),
+        (SegmentPiece(0, 0, 2 * QUANTUM, 1, 1), "offset 8192 of a segment of 5000"),
+        (SegmentPiece(0, 0, QUANTUM, 905, 905), "a piece of 905 bytes at 4096"),
+        (SegmentPiece(0, 0, 0, 5, 5), "a piece of 5 bytes at 0"),
+        (SegmentPiece(1, 0, 2**63, 1, 1), "offset"),
     ],
 )
-def test_pieces_outside_the_manifest_claim_nothing(piece: Piece, message: str) -> None:
+def test_pieces_outside_the_manifest_claim_nothing(piece: SegmentPiece, message: str) -> None:
     transfer = incoming([5000, 10])
-    good = Piece(1, 0, 0, 10, 10)
+    good = SegmentPiece(1, 0, 0, 10, 10)
     with pytest.raises(WireError, match=message):
         transfer.claim([good, piece])
     assert transfer.writers == 0

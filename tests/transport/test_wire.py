@@ -19,7 +19,7 @@ from prfaas.transport.wire import (
     PIECE_BYTES,
     Decoder,
     Kind,
-    Piece,
+    SegmentPiece,
     auth_of,
     encode_data,
     encode_message,
@@ -34,8 +34,8 @@ from tests.transport.fuzz import fuzz_wire
 ID, AUTH = bytes(range(16)), auth_of("secret")
 
 
-def data(payloads: list[bytes], *, checked: bool = True) -> tuple[bytearray, list[Piece]]:
-    pieces = [Piece(i, 0, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
+def data(payloads: list[bytes], *, checked: bool = True) -> tuple[bytearray, list[SegmentPiece]]:
+    pieces = [SegmentPiece(i, 0, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
     head = encode_data(pieces, payloads, sequence=7, transfer_id=ID, auth=AUTH, checked=checked)
     return head, pieces
 
@@ -133,13 +133,13 @@ def test_data_beyond_its_limits_is_refused_before_anything_is_read(
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(0, 1, 0, 5, 5),
-        Piece(0, 0, 0, 5, 4),
-        Piece(0, 0, 0, 0, 0),
-        Piece(0, 0, 0, 6, 6),
+        SegmentPiece(0, 1, 0, 5, 5),
+        SegmentPiece(0, 0, 0, 5, 4),
+        SegmentPiece(0, 0, 0, 0, 0),
+        SegmentPiece(0, 0, 0, 6, 6),
     ],
 )
-def test_tables_that_do_not_add_up(piece: Piece) -> None:
+def test_tables_that_do_not_add_up(piece: SegmentPiece) -> None:
     head, _ = data([b"12345"])
     header = parse_header(head)
     table = encode_data([piece], [], sequence=0, transfer_id=ID, auth=AUTH, checked=False)

@@ -8,16 +8,16 @@ import msgspec
 
 from prfaas.config.address import Address
 from prfaas.testing import FakeClock
-from prfaas.wan.flow import Pair
+from prfaas.wan.flow import RelayedConnection
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from prfaas.wan.stats import Lateness, RelayStats
+from prfaas.wan.stats import LatenessCounter, RelayStats
 from tests.transport.wan_peers import TIMEOUT_S
 from tests.waiting import wait_until
 
 
 def test_lateness_adds_up_and_is_never_negative() -> None:
-    late = Lateness()
+    late = LatenessCounter()
     for late_s in (0.5, -1.0, 0.25):
         late.add(late_s)
     assert (late.count, late.total_s, late.peak_s) == (3, 0.75, 0.5)
@@ -47,7 +47,7 @@ def test_a_wait_for_the_receiver_is_not_the_relays() -> None:
     client, server = socket.socketpair()
     with ours, theirs, client, server:
         ours.setblocking(False)
-        flow = Pair(client, ours, 0.0).flows[0]
+        flow = RelayedConnection(client, ours, 0.0).flows[0]
         flow.put(memoryview(bytes(8 << 20)), 0.0)
         flow.send_due(1.0)
         assert flow.blocked and flow.held_up  # nothing reads at the other end

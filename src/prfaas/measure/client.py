@@ -1,6 +1,6 @@
 """One completion of an OpenAI server, with the moment of every token.
 
-Knows nothing of load or of what is served: a body goes out, a `TimedAnswer` comes back. Never
+Knows nothing of load or of what is served: a body goes out, a `TimedResponse` comes back. Never
 raises for what a server or the network does; the answer then says in few words what went wrong, so
 that equal failures can be counted.
 """
@@ -21,11 +21,11 @@ from prfaas.errors import InputError
 
 TIMEOUT_S = 600.0  # of one request, from its beginning to its last token
 CONNECT_S = 10.0
-GIVEN_UP = "timeout"
+TIMED_OUT = "timeout"
 
 
 @dataclass(slots=True)
-class TimedAnswer:
+class TimedResponse:
     """Moments are on the asker's clock."""
 
     asked_s: float
@@ -60,7 +60,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-class _Event(msgspec.Struct):
+class _CompletionEvent(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
@@ -76,7 +76,7 @@ class Target:
         self.model = model
         self._http = http
         self._clock = clock
-        self._decoder = msgspec.json.Decoder(_Event)
+        self._decoder = msgspec.json.Decoder(_CompletionEvent)
 
     async def complete(
         self,
@@ -86,12 +86,12 @@ class Target:
         *,
         limit: asyncio.Timeout | None = None,
         on_tokens: Callable[[], None] | None = None,
-    ) -> TimedAnswer:
+    ) -> TimedResponse:
         """`body` is a whole JSON body; an answer that is no stream comes in one moment. After
         `within_s` it is given up; the answer has what came until then. A `limit` stands instead of
         `within_s` where the caller learns only later when to give up. `on_tokens` is called after
         every event that brought tokens."""
-        answer = TimedAnswer(self._clock.now(), on_tokens=on_tokens)
+        answer = TimedResponse(self._clock.now(), on_tokens=on_tokens)
         named = {} if request_id is None else {"X-Request-Id": request_id}
         try:
             async with (
@@ -112,7 +112,7 @@ class Target:
                 else:
                     answer.error = await self._read(response, answer)
         except TimeoutError:
-            answer.error = GIVEN_UP
+            answer.error = TIMED_OUT
         except aiohttp.ClientConnectorError:
             answer.error = "cannot connect"
         except (aiohttp.ClientError, OSError) as error:
@@ -120,7 +120,7 @@ class Target:
         answer.ended_s = self._clock.now()
         return answer
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: TimedAnswer) -> str | None:
+    async def _read(self, response: aiohttp.ClientResponse, answer: TimedResponse) -> str | None:
         pending = b""
         async for data in response.content.iter_any():
             now_s = self._clock.now()
@@ -136,7 +136,7 @@ class Target:
                     return failure
         return "stream cut short"
 
-    def _event(self, payload: bytes, answer: TimedAnswer, now_s: float) -> str | None:
+    def _event(self, payload: bytes, answer: TimedResponse, now_s: float) -> str | None:
         try:
             event = self._decoder.decode(payload)
         except msgspec.MsgspecError:

@@ -23,9 +23,9 @@ from prfaas.engine.profiling import (
     step_together_s,
 )
 from prfaas.errors import EngineError, InputError
-from prfaas.measure.client import Target, TimedAnswer
-from prfaas.measure.open_loop import Ask
-from prfaas.measure.prompts import Prompts, Run
+from prfaas.measure.client import Target, TimedResponse
+from prfaas.measure.open_loop import RequestTemplate
+from prfaas.measure.prompts import PromptGenerator, PromptPart
 
 ROUND_TRIPS = 20
 LONGER = (1, 4, 16)  # answers, until sequences are seen to run together
@@ -35,7 +35,7 @@ class HttpProfiler:
     def __init__(
         self,
         target: Target,
-        prompts: Prompts,
+        prompts: PromptGenerator,
         *,
         lengths: Sequence[int],
         cached: Sequence[int],
@@ -47,7 +47,7 @@ class HttpProfiler:
         self._target = target
         self._prompts = prompts
         # Nothing of an earlier run may be cached.
-        self._ask = Ask(target.model, salt=secrets.token_hex(8))
+        self._ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
         self._samples = Samples(lengths, cached, batches, rounds)
         self._keys = 0
 
@@ -70,16 +70,16 @@ class HttpProfiler:
         return statistics.median(times[1:])
 
     async def _prefill(self, task: PrefillTask) -> None:
-        kept = [Run(b"cached", task.cached_tokens)] if task.cached_tokens else []
+        kept = [PromptPart(b"cached", task.cached_tokens)] if task.cached_tokens else []
         if kept and task.warm_up:
             # One token more: a server keeps what lies before the last token it computes.
-            await self._answer([*kept, Run(b"more", 1)], 1)
+            await self._answer([*kept, PromptPart(b"more", 1)], 1)
         round_trip_s = await self.round_trip_s()
-        answer = await self._answer([*kept, Run(self._key(), task.new_tokens)], 1)
+        answer = await self._answer([*kept, PromptPart(self._key(), task.new_tokens)], 1)
         self._check_cached(answer, task)
         self._samples.prefilled(task, max(1e-6, answer.ttft_s - round_trip_s))
 
-    def _check_cached(self, answer: TimedAnswer, task: PrefillTask) -> None:
+    def _check_cached(self, answer: TimedResponse, task: PrefillTask) -> None:
         """Where the server says what it had cached, that must be what was asked for."""
         if answer.cached_tokens in (None, task.cached_tokens):
             return
@@ -91,13 +91,16 @@ class HttpProfiler:
 
     async def _decode(self, task: DecodeTask) -> None:
         """Prompts that share all but their last tokens, so that each begins almost at once."""
-        common = Run(b"context", self._samples.context_tokens - 1)
+        common = PromptPart(b"context", self._samples.context_tokens - 1)
         if task.warm_up:
-            await self._answer([common, Run(b"more", 1)], 1)
+            await self._answer([common, PromptPart(b"more", 1)], 1)
         for longer in LONGER:
             steps = (task.batch + WARM_STEPS + TIMED_STEPS) * longer
             answers = await asyncio.gather(
-                *(self._answer([common, Run(self._key(), 1)], steps) for _ in range(task.batch))
+                *(
+                    self._answer([common, PromptPart(self._key(), 1)], steps)
+                    for _ in range(task.batch)
+                )
             )
             try:
                 step_s = step_together_s([one.moments_s for one in answers])
@@ -111,7 +114,7 @@ class HttpProfiler:
             fix="leave that batch out: the server decodes faster than it takes requests in",
         )
 
-    async def _answer(self, runs: Sequence[Run], output_tokens: int) -> TimedAnswer:
+    async def _answer(self, runs: Sequence[PromptPart], output_tokens: int) -> TimedResponse:
         body = self._ask.body(self._prompts.text(runs), output_tokens)
         answer = await self._target.complete(body)
         if answer.error is not None:

@@ -15,15 +15,15 @@ import msgspec
 
 from prfaas.clock import Clock
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
-from prfaas.measure.client import Target, TimedAnswer
-from prfaas.measure.prompts import Prompts, Run
+from prfaas.measure.client import Target, TimedResponse
+from prfaas.measure.prompts import PromptGenerator, PromptPart
 from prfaas.sim.arrivals import Arrivals
 
 SHARED = b"shared"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestResult:
     """One request's figures; times in seconds, None where it never came to that."""
 
     at_s: float  # when it was due, from the beginning of the load
@@ -39,7 +39,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestTemplate:
     """What every request of a load has in common."""
 
     model: str
@@ -61,37 +61,37 @@ class Ask:
         return b'{"prompt":[' + prompt + b"]," + msgspec.json.encode(rest)[1:]
 
 
-def runs_of(
+def prompt_parts(
     arrivals: Arrivals, number: int, block_tokens: int = TRACE_BLOCK_TOKENS, seed: int = 0
-) -> list[Run]:
+) -> list[PromptPart]:
     """The prompt of one arrival. Whole blocks of a trace: equal hashes are equal tokens. Without a
     trace the cached part is common to all. The rest is the request's own."""
     if arrivals.hashes is None:
         cached = int(arrivals.cached_tokens[number])
-        known = [Run(SHARED, cached)] if cached else []
+        known = [PromptPart(SHARED, cached)] if cached else []
     else:
-        known = [Run(block, block_tokens) for block in arrivals.hashes[number]]
+        known = [PromptPart(block, block_tokens) for block in arrivals.hashes[number]]
     rest = int(arrivals.prompt_tokens[number]) - sum(run.tokens for run in known)
-    return [*known, Run(b"%d:%d" % (seed, number), rest)] if rest else known
+    return [*known, PromptPart(b"%d:%d" % (seed, number), rest)] if rest else known
 
 
-async def offer(
+async def offer_load(
     target: Target,
     arrivals: Arrivals,
-    ask: Ask,
-    prompts: Prompts,
+    ask: RequestTemplate,
+    prompts: PromptGenerator,
     clock: Clock,
     *,
     seed: int = 0,
     give_up_s: float | None = None,
     first_tokens_s: float = 0.0,
     done: Callable[[int], None] = lambda count: None,
-) -> list[Outcome]:
+) -> list[RequestResult]:
     """Sends every arrival at its time; returns when the last one has ended, or `give_up_s` after
     the beginning: what is under way then is given up. Where requests have no first token by then,
     all go on until each of them has one, for at most `first_tokens_s`. `done` is told how many have
     ended. Cancelling it cancels what is under way."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestResult] = []
     silent = _Silent(len(arrivals))
     limits: set[asyncio.Timeout] = set()
     given_up = asyncio.Event()
@@ -125,7 +125,7 @@ async def offer(
         giving_up = None if give_up_s is None else under_way.create_task(give_up(give_up_s))
         sent: list[asyncio.Task[None]] = []
         for number, at_s in enumerate(arrivals.at_s.tolist()):
-            prompt = prompts.text(runs_of(arrivals, number, seed=seed))
+            prompt = prompts.text(prompt_parts(arrivals, number, seed=seed))
             body = ask.body(prompt, int(arrivals.output_tokens[number]))
             await asyncio.sleep(max(0.0, began_s + at_s - clock.now()))
             sent.append(under_way.create_task(one(number, body, at_s)))
@@ -148,11 +148,11 @@ class _Silent:
             self.over.set()
 
 
-def _outcome(answer: TimedAnswer, began_s: float, at_s: float) -> Outcome:
+def _outcome(answer: TimedResponse, began_s: float, at_s: float) -> RequestResult:
     moments = answer.moments_s
     output = answer.output_tokens or len(answer.token_ids) or len(moments)
     whole = answer.error is None
-    return Outcome(
+    return RequestResult(
         at_s=at_s,
         late_s=answer.asked_s - began_s - at_s,
         took_s=answer.ended_s - answer.asked_s,

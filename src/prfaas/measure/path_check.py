@@ -28,14 +28,14 @@ _IP_MTU = 14  # of the path, as Linux knows it for a connected socket
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class MeasuredRate:
     connections: int
     gbps: float
     retransmitted_segments: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class PathReport:
     """What was found, in the order it was looked for; a None follows a failure before it."""
 
     address: str
@@ -46,7 +46,7 @@ class Diagnosis:
     software: str | None = None
     round_trip_s: float | None = None
     path_mtu_bytes: int | None = None
-    rates: tuple[Rate, ...] = ()
+    rates: tuple[MeasuredRate, ...] = ()
     congestion_controls: tuple[str, ...] = ()  # of this host's kernel
     send_buffer_bytes: int | None = None  # the most this host's kernel gives a connection
     advice: tuple[str, ...] = ()
@@ -56,14 +56,14 @@ class Diagnosis:
         return self.problem is None
 
 
-def examine(
+def check_path(
     address: tuple[str, int],
     *,
     tls: ssl.SSLContext | None,
     connections: tuple[int, ...],
     seconds: float,
     clock: Clock,
-) -> Diagnosis:
+) -> PathReport:
     """Takes about `seconds` for each number of connections."""
     name = f"{address[0]}:{address[1]}"
     kernel = _congestion_controls()
@@ -73,7 +73,7 @@ def examine(
         probe = _Probe(address, tls, clock)
         connect_s = clock.now() - started
     except PeerError as error:
-        return Diagnosis(
+        return PathReport(
             name,
             reachable=False,
             problem=str(error),
@@ -87,7 +87,7 @@ def examine(
             software = probe.greet()
             round_trip_s = probe.round_trip_s()
         except PeerError as error:
-            return Diagnosis(
+            return PathReport(
                 name,
                 reachable=True,
                 problem=f"connected, but {error}",
@@ -98,7 +98,7 @@ def examine(
                 send_buffer_bytes=buffer_bytes,
                 advice=(_greeting_advice(error, tls is not None),),
             )
-    rates: list[Rate] = []
+    rates: list[MeasuredRate] = []
     problem = None
     for count in connections:
         try:
@@ -106,7 +106,7 @@ def examine(
         except PeerError as error:
             problem = f"with {count} connections: {error}"
             break
-    return Diagnosis(
+    return PathReport(
         name,
         reachable=True,
         problem=problem,
@@ -118,15 +118,15 @@ def examine(
         rates=tuple(rates),
         congestion_controls=kernel,
         send_buffer_bytes=buffer_bytes,
-        advice=advise(software, round_trip_s, mtu, tuple(rates), kernel, buffer_bytes),
+        advice=suggest_fixes(software, round_trip_s, mtu, tuple(rates), kernel, buffer_bytes),
     )
 
 
-def advise(
+def suggest_fixes(
     software: str,
     round_trip_s: float,
     path_mtu_bytes: int | None,
-    rates: tuple[Rate, ...],
+    rates: tuple[MeasuredRate, ...],
     congestion_controls: tuple[str, ...],
     send_buffer_bytes: int | None,
 ) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def _rate(
     count: int,
     seconds: float,
     clock: Clock,
-) -> Rate:
+) -> MeasuredRate:
     probes: list[_Probe] = []
     results: dict[int, int | PeerError] = {}
 
@@ -262,7 +262,7 @@ def _rate(
             raise result
         total += result
     known = [info.retransmitted_segments for info in infos if info is not None]
-    return Rate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
+    return MeasuredRate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
 
 
 def _path_mtu(sock: socket.socket) -> int | None:

@@ -20,23 +20,23 @@ HEAD_TOKENS = 32  # drawn one by one, so that no two keys share a block by chanc
 _PIECES = 4096  # a power of two: two bytes of a hash pick one without bias
 
 
-class Run(NamedTuple):
+class PromptPart(NamedTuple):
     key: bytes
     tokens: int
 
 
-class Prompts:
+class PromptGenerator:
     def __init__(self, ids: range = TEXT_IDS, seed: int = 0) -> None:
         self._words = [str(token) for token in ids]
         drawn = np.random.default_rng(seed).integers(len(ids), size=(_PIECES, PIECE_TOKENS))
         self._pieces = [[self._words[index] for index in row] for row in drawn.tolist()]
         self._texts = [",".join(piece) for piece in self._pieces]
 
-    def text(self, runs: Sequence[Run]) -> bytes:
+    def text(self, runs: Sequence[PromptPart]) -> bytes:
         """The ids of all runs, separated by commas."""
         return ",".join(part for run in runs for part in self._parts(run)).encode()
 
-    def _parts(self, run: Run) -> list[str]:
+    def _parts(self, run: PromptPart) -> list[str]:
         whole, rest = divmod(max(0, run.tokens - HEAD_TOKENS), PIECE_TOKENS)
         drawn = hashlib.shake_256(run.key).digest(2 * (HEAD_TOKENS + whole + 1))
         numbers = memoryview(drawn).cast("H").tolist()

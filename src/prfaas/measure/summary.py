@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prfaas.measure.open_loop import Outcome
+from prfaas.measure.open_loop import RequestResult
 
 QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencySummary:
     """Seconds."""
 
     mean: float
@@ -35,13 +35,13 @@ class LoadSummary:
     output_tokens_per_s: float
     prompt_tokens: int
     cached_tokens: int | None  # None: the server does not say
-    ttft_s: Spread | None  # None: no request came so far
-    per_token_s: Spread | None
-    took_s: Spread | None
-    late_s: Spread | None  # of the generator itself
+    ttft_s: LatencySummary | None  # None: no request came so far
+    per_token_s: LatencySummary | None
+    took_s: LatencySummary | None
+    late_s: LatencySummary | None  # of the generator itself
 
 
-def summarise_load(outcomes: Sequence[Outcome]) -> LoadSummary:
+def summarise_load(outcomes: Sequence[RequestResult]) -> LoadSummary:
     good = [one for one in outcomes if one.error is None]
     first_s = min((one.at_s for one in outcomes), default=0.0)
     last_s = max((one.at_s for one in outcomes), default=0.0)
@@ -60,16 +60,16 @@ def summarise_load(outcomes: Sequence[Outcome]) -> LoadSummary:
         output_tokens_per_s=sum(one.output_tokens for one in good) / lasted_s if lasted_s else 0.0,
         prompt_tokens=sum(one.prompt_tokens for one in good),
         cached_tokens=sum(told) if told else None,
-        ttft_s=spread(one.ttft_s for one in good),
-        per_token_s=spread(one.per_token_s for one in good),
-        took_s=spread(one.took_s for one in good),
-        late_s=spread(one.late_s for one in outcomes),
+        ttft_s=summarise_latencies(one.ttft_s for one in good),
+        per_token_s=summarise_latencies(one.per_token_s for one in good),
+        took_s=summarise_latencies(one.took_s for one in good),
+        late_s=summarise_latencies(one.late_s for one in outcomes),
     )
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def summarise_latencies(values: Iterable[float | None]) -> LatencySummary | None:
     known = np.array([value for value in values if value is not None], dtype=float)
     if not known.size:
         return None
     p50, p90, p99 = (float(value) for value in np.quantile(known, QUANTILES))
-    return Spread(float(known.mean()), p50, p90, p99, float(known.max()))
+    return LatencySummary(float(known.mean()), p50, p90, p99, float(known.max()))

@@ -18,7 +18,7 @@ SHORTEST = 16  # characters: less can be guessed
 OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes: no hashes, nothing to change
 
 
-def read_key(file: Path) -> str:
+def read_deployment_key(file: Path) -> str:
     key = read_text(file).strip()
     if len(key) < SHORTEST or not (key.isascii() and key.isprintable()) or " " in key:
         raise InputError(
@@ -32,7 +32,7 @@ def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-def only_with(key: str, refusal: Callable[[], web.Response]) -> Middleware:
+def require_key(key: str, refusal: Callable[[], web.Response]) -> Middleware:
     expected = bearer(key)["Authorization"].encode()
 
     @web.middleware

@@ -32,7 +32,7 @@ _LONGEST_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
-class Way:
+class PacketDirection:
     """One direction."""
 
     source: int
@@ -75,7 +75,7 @@ def open_tun(namespace: str, device: str) -> int:
 
 def forward(one: int, other: int, orders: int, delay_s: float) -> None:
     """Until `orders` ends."""
-    ways = {one: Way(one, other), other: Way(other, one)}
+    ways = {one: PacketDirection(one, other), other: PacketDirection(other, one)}
     poll = select.epoll()
     for descriptor in (one, other, orders):
         poll.register(descriptor, select.EPOLLIN)

@@ -19,13 +19,13 @@ LARGEST_ROUNDING = 0.02  # of logits, in float32
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GeneratedTokens:
     tokens: Sequence[int]
     logits: npt.NDArray[np.float32] | None = None  # [tokens, vocab], before sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TokenComparison:
     identical: bool
     first_difference: int | None  # index of the token
     largest_rounding: float  # of logits, over the tokens before the first difference
@@ -42,25 +42,27 @@ class Comparison:
         )
 
 
-def compare(reference: Generation, other: Generation) -> Comparison:
+def compare(reference: GeneratedTokens, other: GeneratedTokens) -> TokenComparison:
     first = _first_difference(reference.tokens, other.tokens)
     if reference.logits is None or other.logits is None:
-        return Comparison(first is None, first, 0.0, None)
+        return TokenComparison(first is None, first, 0.0, None)
     # Behind the first difference the two went on from different tokens.
     before = len(reference.tokens) if first is None else first
     gap = np.abs(reference.logits[:before] - other.logits[:before])
     rounding = float(gap.max()) if before else 0.0
     small = not np.isnan(rounding) and rounding < LARGEST_ROUNDING
     if first is None:
-        return Comparison(small, None, rounding, None)
+        return TokenComparison(small, None, rounding, None)
     if first >= min(len(reference.tokens), len(other.tokens)):
-        return Comparison(False, first, rounding, None)  # one of them ended early
+        return TokenComparison(False, first, rounding, None)  # one of them ended early
     second, best = np.partition(reference.logits[first], -2)[-2:]
     margin = float(best - second)
-    return Comparison(small and margin < 2 * rounding, first, rounding, margin)
+    return TokenComparison(small and margin < 2 * rounding, first, rounding, margin)
 
 
-def assert_token_identical(reference: Generation, other: Generation, what: str = "") -> Comparison:
+def assert_token_identical(
+    reference: GeneratedTokens, other: GeneratedTokens, what: str = ""
+) -> TokenComparison:
     """Raises AssertionError that says where and by how much; returns what was seen."""
     seen = compare(reference, other)
     assert seen.identical, f"{what}: {seen}" if what else str(seen)

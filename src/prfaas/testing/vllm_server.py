@@ -42,7 +42,7 @@ class Generated(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VllmResponse:
     status: int
     body: Any
 
@@ -73,7 +73,7 @@ class VllmServer:
         self.url = f"http://{_HOST}:{port}"
         self._port = port
 
-    def complete(self, prompt: list[int], max_tokens: int, **more: object) -> Answer:
+    def complete(self, prompt: list[int], max_tokens: int, **more: object) -> VllmResponse:
         return self._ask("POST", "/v1/completions", _body(prompt, max_tokens, more))
 
     @contextmanager
@@ -125,14 +125,14 @@ class VllmServer:
             with suppress(ProcessLookupError):
                 self.kill(signal.SIGKILL)  # what is left of its session, if anything
 
-    def _ask(self, method: str, path: str, body: str | None = None) -> Answer:
+    def _ask(self, method: str, path: str, body: str | None = None) -> VllmResponse:
         connection = self._connection()
         try:
             connection.request(method, path, body, _JSON)
             response = connection.getresponse()
             data = response.read().decode()
             is_json = "json" in (response.getheader("Content-Type") or "")
-            return Answer(response.status, json.loads(data) if is_json else data)
+            return VllmResponse(response.status, json.loads(data) if is_json else data)
         finally:
             connection.close()
 

@@ -44,7 +44,7 @@ class Delivered(NamedTuple):
     delivery_bps: float | None
 
 
-class _Event(NamedTuple):
+class _DeliveryEvent(NamedTuple):
     at_s: float
     total_bytes: int
 
@@ -53,8 +53,10 @@ class Delivery:
     def __init__(self) -> None:
         self.total_bytes = 0
         self._ready_bytes = 0
-        self._ready: deque[_Event] = deque()  # not arrived yet; bytes counted from the beginning
-        self._arrived: deque[_Event] = deque()  # under the present standing backlog
+        self._ready: deque[_DeliveryEvent] = (
+            deque()
+        )  # not arrived yet; bytes counted from the beginning
+        self._arrived: deque[_DeliveryEvent] = deque()  # under the present standing backlog
         self._base_s: float | None = None
         self._base_at_s = 0.0
 
@@ -63,7 +65,7 @@ class Delivery:
         if self._ready and now - self._ready[-1].at_s < _COALESCED_S:
             self._ready[-1] = self._ready[-1]._replace(total_bytes=self._ready_bytes)
         else:
-            self._ready.append(_Event(now, self._ready_bytes))
+            self._ready.append(_DeliveryEvent(now, self._ready_bytes))
 
     def arrived(self, nbytes: int, outstanding_bytes: int, now: float) -> None:
         """`outstanding_bytes`: what had been ready and had not arrived, before these."""
@@ -72,7 +74,7 @@ class Delivery:
         if oldest_s is None or now - oldest_s <= (self._base_s or 0.0) + GRACE_S:
             self._arrived.clear()
             return
-        event = _Event(now, self.total_bytes)
+        event = _DeliveryEvent(now, self.total_bytes)
         if len(self._arrived) > 1 and now - self._arrived[-1].at_s < _COALESCED_S:
             self._arrived[-1] = event
         else:

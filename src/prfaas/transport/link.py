@@ -125,7 +125,7 @@ class FrameSize:
 class Transfer:
     """One granted transfer, for the owner of its bytes."""
 
-    def __init__(self, link: Link, outgoing: SenderTransfer) -> None:
+    def __init__(self, link: TransferLink, outgoing: SenderTransfer) -> None:
         self._link = link
         self._outgoing = outgoing
 
@@ -162,7 +162,7 @@ class Transfer:
         self._link.wake()
 
 
-class Link:
+class TransferLink:
     def __init__(
         self,
         address: tuple[str, int],
@@ -192,12 +192,12 @@ class Link:
         self._budget = budget or ConnectionBudget(self.options.connections - 1)
         self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
         self._lock = threading.Lock()  # of the two sets below
-        self._connections: set[_Connection] = set()
+        self._connections: set[_SenderConnection] = set()
         self._threads: set[threading.Thread] = set()  # theirs, also while they end
         self._keeper = threading.Thread(target=self._keep, name="prfaas-link", daemon=True)
         self._keeper.start()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> TransferLink:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -289,7 +289,7 @@ class Link:
         )
         return Channel(sock, self.clock, self.options.silence_s)
 
-    def leave(self, connection: _Connection) -> None:
+    def leave(self, connection: _SenderConnection) -> None:
         """A connection's thread ends."""
         with self._lock:
             self._connections.discard(connection)
@@ -303,7 +303,7 @@ class Link:
                 extra = bool(self._connections)
                 if extra and not self._budget.take():
                     return
-                connection = _Connection(self, extra)
+                connection = _SenderConnection(self, extra)
                 self._connections.add(connection)
                 self._threads.add(connection.thread)
                 connection.thread.start()
@@ -317,10 +317,10 @@ class Link:
                 self._staff()
 
 
-class _Connection:
+class _SenderConnection:
     """One connection and its thread: sends what there is, reads the answers."""
 
-    def __init__(self, link: Link, extra: bool) -> None:
+    def __init__(self, link: TransferLink, extra: bool) -> None:
         self._link = link
         self._departures = link.departures
         self.extra = extra

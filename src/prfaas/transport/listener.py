@@ -21,8 +21,8 @@ from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, WireError
 from prfaas.transport.channel import TICK_S, Channel, tune
 from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
-from prfaas.transport.receiver import ArrivalStats, ReceiverTransfers
-from prfaas.transport.receiver_transfer import Claims, Receiver, ReceiverTransfer
+from prfaas.transport.receiver import ReceiverStats, ReceiverTransfers
+from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer
 from prfaas.transport.wire import (
     HEADER_BYTES,
     MAX_ACKS,
@@ -30,7 +30,7 @@ from prfaas.transport.wire import (
     PIECE_BYTES,
     Header,
     Kind,
-    Piece,
+    SegmentPiece,
     encode_message,
     encode_progress,
     encode_sequences,
@@ -89,7 +89,7 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def expect(self, grant: Grant, receiver: Receiver) -> None:
+    def expect(self, grant: Grant, receiver: BufferOwner) -> None:
         """From now until the grant's deadline its transfer may begin."""
         self._arrivals.expect(grant, receiver)
 
@@ -103,7 +103,7 @@ class Listener:
         with self._lock:
             return len(self._sockets)
 
-    def stats(self) -> ArrivalStats:
+    def stats(self) -> ReceiverStats:
         return self._arrivals.stats()
 
     def close(self) -> None:
@@ -167,9 +167,9 @@ class Listener:
             if self._tls is not None:
                 sock = self._handshake(sock, self._tls)
             channel = Channel(sock, self._clock, self._options.silence_s)
-            _Session(channel, self._arrivals, self._measure, self._options, self._clock).run(
-                self._closing
-            )
+            _ReceiverConnection(
+                channel, self._arrivals, self._measure, self._options, self._clock
+            ).run(self._closing)
         except (WireError, ssl.SSLError) as error:
             log.warning("connection of %s cut: %s", peer, error)
         except (ConnectionLost, OSError) as error:
@@ -207,7 +207,7 @@ class _MeasureBudget:
             return self._used <= self._limit
 
 
-class _Session:
+class _ReceiverConnection:
     """One connection: reads frames, answers each."""
 
     def __init__(
@@ -314,7 +314,7 @@ class _Session:
         header: Header,
         transfer: ReceiverTransfer,
         table: memoryview,
-        pieces: list[Piece],
+        pieces: list[SegmentPiece],
         claims: Claims,
     ) -> None:
         verified = False
@@ -346,7 +346,7 @@ class _Session:
             self._progress_s = now
             self._answer(Kind.PROGRESS, header, encode_progress(nbytes))
 
-    def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
+    def _targets(self, pieces: list[SegmentPiece], claims: Claims) -> list[memoryview]:
         """Where the payload goes: the owner's buffers, or scratch for what came before."""
         if len(claims.mine) == len(pieces):
             return list(chain.from_iterable(filter(None, claims.targets)))

@@ -17,13 +17,13 @@ from prfaas.clock import Clock
 from prfaas.errors import InputError
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.messages import Ended, Manifest
-from prfaas.transport.receiver_transfer import Claims, Receiver, ReceiverTransfer, State
-from prfaas.transport.wire import Header, Piece, auth_of
+from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer, TransferState
+from prfaas.transport.wire import Header, SegmentPiece, auth_of
 from prfaas.types import Grant, TransferId
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivalStats:
+class ReceiverStats:
     granted: int  # transfers that have not ended
     remembered: int
     received_bytes: int
@@ -46,7 +46,7 @@ class ReceiverTransfers:
         self._remembered: dict[bytes, _Memory] = {}
         self._received_bytes = self._duplicate_bytes = self._committed = self._aborted = 0
 
-    def expect(self, grant: Grant, receiver: Receiver) -> None:
+    def expect(self, grant: Grant, receiver: BufferOwner) -> None:
         key = transfer_key(grant.transfer_id)
         with self._lock:
             if key in self._transfers or key in self._remembered:
@@ -77,20 +77,20 @@ class ReceiverTransfers:
         """Why not, if not. Idempotent for the same manifest."""
         with self._lock:
             refusal = transfer.check_manifest(manifest)
-            if refusal is not None or transfer.state is not State.EXPECTED:
+            if refusal is not None or transfer.state is not TransferState.EXPECTED:
                 return refusal
         buffers = transfer.receiver.buffers(manifest)  # outside the lock: it is the owner's code
         if isinstance(buffers, str):
             return buffers
         with self._lock:
-            if transfer.state is State.EXPECTED:
+            if transfer.state is TransferState.EXPECTED:
                 transfer.open(manifest, buffers)
         return None
 
-    def claim(self, transfer: ReceiverTransfer, pieces: Sequence[Piece]) -> Claims | None:
+    def claim(self, transfer: ReceiverTransfer, pieces: Sequence[SegmentPiece]) -> Claims | None:
         """None where the transfer is not open (any more). Else the caller must `settle`."""
         with self._lock:
-            return transfer.claim(pieces) if transfer.state is State.OPEN else None
+            return transfer.claim(pieces) if transfer.state is TransferState.OPEN else None
 
     def settle(self, transfer: ReceiverTransfer, claims: Claims, *, verified: bool) -> Ended | None:
         """The caller has left the transfer's buffers. How it ended, if it has."""
@@ -128,9 +128,9 @@ class ReceiverTransfers:
         for transfer in transfers:
             self.end(transfer, Ended(False, reason))
 
-    def stats(self) -> ArrivalStats:
+    def stats(self) -> ReceiverStats:
         with self._lock:
-            return ArrivalStats(
+            return ReceiverStats(
                 granted=len(self._transfers),
                 remembered=len(self._remembered),
                 received_bytes=self._received_bytes,

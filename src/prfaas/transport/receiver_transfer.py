@@ -16,13 +16,13 @@ from typing import NamedTuple, Protocol
 from prfaas.errors import WireError
 from prfaas.transport.buffers import BufferSequence
 from prfaas.transport.messages import Ended, Manifest
-from prfaas.transport.wire import Piece
+from prfaas.transport.wire import SegmentPiece
 from prfaas.types import Grant
 
 MISSING, CLAIMED, VERIFIED = 0, 1, 2
 
 
-class Receiver(Protocol):
+class BufferOwner(Protocol):
     """The owner of the memory a transfer lands in. Called from the listener's threads, never
     while a lock is held; must not block for long."""
 
@@ -37,7 +37,7 @@ class Receiver(Protocol):
         """The transfer is over without a commit; nobody writes any more."""
 
 
-class State(enum.Enum):
+class TransferState(enum.Enum):
     EXPECTED = "expected"  # granted, no manifest yet
     OPEN = "open"
     ENDED = "ended"
@@ -53,11 +53,11 @@ class Claims(NamedTuple):
 
 
 class ReceiverTransfer:
-    def __init__(self, grant: Grant, auth: bytes, receiver: Receiver, now: float) -> None:
+    def __init__(self, grant: Grant, auth: bytes, receiver: BufferOwner, now: float) -> None:
         self.grant = grant
         self.auth = auth
         self.receiver = receiver
-        self.state = State.EXPECTED
+        self.state = TransferState.EXPECTED
         self.result: Ended | None = None
         self.writers = 0  # connections inside this transfer's buffers
         self.told_owner = False
@@ -96,9 +96,9 @@ class ReceiverTransfer:
         self._first_quantum = list(accumulate(counts, initial=0))
         self._missing = self._first_quantum[-1]
         self._states = bytearray(self._missing)
-        self.state = State.OPEN
+        self.state = TransferState.OPEN
 
-    def claim(self, pieces: Sequence[Piece]) -> Claims:
+    def claim(self, pieces: Sequence[SegmentPiece]) -> Claims:
         """Takes what is missing for the caller to write. The caller must `settle`."""
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
@@ -135,7 +135,7 @@ class ReceiverTransfer:
     def settle(self, claims: Claims, *, verified: bool) -> bool:
         """The caller has left the buffers. True when this completed the transfer."""
         self.writers -= 1
-        if not verified or self.state is not State.OPEN:
+        if not verified or self.state is not TransferState.OPEN:
             self._release(claims.mine)
             return False
         for quantum in claims.mine:
@@ -146,13 +146,13 @@ class ReceiverTransfer:
 
     def end(self, result: Ended) -> None:
         """Idempotent: the first end counts."""
-        if self.state is not State.ENDED:
-            self.state = State.ENDED
+        if self.state is not TransferState.ENDED:
+            self.state = TransferState.ENDED
             self.result = result
 
     def may_tell_owner(self) -> bool:
         """True once, when the transfer has ended and the last writer is gone."""
-        if self.state is State.ENDED and self.writers == 0 and not self.told_owner:
+        if self.state is TransferState.ENDED and self.writers == 0 and not self.told_owner:
             self.told_owner = True
             self._buffers = ()
             return True

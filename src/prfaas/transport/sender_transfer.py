@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prfaas.transport.buffers import BufferSequence, FileRange, FileSlice
 from prfaas.transport.messages import Manifest
-from prfaas.transport.wire import MAX_PIECES, Codec, Piece
+from prfaas.transport.wire import MAX_PIECES, Codec, SegmentPiece
 
 # Buffers per frame: below Linux' IOV_MAX of 1,024 with header and table in front.
 MAX_VIEWS = 1_000
@@ -22,7 +22,7 @@ MAX_VIEWS = 1_000
 
 class OutgoingFrame(NamedTuple):
     sequence: int
-    pieces: list[Piece]
+    pieces: list[SegmentPiece]
     views: list[memoryview]
     ranges: list[FileRange]  # the same bytes on file, where all of them are a file's
     nbytes: int
@@ -48,7 +48,7 @@ class SenderTransfer:
         self.in_flight_bytes = 0
         self._index = {segment.name: i for i, segment in enumerate(manifest.segments)}
         self._views: dict[int, BufferSequence] = {}
-        self._pending: deque[Piece] = deque()
+        self._pending: deque[SegmentPiece] = deque()
         self._in_flight: dict[int, OutgoingFrame] = {}
         self._arriving: dict[int, int] = {}  # bytes that have arrived of frames in flight
         self._next_sequence = 1  # 0 is for frames without pieces
@@ -67,16 +67,16 @@ class SenderTransfer:
             assert index not in self._views, f"{name} was ready before"
             self._views[index] = BufferSequence(name, nbytes, views)
             if nbytes <= quantum:
-                pending.append(Piece(index, none, 0, nbytes, nbytes))
+                pending.append(SegmentPiece(index, none, 0, nbytes, nbytes))
             else:
                 for offset in range(0, nbytes, quantum):
                     size = min(quantum, nbytes - offset)
-                    pending.append(Piece(index, none, offset, size, size))
+                    pending.append(SegmentPiece(index, none, offset, size, size))
             self.pending_bytes += nbytes
 
     def next_frame(self, frame_bytes: int) -> OutgoingFrame:
         """Pieces of about `frame_bytes`, which are in flight from now on."""
-        pieces: list[Piece] = []
+        pieces: list[SegmentPiece] = []
         views: list[memoryview] = []
         ranges: list[FileRange] = []
         on_file = True

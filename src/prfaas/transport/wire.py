@@ -85,7 +85,7 @@ class Header(NamedTuple):
     checksum: int
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """Bytes [offset, offset + raw_bytes) of a segment, which travel as `wire_bytes`. Fields in the
     order of the wire."""
 
@@ -137,9 +137,9 @@ def parse_header(data: Buffer) -> Header:
     return Header(known, pieces, body_bytes, flags, sequence, transfer_id, auth, checksum)
 
 
-def parse_table(table: Buffer, header: Header) -> list[Piece]:
+def parse_table(table: Buffer, header: Header) -> list[SegmentPiece]:
     """The pieces of a DATA frame; their bytes must be exactly the payload."""
-    pieces = list(map(Piece._make, _PIECE.iter_unpack(table)))
+    pieces = list(map(SegmentPiece._make, _PIECE.iter_unpack(table)))
     total = 0
     for _, codec, _, raw_bytes, wire_bytes in pieces:
         if codec != Codec.NONE:
@@ -153,7 +153,7 @@ def parse_table(table: Buffer, header: Header) -> list[Piece]:
 
 
 def encode_data(
-    pieces: Sequence[Piece],
+    pieces: Sequence[SegmentPiece],
     payload: Iterable[Buffer],
     *,
     sequence: int,

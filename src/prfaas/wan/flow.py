@@ -27,7 +27,7 @@ class Parcel(NamedTuple):
     content: memoryview | End
 
 
-class Flow:
+class RelayFlow:
     """`held_bytes` is the sum of the queued parcels. They leave in order: one that is due early
     waits for those before it."""
 
@@ -47,7 +47,7 @@ class Flow:
     )
 
     def __init__(
-        self, pair: Pair, direction: int, source: socket.socket, target: socket.socket
+        self, pair: RelayedConnection, direction: int, source: socket.socket, target: socket.socket
     ) -> None:
         self.pair = pair
         self.direction = direction
@@ -99,7 +99,7 @@ class Flow:
         self.held_bytes = 0
 
 
-class Pair:
+class RelayedConnection:
     """One relayed connection: the client's socket, ours to the target, and the flows between."""
 
     __slots__ = ("client", "connecting_until_s", "flows", "open", "server")
@@ -110,7 +110,7 @@ class Pair:
         self.client = client
         self.server = server
         self.connecting_until_s: float | None = connecting_until_s
-        self.flows = (Flow(self, 0, client, server), Flow(self, 1, server, client))
+        self.flows = (RelayFlow(self, 0, client, server), RelayFlow(self, 1, server, client))
         self.open = True
 
 

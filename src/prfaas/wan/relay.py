@@ -25,9 +25,9 @@ from types import TracebackType
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import InputError
-from prfaas.wan.flow import End, Flow, Pair, close
+from prfaas.wan.flow import End, RelayedConnection, RelayFlow, close
 from prfaas.wan.path import Conditions, Lane, PathClock, PathState
-from prfaas.wan.stats import Lateness, RelayStats
+from prfaas.wan.stats import LatenessCounter, RelayStats
 
 MAX_CONNECTIONS = 256
 CONNECT_TIMEOUT_S = 5.0
@@ -93,7 +93,7 @@ class Relay:
         self._cuts_done = 0
         self._started_s = self._clock.now()
 
-        self._pairs: set[Pair] = set()
+        self._pairs: set[RelayedConnection] = set()
         self._accepted = 0
         self._refused = 0
         self._moved_bytes = [0, 0]
@@ -101,8 +101,8 @@ class Relay:
         self._held_peak_bytes = 0
         self._to_damage = 0
         self._damaged = 0
-        self._forwards = Lateness()
-        self._wakeups = Lateness()
+        self._forwards = LatenessCounter()
+        self._wakeups = LatenessCounter()
         self._order = itertools.count(1)
 
         self._selector = selectors.DefaultSelector()
@@ -110,7 +110,7 @@ class Relay:
         # lane then costs one system call, not one per connection.
         self._sources = (selectors.DefaultSelector(), selectors.DefaultSelector())
         self._watching = [False, False]
-        self._due: tuple[list[tuple[float, int, Flow]], ...] = ([], [])
+        self._due: tuple[list[tuple[float, int, RelayFlow]], ...] = ([], [])
         self._orders: deque[tuple[Callable[[], None], threading.Event]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -291,14 +291,14 @@ class Relay:
         lane = self._lanes[direction]
         if lane.wait_s(path_s) > 0 or not self._sources[direction].get_map():
             return
-        flows: list[Flow] = [key.data for key, _ in self._sources[direction].select(0)]
+        flows: list[RelayFlow] = [key.data for key, _ in self._sources[direction].select(0)]
         for flow in sorted(flows, key=lambda flow: flow.served):
             if lane.wait_s(path_s) > 0:
                 return
             if flow.reading:
                 self._read(flow, path_s)
 
-    def _read(self, flow: Flow, path_s: float) -> None:
+    def _read(self, flow: RelayFlow, path_s: float) -> None:
         flow.served = next(self._order)
         try:
             data = flow.source.recv(self._conditions.chunk_bytes)
@@ -336,7 +336,7 @@ class Relay:
                     self._forwards.add(self._path_clock.read(self._clock.now()) - leaves_at_s)
                 self._write(flow, path_s)
 
-    def _write(self, flow: Flow, path_s: float) -> None:
+    def _write(self, flow: RelayFlow, path_s: float) -> None:
         before_bytes = flow.held_bytes
         try:
             end = flow.send_due(path_s)
@@ -360,30 +360,30 @@ class Relay:
         if flow.pair.open:
             self._read_or_not(flow)
 
-    def _account(self, flow: Flow, before_bytes: int) -> None:
+    def _account(self, flow: RelayFlow, before_bytes: int) -> None:
         sent_bytes = before_bytes - flow.held_bytes
         self._moved_bytes[flow.direction] += sent_bytes
         self._held_bytes -= sent_bytes
 
-    def _writable(self, flow: Flow) -> None:
+    def _writable(self, flow: RelayFlow) -> None:
         # Queued again, not written at once: a stalled path writes nothing.
         self._selector.unregister(flow.target)
         flow.blocked = False
         self._queue(flow)
 
-    def _queue(self, flow: Flow) -> None:
+    def _queue(self, flow: RelayFlow) -> None:
         if flow.queue and not flow.in_heap and not flow.blocked:
             flow.in_heap = True
             entry = (flow.queue[0].leaves_at_s, next(self._order), flow)
             heapq.heappush(self._due[flow.direction], entry)
 
-    def _read_or_not(self, flow: Flow) -> None:
+    def _read_or_not(self, flow: RelayFlow) -> None:
         """Stops reading a connection that holds its share, until half of it has left."""
         limit_bytes = self._conditions.held_bytes
         wanted = flow.held_bytes < (limit_bytes if flow.reading else limit_bytes / 2)
         self._set_reading(flow, wanted and not flow.ended)
 
-    def _set_reading(self, flow: Flow, reading: bool) -> None:
+    def _set_reading(self, flow: RelayFlow, reading: bool) -> None:
         if reading != flow.reading:
             flow.reading = reading
             if reading:
@@ -447,13 +447,13 @@ class Relay:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER_BYTES)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL_BUFFER_BYTES)
-        pair = Pair(client, server, self._clock.now() + CONNECT_TIMEOUT_S)
+        pair = RelayedConnection(client, server, self._clock.now() + CONNECT_TIMEOUT_S)
         self._pairs.add(pair)
         server.connect_ex(door.target)
         self._selector.register(server, selectors.EVENT_WRITE, lambda: self._connected(pair))
         return True
 
-    def _connected(self, pair: Pair) -> None:
+    def _connected(self, pair: RelayedConnection) -> None:
         if pair.server.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._refuse(pair)
             return
@@ -462,11 +462,11 @@ class Relay:
         for flow in pair.flows:
             self._set_reading(flow, True)
 
-    def _refuse(self, pair: Pair) -> None:
+    def _refuse(self, pair: RelayedConnection) -> None:
         self._refused += 1
         self._drop_pair(pair, reset=True)
 
-    def _lost(self, dead: socket.socket, pair: Pair, path_s: float) -> None:
+    def _lost(self, dead: socket.socket, pair: RelayedConnection, path_s: float) -> None:
         """One end was reset: what is meant for it is dropped, and the other end hears of it after
         the bytes that are already on their way to it."""
         for flow in pair.flows:
@@ -479,7 +479,7 @@ class Relay:
                 flow.put(End.RESET, self._lanes[flow.direction].admit(0, path_s))
                 self._queue(flow)
 
-    def _drop_pair(self, pair: Pair, *, reset: bool) -> None:
+    def _drop_pair(self, pair: RelayedConnection, *, reset: bool) -> None:
         pair.open = False
         self._pairs.discard(pair)
         for flow in pair.flows:

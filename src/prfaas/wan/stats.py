@@ -12,7 +12,7 @@ import msgspec
 
 
 @dataclass(slots=True)
-class Lateness:
+class LatenessCounter:
     """Of things that were to happen at a certain time."""
 
     count: int = 0
