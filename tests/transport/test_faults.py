@@ -270,7 +270,7 @@ def test_the_sender_is_killed() -> None:
         wait_until(lambda: listener.connections <= 2)  # the bystander's: all frames are read
         assert not owner.over.is_set()
         clock.advance(5.5)
-        assert owner.wait() == "lease expired: no frame came in time"
+        assert owner.wait() == "grant expired: no frame arrived in time"
         assert listener.stats().granted == 1  # the bystander's
 
 
@@ -407,7 +407,7 @@ def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
         peer.send(encode_message(Kind.OPEN, encode(manifest(1 << 40)), **ids))  # type: ignore[arg-type]
         answer = peer.answer()
         assert answer.header.kind is Kind.ENDED
-        assert "granted are" in decode(answer.body, Ended).reason
+        assert "grant allows" in decode(answer.body, Ended).reason
     assert "1099511627776 bytes" in str(owner.wait())
     assert owner.memory == {}
 
@@ -551,24 +551,24 @@ def test_measurements_are_bounded() -> None:
         peer.assert_cut_off()
 
 
-def test_leases_and_memory_of_ended_transfers_expire() -> None:
+def test_grants_and_remembered_results_expire() -> None:
     from prfaas.testing import FakeClock
     from prfaas.transport.receiver import ReceiverTransfers
 
     clock = FakeClock()
-    arrivals = ReceiverTransfers(clock)
+    transfers = ReceiverTransfers(clock)
     grant, owner = new_grant("x", max_bytes=10, deadline_s=5), Owner()
-    arrivals.expect(grant, owner)
+    transfers.expect(grant, owner)
     clock.advance(4.9)
-    arrivals.tidy()
+    transfers.expire()
     assert not owner.over.is_set()
     clock.advance(0.2)
-    arrivals.tidy()
-    assert owner.wait() == "lease expired: no frame came in time"
-    assert arrivals.stats().remembered == 1
+    transfers.expire()
+    assert owner.wait() == "grant expired: no frame arrived in time"
+    assert transfers.stats().remembered == 1
     clock.advance(9.9)
-    arrivals.tidy()
-    assert arrivals.stats().remembered == 1
+    transfers.expire()
+    assert transfers.stats().remembered == 1
     clock.advance(0.2)
-    arrivals.tidy()
-    assert arrivals.stats().remembered == 0
+    transfers.expire()
+    assert transfers.stats().remembered == 0

@@ -186,12 +186,12 @@ def test_a_grant_is_used_once_and_within_its_bytes() -> None:
     contents = segments(1000)
     with Listener() as listener, TransferLink(listener.address) as link:
         grant = expect(listener, contents, Owner())
-        with pytest.raises(InputError, match="granted before"):
+        with pytest.raises(InputError, match="announced before"):
             listener.expect(grant, Owner())
-        with pytest.raises(InputError, match="2000 bytes, granted are 1000"):
+        with pytest.raises(InputError, match="2000 bytes, but the grant allows 1000"):
             link.open(grant, {"a": 2000})
         send(link, grant, contents).done.result(PATIENCE_S)
-        with pytest.raises(InputError, match="granted before"):
+        with pytest.raises(InputError, match="announced before"):
             listener.expect(grant, Owner())
 
 
