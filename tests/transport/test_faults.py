@@ -212,7 +212,7 @@ def test_an_arenas_bytes_over_connections_that_are_cut(listener: Listener) -> No
 
 
 def test_a_connection_that_swallows_everything(listener: Listener) -> None:
-    """No error, no end: only silence tells."""
+    """The connection neither fails nor ends: only the silence timeout detects it."""
 
     def swallow(number: int, seen: int, data: bytes) -> bytes | None:
         return b"" if number == 0 and seen > 300_000 else data
@@ -274,7 +274,7 @@ def test_the_sender_is_killed() -> None:
         assert listener.stats().granted == 1  # the bystander's
 
 
-def test_a_port_nobody_listens_on() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     with nothing_leaks(), TransferLink(address, options=IMPATIENT) as link:
@@ -314,7 +314,7 @@ def test_a_server_that_is_not_ours(words: bytes) -> None:
 
 
 class Raw:
-    """A peer that sends what it likes."""
+    """A peer that sends arbitrary bytes."""
 
     def __init__(self, listener: Listener, *, greet: bool = True) -> None:
         self._sock = socket.create_connection(listener.address, timeout=PATIENCE_S)
@@ -341,7 +341,7 @@ class Raw:
         return self._frames.pop(0)
 
     def assert_cut_off(self) -> None:
-        """Closed by the listener, and nothing was said."""
+        """Asserts that the listener closed the connection without an answer."""
         try:
             assert self._sock.recv(65536) == b""
         except ConnectionResetError:
@@ -373,7 +373,7 @@ def test_frames_before_hello_and_answers_from_a_sender(listener: Listener) -> No
     listener.cancel(grant.transfer_id, "over")
 
 
-def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
+def test_a_push_without_a_grant_gets_no_answer(listener: Listener) -> None:
     grant = grant_for(CONTENTS)
     listener.expect(grant, Owner())
     key = transfer_key(grant.transfer_id)
@@ -391,7 +391,7 @@ def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
             with Raw(listener) as peer:
                 peer.send(bytes(frame))
                 peer.assert_cut_off()
-    assert listener.stats().granted == 2  # the bystander's, and the one nobody could touch
+    assert listener.stats().granted == 2  # the bystander's, and the one without a valid push
     listener.cancel(grant.transfer_id, "over")
 
 

@@ -73,7 +73,7 @@ def test_cut_connections_are_resumed(made: CertificateSet) -> None:
 def test_the_name_in_the_certificate_counts(made: CertificateSet) -> None:
     """Through a relay the address is the relay's: the service's own name is checked instead."""
     with nothing_leaks(), Listener(tls=server(made)) as listener:
-        for name, served in ((SERVICE_NAME, True), ("somebody.else", False)):
+        for name, served in ((SERVICE_NAME, True), ("another.name", False)):
             owner = Owner()
             grant = expect(listener, CONTENTS, owner)
             options = replace(OPTIONS if served else IMPATIENT, tls_name=name)
@@ -87,7 +87,7 @@ def test_the_name_in_the_certificate_counts(made: CertificateSet) -> None:
             listener.cancel(grant.transfer_id, "over")
 
 
-def test_whoever_is_not_of_our_ca_gets_nowhere(made: CertificateSet, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_refused(made: CertificateSet, tmp_path: Path) -> None:
     other = make_certificates(tmp_path)
     strangers = {
         "plain TCP": None,

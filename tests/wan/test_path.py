@@ -30,7 +30,7 @@ def test_a_chunk_leaves_after_its_bits_and_the_delay() -> None:
     assert lane.admit(125_000, now_s=5.0) == pytest.approx(5.0 + 0.002 + 0.030)
 
 
-def test_an_idle_lane_saves_nothing_up() -> None:
+def test_an_idle_lane_does_not_save_up_capacity() -> None:
     lane = Lane(Conditions(rate_bps=GBPS), seed=0)
     lane.admit(125_000, now_s=0.0)
     assert lane.admit(125_000_000, now_s=100.0) == pytest.approx(101.0)
@@ -81,7 +81,7 @@ def test_one_connection_may_hold_what_the_rate_needs() -> None:
     assert Conditions().chunk_bytes == CHUNK_BYTES
 
 
-def test_the_timetable() -> None:
+def test_the_schedule_of_faults() -> None:
     plan = Conditions(stall=Recurring(10, 2), outage=Recurring(25, 1), cut_every_s=7)
     states = [plan.scheduled_state(t) for t in (0, 1, 9.9, 10, 11.9, 12, 20.5, 25.5, 26.5)]
     up, stalled, out = PathState.UP, PathState.STALLED, PathState.OUT

@@ -42,7 +42,7 @@ def test_bytes_that_leave_after_their_time_are_late_by_the_difference() -> None:
                 assert relay.stats.forward_late_s == relay.stats.forward_late_peak_s == 0.5
 
 
-def test_a_wait_for_the_receiver_is_not_the_relays() -> None:
+def test_waiting_for_the_receiver_is_not_relay_lateness() -> None:
     ours, theirs = socket.socketpair()
     client, server = socket.socketpair()
     with ours, theirs, client, server:
@@ -50,13 +50,15 @@ def test_a_wait_for_the_receiver_is_not_the_relays() -> None:
         flow = RelayedConnection(client, ours, 0.0).flows[0]
         flow.put(memoryview(bytes(8 << 20)), 0.0)
         flow.send_due(1.0)
-        assert flow.blocked and flow.held_up  # nothing reads at the other end
+        assert flow.blocked and flow.delayed_by_target  # nothing reads at the other end
         theirs.settimeout(TIMEOUT_S)
         while flow.queue:
             theirs.recv(1 << 20)
             flow.blocked = False
             flow.send_due(1.0)
-        assert not flow.held_up  # the next bytes are on time or late by the relay's own doing
+        assert (
+            not flow.delayed_by_target
+        )  # the next bytes are on time or late by the relay's own doing
 
 
 def test_stats_are_one_line_of_json() -> None:
