@@ -135,7 +135,7 @@ class ReceiverTransfer:
         return Claims(mine, claimed_bytes, targets, busy)
 
     def settle(self, claims: Claims, *, verified: bool) -> bool:
-        """The caller no longer writes to the buffers. Returns True when the transfer is complete."""
+        """The caller no longer writes to the buffers. Returns whether the transfer is complete."""
         self.writers -= 1
         if not verified or self.state is not TransferState.OPEN:
             self._release(claims.mine)
