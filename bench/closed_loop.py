@@ -106,7 +106,7 @@ async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Serve
             told = [await stories.of(one.request_id) for one in answers if one.request_id]
     return Served(
         policy,
-        [one.ttft_s for one in answers if one.moments_s],
+        [one.ttft_s for one in answers if one.event_times_s],
         dict(Counter(one.prefill or one.decode for one in told)),
         dict(Counter(one.error for one in answers if one.error is not None)),
     )

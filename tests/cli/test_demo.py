@@ -52,7 +52,7 @@ def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
     stories = RequestOutcomes()
     stories.heard(line(route=route, cached_tokens=cached))
-    answer = TimedResponse(0.0, token_ids=tokens, moments_s=[1.0])
+    answer = TimedResponse(0.0, token_ids=tokens, event_times_s=[1.0])
     return Served(what, [1, 2], answer, stories.latest[0], 0, expected=[7])
 
 

@@ -71,8 +71,8 @@ class Timetable:
         step_s = {point.batch: point.step_s for point in TRUE.decode}[self._running]
         await asyncio.sleep(0)
         self._running -= 1
-        moments_s = [first_s + step * step_s for step in range(steps)]
-        return TimedResponse(0.0, moments_s, cached_tokens=cached)
+        event_times_s = [first_s + step * step_s for step in range(steps)]
+        return TimedResponse(0.0, event_times_s, cached_tokens=cached)
 
 
 def common(ids: list[int], kept: list[int]) -> int:

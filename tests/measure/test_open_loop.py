@@ -51,22 +51,22 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
     async def run() -> list[RequestResult]:
         async with serving(handler) as url, connect(url, MonotonicClock()) as target:
             load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
-            ask = RequestTemplate("m", salt="s", output_scale=0.125)
+            template = RequestTemplate("m", salt="s", output_scale=0.125)
             return await offer_load(
-                target, load, ask, PromptGenerator(), MonotonicClock(), done=told.append
+                target, load, template, PromptGenerator(), MonotonicClock(), done=told.append
             )
 
-    outcomes = asyncio.run(run())
+    results = asyncio.run(run())
     assert told == [1, 2, 3] and len({tuple(body["prompt"]) for body in bodies}) == 3
     assert {(len(b["prompt"]), b["max_tokens"], b["cache_salt"]) for b in bodies} == {(50, 2, "s")}
-    good = [one for one in outcomes if one.error is None]
-    assert [one.error for one in outcomes if one.error] == ["HTTP 429 overloaded"]
+    good = [one for one in results if one.error is None]
+    assert [one.error for one in results if one.error] == ["HTTP 429 overloaded"]
     assert [(one.prompt_tokens, one.output_tokens) for one in good] == [(50, 2)] * 2
     assert all(one.ttft_s is not None and one.per_token_s is not None for one in good)
-    assert all(one.late_s >= 0 and one.took_s > 0 for one in outcomes)
+    assert all(one.late_s >= 0 and one.took_s > 0 for one in results)
 
 
-def test_slow_answers_delay_nobody() -> None:
+def test_slow_responses_do_not_delay_other_requests() -> None:
     """The first answer comes only when the last request has arrived."""
     last = asyncio.Event()
     seen = 0
@@ -123,12 +123,12 @@ def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[RequestRe
 
 
 def test_requests_are_given_up_when_each_has_a_first_token() -> None:
-    outcomes = run_until_given_up(60.0, silent=False)
-    assert [one.error for one in outcomes] == [TIMED_OUT] * 2
-    assert all(one.ttft_s is not None for one in outcomes)
+    results = run_until_given_up(60.0, silent=False)
+    assert [one.error for one in results] == [TIMED_OUT] * 2
+    assert all(one.ttft_s is not None for one in results)
 
 
 def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
-    outcomes = run_until_given_up(0.1, silent=True)
-    assert [one.error for one in outcomes] == [TIMED_OUT] * 2
-    assert sum(one.ttft_s is None for one in outcomes) >= 1
+    results = run_until_given_up(0.1, silent=True)
+    assert [one.error for one in results] == [TIMED_OUT] * 2
+    assert sum(one.ttft_s is None for one in results) >= 1

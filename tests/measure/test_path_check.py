@@ -14,14 +14,14 @@ from prfaas.transport.messages import HELLO
 from tests.transport.ends import nothing_leaks
 
 
-def look(listener: Listener, **more: object) -> PathReport:
+def check(listener: Listener, **more: object) -> PathReport:
     options = {"tls": None, "connections": (1, 2), "seconds": 0.1, **more}
     return check_path(listener.address, clock=MonotonicClock(), **options)  # type: ignore[arg-type]
 
 
 def test_a_healthy_path() -> None:
     with nothing_leaks(), Listener() as listener:
-        found = look(listener)
+        found = check(listener)
         assert found.healthy and found.reachable
         assert found.software == HELLO.software
         assert found.round_trip_s is not None and found.round_trip_s > 0
@@ -31,26 +31,28 @@ def test_a_healthy_path() -> None:
         assert "cubic" in found.congestion_controls
 
 
-def test_nothing_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     found = check_path(address, tls=None, connections=(1,), seconds=0.1, clock=MonotonicClock())
     assert not found.reachable and "refused" in str(found.problem)
-    assert found.advice == ("nothing listens there: start the receiver, or check the port",)
+    assert found.advice == (
+        "no process listens on that port: start the receiver, or check the port",
+    )
 
 
-def test_mutual_tls_and_what_its_absence_looks_like(tmp_path: Path) -> None:
+def test_mutual_tls_and_a_client_without_it(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "a")
     other = make_certificates(tmp_path / "b")
     server = server_context(made.ca, made.server, made.server_key)
     options = ListenerOptions(unproven_s=1)
     with nothing_leaks(), Listener(tls=server, options=options) as listener:
-        good = look(listener, tls=client_context(made.ca, made.client, made.client_key))
+        good = check(listener, tls=client_context(made.ca, made.client, made.client_key))
         assert good.healthy and str(good.tls).startswith("TLSv1.3")
-        without = look(listener)
-        assert not without.healthy and "want TLS" in without.advice[0]
+        without = check(listener)
+        assert not without.healthy and "require TLS" in without.advice[0]
         stranger = client_context(made.ca, other.client, other.client_key)
-        assert not look(listener, tls=stranger).healthy
+        assert not check(listener, tls=stranger).healthy
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_mutual_tls_and_what_its_absence_looks_like(tmp_path: Path) -> None:
     [
         ({"software": "prfaas 99"}, "upgrade the older"),
         ({"send_buffer_bytes": 1 << 20, "round_trip_s": 0.1}, "raise net.ipv4.tcp_wmem"),
-        ({"rates": (MeasuredRate(1, 5.0, 3),)}, "'bbr' bears that better"),
+        ({"rates": (MeasuredRate(1, 5.0, 3),)}, "'bbr' tolerates loss better"),
         ({"congestion_controls": ("cubic",), "round_trip_s": 0.1}, "modprobe tcp_bbr"),
         ({"path_mtu_bytes": 576}, "unusually small"),
         (
@@ -67,7 +69,7 @@ def test_mutual_tls_and_what_its_absence_looks_like(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_advice(changes: dict[str, object], expected: str) -> None:
+def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
     usual: dict[str, object] = {
         "software": HELLO.software,
         "round_trip_s": 0.001,

@@ -216,7 +216,7 @@ def _table(title: str, served: Sequence[Served]) -> Table:
             told.prefill or told.decode,
             f"{told.reason.partition(':')[0]}{again}",
             "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
-            "-" if not one.answer.moments_s else f"{one.answer.ttft_s:.2f}",
+            "-" if not one.answer.event_times_s else f"{one.answer.ttft_s:.2f}",
             "equal" if one.same else one.answer.error or "NOT equal",
         )
     return table

@@ -1,10 +1,10 @@
-"""When are two generations the same? One rule, used wherever tokens are compared.
+"""The one rule for whether two generations are the same, used wherever tokens are compared.
 
-Batching and kernels change the order of floating-point sums, and a near tie may then fall the other
-way. So: every token is equal, or the first difference lies where the reference's two best logits
-are closer than twice the largest difference of logits seen before it; and that largest difference
-is itself small, so that a corrupted state can never pass for rounding. Without logits (over HTTP)
-every token must be equal.
+Batching and kernels change the order of floating-point sums, which can change the winner of a near
+tie. Two generations are therefore identical if every token is equal. They are also identical if, at
+the first difference, the reference's two best logits are closer than twice the largest difference
+of logits before it. That largest difference must itself be small, so that a corrupted state cannot
+pass for rounding. Without logits (over HTTP) every token must be equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compare(reference: GeneratedTokens, other: GeneratedTokens) -> TokenComparis
     first = _first_difference(reference.tokens, other.tokens)
     if reference.logits is None or other.logits is None:
         return TokenComparison(first is None, first, 0.0, None)
-    # Behind the first difference the two went on from different tokens.
+    # After the first difference the two generations continue from different tokens.
     before = len(reference.tokens) if first is None else first
     gap = np.abs(reference.logits[:before] - other.logits[:before])
     rounding = float(gap.max()) if before else 0.0
@@ -63,7 +63,7 @@ def compare(reference: GeneratedTokens, other: GeneratedTokens) -> TokenComparis
 def assert_token_identical(
     reference: GeneratedTokens, other: GeneratedTokens, what: str = ""
 ) -> TokenComparison:
-    """Raises AssertionError that says where and by how much; returns what was seen."""
+    """Raises AssertionError with the position and size of the difference."""
     seen = compare(reference, other)
     assert seen.identical, f"{what}: {seen}" if what else str(seen)
     return seen
