@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Timetable:
-    """A server, in place of a `Target`, whose every answer comes when `TRUE` says."""
+    """A `Target` whose responses take the times of `TRUE`."""
 
     url, model = "http://timetable", TRUE.model
 
@@ -67,7 +67,7 @@ class Timetable:
         prefill = {(point.new, point.cached): point.seconds for point in TRUE.prefill}
         first_s = ROUND_TRIP_S + (prefill.get((len(ids) - cached, cached)) or 0.0)
         self._running += 1
-        await asyncio.sleep(0)  # all that are asked together have come
+        await asyncio.sleep(0)  # all concurrent requests have arrived
         step_s = {point.batch: point.step_s for point in TRUE.decode}[self._running]
         await asyncio.sleep(0)
         self._running -= 1
@@ -85,9 +85,9 @@ async def profiled(target: Target, cached: list[int]) -> Measured:
     profiler = HttpProfiler(
         target, PromptGenerator(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
     )
-    told: list[int] = []
-    measured = await profiler.measured(told.append)
-    assert told == list(range(1, len(profiler) + 1))
+    counts: list[int] = []
+    measured = await profiler.measured(counts.append)
+    assert counts == list(range(1, len(profiler) + 1))
     assert [(p.new_tokens, p.cached_tokens) for p in measured.prefill] == [
         (n, c) for c in (0, *cached) for n in (256, 1024)
     ]

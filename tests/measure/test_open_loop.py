@@ -46,18 +46,18 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
         usage = event(choices=[], usage={"prompt_tokens": 50, "completion_tokens": 2})
         return await stream(request, token(1), token(2), usage, DONE)
 
-    told: list[int] = []
+    counts: list[int] = []
 
     async def run() -> list[RequestResult]:
         async with serving(handler) as url, connect(url, MonotonicClock()) as target:
             load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
             template = RequestTemplate("m", salt="s", output_scale=0.125)
             return await offer_load(
-                target, load, template, PromptGenerator(), MonotonicClock(), done=told.append
+                target, load, template, PromptGenerator(), MonotonicClock(), done=counts.append
             )
 
     results = asyncio.run(run())
-    assert told == [1, 2, 3] and len({tuple(body["prompt"]) for body in bodies}) == 3
+    assert counts == [1, 2, 3] and len({tuple(body["prompt"]) for body in bodies}) == 3
     assert {(len(b["prompt"]), b["max_tokens"], b["cache_salt"]) for b in bodies} == {(50, 2, "s")}
     good = [one for one in results if one.error is None]
     assert [one.error for one in results if one.error] == ["HTTP 429 overloaded"]

@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
 
 
 def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost") -> Outcome:
-    """One connection: the client says "ping", the server answers "pong"."""
+    """One connection: the client sends "ping", the server answers "pong"."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(TIMEOUT_S)
-    heard: list[bytes | Exception] = []
+    received: list[bytes | Exception] = []
 
     def serve() -> None:
         raw, _ = listener.accept()
@@ -48,10 +48,10 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost"
             raw.settimeout(TIMEOUT_S)
             try:
                 with server.wrap_socket(raw, server_side=True) as connection:
-                    heard.append(connection.recv(16))
+                    received.append(connection.recv(16))
                     connection.sendall(b"pong")
             except OSError as error:
-                heard.append(error)
+                received.append(error)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -70,7 +70,7 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost"
     thread.join(TIMEOUT_S)
     listener.close()
     assert not thread.is_alive()
-    return Outcome(answer, heard[0], version)
+    return Outcome(answer, received[0], version)
 
 
 def server_of(made: CertificateSet) -> ssl.SSLContext:

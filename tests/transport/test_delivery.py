@@ -46,17 +46,17 @@ class Path:
 def test_a_link_that_carries_what_it_is_given_has_no_rate() -> None:
     path = Path(bps=100e6)
     path.run(10, offered_bps=10e6)
-    said = path.report()
-    assert said.delivery_bps is None and said.waited_s <= path.step_s
-    assert said.total_bytes == pytest.approx(10 * 10e6 / 8, rel=0.01)
+    report = path.report()
+    assert report.delivery_bps is None and report.waited_s <= path.step_s
+    assert report.total_bytes == pytest.approx(10 * 10e6 / 8, rel=0.01)
 
 
 def test_a_link_that_is_given_too_much_shows_its_rate() -> None:
     path = Path(bps=20e6)
     path.run(3, offered_bps=40e6)
-    said = path.report()
-    assert said.delivery_bps == pytest.approx(20e6, rel=0.01)
-    assert said.waited_s == pytest.approx(1.5, rel=0.1), "half of what came has passed"
+    report = path.report()
+    assert report.delivery_bps == pytest.approx(20e6, rel=0.01)
+    assert report.waited_s == pytest.approx(1.5, rel=0.1), "half of the bytes have arrived"
 
 
 @settings(deadline=None)
@@ -99,8 +99,8 @@ def test_a_path_of_a_long_round_trip_does_not_stand() -> None:
         while on_the_way[0][0] <= now:
             outstanding = sum(nbytes for _, nbytes in on_the_way)
             subject.record_arrival(on_the_way.pop(0)[1], outstanding, now)
-    said = subject.report(sum(nbytes for _, nbytes in on_the_way), now, never_late)
-    assert said.delivery_bps is None and said.waited_s <= 0.1
+    report = subject.report(sum(nbytes for _, nbytes in on_the_way), now, never_late)
+    assert report.delivery_bps is None and report.waited_s <= 0.1
 
 
 def test_what_the_sender_missed_itself_is_not_the_paths() -> None:
@@ -125,8 +125,8 @@ def test_a_stop_has_no_rate_and_waits() -> None:
     path.run(3, offered_bps=40e6)
     path.bps = 0
     path.run(2)
-    said = path.report()
-    assert said.delivery_bps is None and said.waited_s > 2
+    report = path.report()
+    assert report.delivery_bps is None and report.waited_s > 2
 
 
 def test_a_very_slow_link_is_measured_over_longer() -> None:

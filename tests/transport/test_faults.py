@@ -1,5 +1,5 @@
-"""What goes wrong on real networks, with real sockets and processes. After each fault: the bytes
-are identical or the transfer failed with a reason, bystanders are unharmed, nothing leaks."""
+"""Faults of real networks, with real sockets and processes. After each fault the bytes are
+identical or the transfer failed with a reason, other transfers are unharmed, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def listener() -> Iterator[Listener]:
 
 
 def delivered(listener: Listener, address: tuple[str, int]) -> Owner:
-    """Sends CONTENTS by way of `address`; the owner it must have arrived at, unchanged."""
+    """Sends CONTENTS through `address`. Returns the owner, which has received them unchanged."""
     owner = Owner()
     with TransferLink(address, options=FRAMES) as link:
         send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
@@ -131,8 +131,8 @@ def test_nothing_comes_back_and_the_transfer_fails_in_time(listener: Listener) -
 
 
 def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> None:
-    """Connection 0 and 1 deliver but their acknowledgements vanish; what is sent again is cut in
-    the middle of a frame. Verified bytes must not change, nor be counted twice."""
+    """Connections 0 and 1 deliver, but their acknowledgements are lost. The resent frames are cut
+    in the middle. Verified bytes must not change and must not be counted twice."""
     gate = threading.Event()
 
     def forward(number: int, seen: int, data: bytes) -> bytes | None:
@@ -153,9 +153,9 @@ def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> Non
     assert listener.stats().duplicate_bytes > 0
 
 
-def test_an_arena_is_not_read_after_the_transfer_is_given_up(listener: Listener) -> None:
-    """The kernel sends an arena's pages without a copy. When the sender gives up, `done` comes only
-    when it has let go of them: pages that are overwritten then never arrive anywhere."""
+def test_an_arena_is_not_read_after_the_transfer_is_aborted(listener: Listener) -> None:
+    """The kernel sends an arena's pages without a copy. After an abort, `done` is set only when the
+    kernel no longer reads them: pages that the owner then overwrites are never sent."""
     gate = threading.Event()
     arrived = bytearray()
 
@@ -245,7 +245,7 @@ def test_the_receiver_is_killed() -> None:
                     clock.advance(FRAMES.stall_s + 1)
                     return transfer.done.done()
 
-                wait_until(over_after_a_while)  # the last acknowledgements may still come
+                wait_until(over_after_a_while)  # the last acknowledgements may still arrive
                 with pytest.raises(TransferFailed, match="nothing acknowledged for 60 s"):
                     transfer.done.result(PATIENCE_S)
             process.wait(PATIENCE_S)
@@ -453,7 +453,7 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
     with Raw(listener) as peer:
         peer.send(encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=key, auth=auth))
         assert peer.answer().header.kind is Kind.OPENED
-        for _ in range(2):  # the second is late: it is told how the transfer ended
+        for _ in range(2):  # the second is late: the answer is how the transfer ended
             peer.send(data)
             answer = peer.answer()
             assert answer.header.kind is Kind.ENDED
@@ -483,7 +483,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
         assert parse_sequences(answer.body) == (0,)
         progress = peer.answer()
         assert progress.header.kind is Kind.PROGRESS and progress.header.sequence == 1
-        assert parse_progress(progress.body) == 50, "how much of the slow frame has come"
+        assert parse_progress(progress.body) == 50, "how much of the slow frame has arrived"
         peer.send(frames[1][-50:])
         assert decode(peer.answer().body, Ended).committed
     assert owner.wait() is None

@@ -10,7 +10,7 @@ import pytest
 from prfaas.config.address import Address
 from prfaas.errors import InputError, TransferFailed
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import MIGRATION, ConnectionBudget, LinkOptions, TransferLink
+from prfaas.transport.link import PREFIX_COPY, ConnectionBudget, LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
@@ -111,8 +111,8 @@ def test_forty_thousand_small_segments() -> None:
         assert owner.memory == contents
 
 
-def test_a_hand_off_overtakes_a_migration() -> None:
-    """With one frame in flight at a time, what is urgent waits for one frame, not for the queue."""
+def test_a_hand_off_overtakes_a_prefix_copy() -> None:
+    """With one frame in flight, an urgent transfer waits for one frame, not for the queue."""
     bulk, urgent = segments(4_000_000), segments(10_000, seed=1)
     order: list[str] = []
     options = LinkOptions(
@@ -124,7 +124,7 @@ def test_a_hand_off_overtakes_a_migration() -> None:
         TransferLink(relay.address, options=options) as link,
     ):
         relay.stall()  # nothing moves until both transfers are queued
-        slow = send(link, expect(listener, bulk, Owner()), bulk, priority=MIGRATION)
+        slow = send(link, expect(listener, bulk, Owner()), bulk, priority=PREFIX_COPY)
         fast = send(link, expect(listener, urgent, Owner()), urgent)
         slow.done.add_done_callback(lambda _: order.append("migration"))
         fast.done.add_done_callback(lambda _: order.append("hand-off"))

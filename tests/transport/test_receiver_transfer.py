@@ -68,7 +68,7 @@ class Receiving(RuleBasedStateMachine):
         self.complete = False
 
     def pieces_of(self, claims: Claims) -> set[SegmentPiece]:
-        return {self.all[quantum] for quantum in claims.mine}  # in the manifest's order
+        return {self.all[quantum] for quantum in claims.quanta}  # in the manifest's order
 
     @rule(data=st.data())
     def claim(self, data: st.DataObject) -> None:

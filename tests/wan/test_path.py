@@ -44,7 +44,7 @@ def test_a_booked_lane_takes_no_more() -> None:
     assert lane.wait_s(1.0) == 0.0
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.lists(st.tuples(st.floats(0, 0.01), st.integers(0, CHUNK_BYTES)), min_size=1, max_size=60),
     st.floats(1e6, 1e11),

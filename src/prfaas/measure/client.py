@@ -157,7 +157,7 @@ class Target:
         return None
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models that the server lists. Raises InputError when it does not timed."""
+        """The models that the server lists. Raises InputError when it does not answer."""
         url = f"{self.url}/v1/models"
         try:
             async with self._http.get(url) as response:

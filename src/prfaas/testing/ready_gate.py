@@ -42,9 +42,8 @@ class ReadyGate:
         self._kvd = str(kvd)
         self._clock = clock or MonotonicClock()
         self._lock = threading.Lock()
-        self._held: dict[
-            int, list[Ready]
-        ] = {}  # by lease; several processes may write to one lease
+        # By lease: several processes may write to one lease.
+        self._held: dict[int, list[Ready]] = {}
         self._sockets: list[socket.socket] = []
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))

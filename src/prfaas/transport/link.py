@@ -62,7 +62,7 @@ from prfaas.types import Grant, LinkStats
 
 log = logging.getLogger(__name__)
 
-HANDOFF, MIGRATION = 0, 1  # priorities: a request waits for a hand-off, not for a migration
+HANDOFF, PREFIX_COPY = 0, 1  # priorities: a request waits for a hand-off, not for a copy
 _MAX_BACKOFF_S = 5.0
 _READY_AT_ONCE = 1_000  # segments added before the connections may take work again
 
@@ -196,9 +196,7 @@ class TransferLink:
         self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
         self._lock = threading.Lock()  # guards the two sets below
         self._connections: set[_SenderConnection] = set()
-        self._threads: set[threading.Thread] = (
-            set()
-        )  # of the connections, including those that are ending
+        self._threads: set[threading.Thread] = set()  # including those that are ending
         self._maintainer = threading.Thread(target=self._maintain, name="prfaas-link", daemon=True)
         self._maintainer.start()
 
@@ -275,9 +273,8 @@ class TransferLink:
     def close(self) -> None:
         """Fails unfinished transfers and waits for every thread. Idempotent."""
         self.closing.set()
-        self._maintainer.join(
-            timeout=2 * TICK_S + 1
-        )  # it opens connections; after it none are added
+        # The maintainer opens connections. After it has ended, none are added.
+        self._maintainer.join(timeout=2 * TICK_S + 1)
         with self._lock:
             connections, threads = list(self._connections), list(self._threads)
         for connection in connections:
@@ -339,9 +336,8 @@ class _SenderConnection:
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
         # Frames sent from a file and not answered: the kernel may still read those pages.
         self._in_kernel: set[tuple[bytes, int]] = set()
-        self._sent_s: dict[
-            tuple[bytes, Kind], float
-        ] = {}  # when unanswered small messages were sent
+        # When the unanswered OPEN and PROBE messages were sent.
+        self._sent_s: dict[tuple[bytes, Kind], float] = {}
         self._decoder = Decoder()
         self._received_s = 0.0
         self._frame_size = FrameSize(link.options)

@@ -353,7 +353,7 @@ class _ReceiverConnection:
 
     def _targets(self, pieces: list[SegmentPiece], claims: Claims) -> list[memoryview]:
         """The buffers for the payload: the owner's, or scratch for pieces that are not missing."""
-        if len(claims.mine) == len(pieces):
+        if len(claims.quanta) == len(pieces):
             return list(chain.from_iterable(filter(None, claims.targets)))
         duplicate_bytes = sum(
             piece.wire_bytes

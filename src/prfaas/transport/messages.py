@@ -43,9 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     segments: Annotated[
         tuple[ManifestSegment, ...], msgspec.Meta(min_length=1, max_length=MAX_SEGMENTS)
     ]
-    label: Annotated[bytes, msgspec.Meta(max_length=64)] = (
-        b""  # passed to the receiving owner, not read here
-    )
+    label: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # for the receiving owner
 
     @property
     def total_bytes(self) -> int:

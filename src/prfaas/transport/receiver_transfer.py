@@ -46,7 +46,7 @@ class TransferState(enum.Enum):
 class Claims(NamedTuple):
     """What `ReceiverTransfer.claim` decided about the pieces of a frame."""
 
-    mine: list[int]  # quanta that this frame writes
+    quanta: list[int]  # quanta that this frame writes
     nbytes: int  # size of those quanta
     targets: list[list[memoryview] | None]  # per piece: where to write; None: discard
     busy: bool  # another connection is writing some piece: the sender must resend this frame
@@ -103,7 +103,7 @@ class ReceiverTransfer:
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
         states, first_quantum = self._states, self._first_quantum
-        mine: list[int] = []
+        quanta: list[int] = []
         claimed_bytes = 0
         targets: list[list[memoryview] | None] = []
         busy = False
@@ -122,28 +122,28 @@ class ReceiverTransfer:
                 state = states[quantum]
                 if state == MISSING:
                     states[quantum] = CLAIMED
-                    mine.append(quantum)
+                    quanta.append(quantum)
                     claimed_bytes += raw_bytes
                     targets.append(self._buffers[segment].slices(offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
                     targets.append(None)
         except WireError:
-            self._release(mine)
+            self._release(quanta)
             raise
         self.writers += 1
-        return Claims(mine, claimed_bytes, targets, busy)
+        return Claims(quanta, claimed_bytes, targets, busy)
 
     def settle(self, claims: Claims, *, verified: bool) -> bool:
         """The caller no longer writes to the buffers. Returns whether the transfer is complete."""
         self.writers -= 1
         if not verified or self.state is not TransferState.OPEN:
-            self._release(claims.mine)
+            self._release(claims.quanta)
             return False
-        for quantum in claims.mine:
+        for quantum in claims.quanta:
             self._states[quantum] = VERIFIED
         self.received_bytes += claims.nbytes
-        self._missing -= len(claims.mine)
+        self._missing -= len(claims.quanta)
         return self._missing == 0
 
     def end(self, result: Ended) -> None:
