@@ -21,22 +21,19 @@ USAGE = event(
 )
 
 
-def asked(handler: Handler, **options: Any) -> TimedResponse:
-    async def run() -> TimedResponse:
-        async with serving(handler) as url:
-            async with connect(url, MonotonicClock(), **options) as target:
-                return await target.complete(b"{}")
-
-    return asyncio.run(run())
+async def asked(handler: Handler, **options: Any) -> TimedResponse:
+    async with serving(handler) as url:
+        async with connect(url, MonotonicClock(), **options) as target:
+            return await target.complete(b"{}")
 
 
-def test_tokens_their_moments_and_usage() -> None:
+async def test_tokens_their_moments_and_usage() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         split = token(8, 9, text="cd")
         pieces = (token(7, text="ab"), b": ping\n\n", split[:9], split[9:], USAGE, DONE)
         return await stream(request, *pieces)
 
-    response = asked(handler)
+    response = await asked(handler)
     assert response.error is None
     assert (response.token_ids, response.text, len(response.event_times_s)) == (
         [7, 8, 9],
@@ -52,14 +49,14 @@ def test_tokens_their_moments_and_usage() -> None:
     )
 
 
-def test_the_key_is_sent() -> None:
+async def test_the_key_is_sent() -> None:
     seen = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         seen.append(request.headers.get("Authorization"))
         return await stream(request, token(1), DONE)
 
-    assert asked(handler, key="secret").error is None
+    assert (await asked(handler, key="secret")).error is None
     assert seen == ["Bearer secret"]
 
 
@@ -75,14 +72,14 @@ ERROR = {"error": {"message": "no", "code": "overloaded"}}
         ((b"data: nonsense\n\n",), "not a completion event"),
     ],
 )
-def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
+async def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await stream(request, *pieces)
 
-    assert asked(handler).error == error
+    assert (await asked(handler)).error == error
 
 
-def test_statuses_and_lost_connections() -> None:
+async def test_statuses_and_lost_connections() -> None:
     async def refuses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response(ERROR, status=503)
 
@@ -95,37 +92,31 @@ def test_statuses_and_lost_connections() -> None:
         await asyncio.Event().wait()
         return web.Response()
 
-    assert asked(refuses).error == "HTTP 503 overloaded"
-    assert asked(hangs_up).error == "connection lost (ServerDisconnectedError)"
-    assert asked(says_nothing, timeout_s=0.2).error == "timeout"
+    assert (await asked(refuses)).error == "HTTP 503 overloaded"
+    assert (await asked(hangs_up)).error == "connection lost (ServerDisconnectedError)"
+    assert (await asked(says_nothing, timeout_s=0.2)).error == "timeout"
 
 
-def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
+async def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response()
 
     with pytest.raises(InputError, match="does not serve 'other'"):
-        asked(handler, model="other")
+        await asked(handler, model="other")
 
-    async def nowhere() -> None:
+    with pytest.raises(InputError, match="no response.*check that the server is running"):
         async with connect("http://127.0.0.1:9", MonotonicClock()):
             pass
 
-    with pytest.raises(InputError, match="no response.*check that the server is running"):
-        asyncio.run(nowhere())
 
-
-def test_a_response_without_a_stream_and_a_given_request_id() -> None:
+async def test_a_response_without_a_stream_and_a_given_request_id() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         whole = {"choices": [{"text": "ab", "token_ids": [7, 8]}], "usage": {"prompt_tokens": 5}}
         named = {"X-Request-Id": request.headers["X-Request-Id"]}
         return web.json_response(whole, headers=named)
 
-    async def run() -> TimedResponse:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            return await target.complete(b"{}", request_id="mine")
-
-    response = asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        response = await target.complete(b"{}", request_id="mine")
     assert (
         response.error is None and response.token_ids == [7, 8] and len(response.event_times_s) == 1
     )

@@ -36,7 +36,7 @@ def test_equal_hash_ids_are_equal_tokens() -> None:
     assert one[:2] == other[:2] and one[2].key != other[2].key
 
 
-def test_every_arrival_is_sent_and_accounted_for() -> None:
+async def test_every_arrival_is_sent_and_accounted_for() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -48,15 +48,12 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
 
     counts: list[int] = []
 
-    async def run() -> list[RequestResult]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
-            template = RequestTemplate("m", salt="s", output_scale=0.125)
-            return await offer_load(
-                target, load, template, PromptGenerator(), MonotonicClock(), done=counts.append
-            )
-
-    results = asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
+        template = RequestTemplate("m", salt="s", output_scale=0.125)
+        results = await offer_load(
+            target, load, template, PromptGenerator(), MonotonicClock(), done=counts.append
+        )
     assert counts == [1, 2, 3] and len({tuple(body["prompt"]) for body in bodies}) == 3
     assert {(len(b["prompt"]), b["max_tokens"], b["cache_salt"]) for b in bodies} == {(50, 2, "s")}
     good = [one for one in results if one.error is None]
@@ -66,7 +63,7 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
     assert all(one.late_s >= 0 and one.took_s > 0 for one in results)
 
 
-def test_slow_responses_do_not_delay_other_requests() -> None:
+async def test_slow_responses_do_not_delay_other_requests() -> None:
     """The first answer comes only when the last request has arrived."""
     last = asyncio.Event()
     seen = 0
@@ -79,17 +76,15 @@ def test_slow_responses_do_not_delay_other_requests() -> None:
         await last.wait()
         return await stream(request, token(1), DONE)
 
-    async def run() -> list[RequestResult]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.001 * n for n in range(20)], prompt=10, cached=0, output=1)
-            return await offer_load(
-                target, load, RequestTemplate("m"), PromptGenerator(), MonotonicClock()
-            )
-
-    assert [one.error for one in asyncio.run(run())] == [None] * 20
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.001 * n for n in range(20)], prompt=10, cached=0, output=1)
+        results = await offer_load(
+            target, load, RequestTemplate("m"), PromptGenerator(), MonotonicClock()
+        )
+    assert [one.error for one in results] == [None] * 20
 
 
-def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[RequestResult]:
+async def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[RequestResult]:
     """Two requests; the first token of the second one comes only after the time to give up, or
     never. No answer ends."""
     over = asyncio.Event()
@@ -108,27 +103,24 @@ def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[RequestRe
         await over.wait()
         return response
 
-    async def run() -> list[RequestResult]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.0, 0.05], prompt=10, cached=0, output=8)
-            try:
-                return await offer_load(
-                    target, load, RequestTemplate("m"), PromptGenerator(), MonotonicClock(),
-                    give_up_s=0.05, first_tokens_s=first_tokens_s,
-                )  # fmt: skip
-            finally:
-                over.set()
-
-    return asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.0, 0.05], prompt=10, cached=0, output=8)
+        try:
+            return await offer_load(
+                target, load, RequestTemplate("m"), PromptGenerator(), MonotonicClock(),
+                give_up_s=0.05, first_tokens_s=first_tokens_s,
+            )  # fmt: skip
+        finally:
+            over.set()
 
 
-def test_requests_are_given_up_when_each_has_a_first_token() -> None:
-    results = run_until_given_up(60.0, silent=False)
+async def test_requests_are_given_up_when_each_has_a_first_token() -> None:
+    results = await run_until_given_up(60.0, silent=False)
     assert [one.error for one in results] == [TIMED_OUT] * 2
     assert all(one.ttft_s is not None for one in results)
 
 
-def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
-    results = run_until_given_up(0.1, silent=True)
+async def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
+    results = await run_until_given_up(0.1, silent=True)
     assert [one.error for one in results] == [TIMED_OUT] * 2
     assert sum(one.ttft_s is None for one in results) >= 1

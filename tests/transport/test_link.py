@@ -126,23 +126,19 @@ def test_a_hand_off_overtakes_a_prefix_copy() -> None:
         relay.stall()  # nothing moves until both transfers are queued
         slow = send(link, expect(listener, bulk, Owner()), bulk, priority=PREFIX_COPY)
         fast = send(link, expect(listener, urgent, Owner()), urgent)
-        slow.done.add_done_callback(lambda _: order.append("migration"))
+        slow.done.add_done_callback(lambda _: order.append("prefix copy"))
         fast.done.add_done_callback(lambda _: order.append("hand-off"))
         relay.restore()
         slow.done.result(PATIENCE_S)
         fast.done.result(PATIENCE_S)
-    assert order == ["hand-off", "migration"]
+    assert order == ["hand-off", "prefix copy"]
 
 
-def test_asyncio_can_wait_for_it() -> None:
+async def test_asyncio_can_wait_for_it() -> None:
     contents = segments(100_000)
-
-    async def transfer(listener: Listener, link: TransferLink) -> None:
+    with Listener() as listener, TransferLink(listener.address) as link:
         sent = send(link, expect(listener, contents, Owner()), contents)
         await asyncio.wait_for(asyncio.wrap_future(sent.done), PATIENCE_S)
-
-    with Listener() as listener, TransferLink(listener.address) as link:
-        asyncio.run(transfer(listener, link))
 
 
 def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
