@@ -2,6 +2,9 @@
 
 `Target.complete` does not raise for failures of the server or the network. It puts a short error
 text into the `TimedResponse` instead, so that equal failures can be counted.
+
+This client uses aiohttp, not `prfaas.http_client`: it sends load to any OpenAI server, over TLS as
+well, and must not share code with the processes that it measures.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import aiohttp
 import msgspec
 
 from prfaas.clock import Clock
+from prfaas.contracts.openai import Usage
 from prfaas.errors import InputError
 
 TIMEOUT_S = 600.0  # from the beginning of a request to its last token
@@ -44,16 +48,6 @@ class TimedResponse:
         return self.event_times_s[0] - self.sent_s
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
@@ -61,7 +55,7 @@ class _Choice(msgspec.Struct):
 
 class _CompletionEvent(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -153,7 +147,7 @@ class Target:
             timed.prompt_tokens = event.usage.prompt_tokens
             timed.output_tokens = event.usage.completion_tokens
             if event.usage.prompt_tokens_details is not None:
-                timed.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+                timed.cached_tokens = event.usage.cached_tokens
         return None
 
     async def models(self) -> list[dict[str, Any]]:

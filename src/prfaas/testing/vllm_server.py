@@ -3,6 +3,9 @@
 A start takes most of a minute (three processes import torch), so tests and benchmarks share
 servers. Each server has its own core, because OpenMP threads of two servers on the same cores wait
 for each other. This module has no notion of kvds or hand-offs.
+
+Requests use the standard library's client, not `prfaas.http_client`: the server is foreign, and
+tests call it from code that has no event loop.
 """
 
 from __future__ import annotations
