@@ -18,7 +18,7 @@ from prfaas.errors import InputError
 from prfaas.kvd.process import KvdOptions, TlsFiles, running
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.security.secret_file import read_secret
 
 _DEFAULTS = KvdSection()
@@ -137,7 +137,7 @@ def _options(section: KvdSection) -> KvdOptions:
         gateways=section.gateways,
         gateway_key=read_secret(Path(api_key)) if api_key is not None else None,
         tls=_tls_files(section.tls),
-        key=read_key(Path(kvd_key)) if kvd_key is not None else None,
+        key=read_deployment_key(Path(kvd_key)) if kvd_key is not None else None,
         store=StoreOptions(
             memory_bytes=parse_bytes(section.memory, "--memory"),
             ssd=Path(section.ssd) if section.ssd is not None else None,

@@ -25,7 +25,7 @@ from prfaas.launch.engine_choice import (
     hf_engine,
 )
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.text import load_tokenizer
 
 _DEFAULTS = NodeSection()
@@ -124,7 +124,7 @@ def node(
     tokenizer_folder = section.tokenizer or (section.model if section.engine == "hf" else None)
     tokenizer = load_tokenizer(Path(tokenizer_folder)) if tokenizer_folder is not None else None
     key_file = section.kvd_key_file
-    key = read_key(Path(key_file)) if key_file is not None else None
+    key = read_deployment_key(Path(key_file)) if key_file is not None else None
     if key_file is not None:
         kvd_options = ("--kvd-key-file", key_file, *kvd_options)
     if config is not None:

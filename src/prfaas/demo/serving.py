@@ -27,9 +27,9 @@ from prfaas.launch.preparation import (
     tiny_deployment,
 )
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
-from prfaas.measure.client import Target, TimedAnswer, connect
-from prfaas.measure.open_loop import Ask
-from prfaas.measure.prompts import Prompts, Run
+from prfaas.measure.client import Target, TimedResponse, connect
+from prfaas.measure.open_loop import RequestTemplate
+from prfaas.measure.prompts import PromptGenerator, PromptPart
 
 OUTPUT_TOKENS = 16
 CUT_PROMPTS = 2
@@ -44,7 +44,7 @@ class Served:
 
     what: str
     ids: list[int]
-    answer: TimedAnswer
+    answer: TimedResponse
     told: RequestOutcome
     wan_bytes: int | None
     expected: list[int] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Scene:
         self._ear = ear
         self._gateway = gateway
         self._alone = alone
-        self._ask = Ask(gateway.model)
-        self._prompts = Prompts()
+        self._ask = RequestTemplate(gateway.model)
+        self._prompts = PromptGenerator()
         (link,) = relayed_links(live.deployment)
         self._relay = live.hosts.children.named(link.name)
 
     def ids(self, name: str, tokens: int) -> list[int]:
-        text = self._prompts.text([Run(name.encode(), tokens)])
+        text = self._prompts.text([PromptPart(name.encode(), tokens)])
         return [int(word) for word in text.split(b",")]
 
     async def served(self, what: str, ids: list[int], *, counted: bool = True) -> Served:
@@ -88,7 +88,7 @@ class Scene:
         """The same prompts on one node alone, under a salt that nobody has used."""
         assert self._alone.model is not None
         for one in served:
-            alone = Ask(self._alone.model, salt=secrets.token_hex(8))
+            alone = RequestTemplate(self._alone.model, salt=secrets.token_hex(8))
             answer = await self._alone.complete(_body(alone, one.ids))
             if answer.error is not None:
                 raise PeerError(f"{self._alone.url}: {answer.error}")
@@ -111,7 +111,7 @@ class Scene:
         self._relay.write_line("restore")
         return await asyncio.gather(*asking)
 
-    async def _told(self, answer: TimedAnswer) -> RequestOutcome:
+    async def _told(self, answer: TimedResponse) -> RequestOutcome:
         async with asyncio.timeout(TOLD_S):
             return await self._outcomes.of(answer.request_id)
 
@@ -227,7 +227,7 @@ def _table(title: str, served: Sequence[Served]) -> Table:
             told.prefill or told.decode,
             f"{told.reason.partition(':')[0]}{again}",
             "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
-            "-" if not one.answer.moments_s else f"{one.answer.ttft_s:.2f}",
+            "-" if not one.answer.event_times_s else f"{one.answer.ttft_s:.2f}",
             "equal" if one.same else one.answer.error or "NOT equal",
         )
     return table
@@ -239,5 +239,5 @@ def _remote_url(live: RunningDeployment) -> str:
     return live.hosts.engine_urls[first.name]
 
 
-def _body(ask: Ask, ids: Sequence[int]) -> bytes:
+def _body(ask: RequestTemplate, ids: Sequence[int]) -> bytes:
     return ask.body(",".join(map(str, ids)).encode(), OUTPUT_TOKENS)
