@@ -46,15 +46,6 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Grants ------------------------------------------------------------------------------------------
 
 
-class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Gateway -> the decode side's kvd, before any prefill starts."""
-
-    hashes: tuple[bytes, ...]  # block hashes of the prompt up to `handoff_tokens`
-    handoff_tokens: int
-    compat: Compat
-    checkpoint_tokens: int | None = None  # also send the linear states at this boundary
-
-
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant"):
     """The receiver has reserved everything this transfer needs and pins what it lets it skip."""
 

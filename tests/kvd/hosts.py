@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.engine.api import Export
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
@@ -30,7 +31,7 @@ from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.kvd.process import KvdOptions, Running, running
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import KVSpec
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer
+from prfaas.types import BlockHash, Compat, Grant, NotNow
 from tests.cache.builders import BLOCK, SPECS, hashes_of
 from tests.waiting import PATIENCE_S
 

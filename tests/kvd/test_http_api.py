@@ -16,10 +16,8 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import block_hashes
 from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.config.address import Address
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.role import Role
-from prfaas.kvd.transfers.prefix_pull import Prefix
-from prfaas.types import ClusterId, NotNow, OpenTransfer
+from prfaas.contracts.kvd_api import EventPage, MatchPrefix, OpenTransfer, Role
+from prfaas.types import ClusterId, NotNow
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
 from tests.waiting import PATIENCE_S
@@ -83,7 +81,7 @@ def test_bad_requests_are_one_line(host: Host) -> None:
 
 
 def test_match_asks_and_holds_nothing(host: Host) -> None:
-    asked = Prefix(tuple(names(PROMPT)))
+    asked = MatchPrefix(tuple(names(PROMPT)))
     assert json.loads(host.post("/v1/match", asked)[1])["tokens"] == 0
     keep(host, PROMPT)
     assert json.loads(host.post("/v1/match", asked)[1]) == {"tokens": 40, "attention_tokens": 40}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from prfaas.kvd.role import Role, compare_and_set
+from prfaas.contracts.kvd_api import Role
+from prfaas.kvd.role import compare_and_set
 
 
 def test_the_planner_that_saw_an_older_role_loses() -> None:

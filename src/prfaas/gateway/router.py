@@ -18,6 +18,7 @@ from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager, PromptMatch
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport, spec_of
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.booking import Booking
@@ -26,8 +27,6 @@ from prfaas.gateway.fleet.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.gateway.request import RequestError
 from prfaas.gateway.short_term_log import ShortTermLog
-from prfaas.kvd.engine_socket.messages import spec_of
-from prfaas.kvd.report import Report
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import costs_of
@@ -233,7 +232,7 @@ class Router:
 
     # Nodes ----------------------------------------------------------------------------------------
 
-    def heard(self, member: Member, report: Report) -> None:
+    def heard(self, member: Member, report: KvdReport) -> None:
         """A kvd's report."""
         if self.members.heard(member, report, self._clock.now()):
             log.info("%s of %s at %s is here", report.node, member.cluster, member.kvd_url)

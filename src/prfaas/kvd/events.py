@@ -13,21 +13,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from prfaas.cache.hashing import EngineHashes, hash_events
+from prfaas.contracts.kvd_api import EventPage
 from prfaas.types import BlockHash, HashEvent, NodeId
 
 # Per node. A gateway that listens lacks the latest few; who lacks more takes a snapshot.
 KEPT_EVENTS = 10_000
 KEPT_HASHES = 32_768  # in all of them: 2 to 3 MiB
-
-
-class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Events from the number asked for, or `snapshot`: everything held, when those are gone."""
-
-    node: NodeId
-    instance: str  # of the kvd's process: numbers begin anew with another one
-    next_seq: int
-    events: tuple[HashEvent, ...] = ()
-    snapshot: dict[str, tuple[bytes, ...]] | None = None
 
 
 class _Kept:

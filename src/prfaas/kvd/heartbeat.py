@@ -9,20 +9,13 @@ import logging
 import aiohttp
 import msgspec
 
-from prfaas.kvd.report import Report, Reporter
+from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.kvd.report import Reporter
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 _ANSWER_S = 5.0
-
-
-class Heartbeat(msgspec.Struct, frozen=True):
-    """The body of a gateway's /prfaas/v1/register."""
-
-    kvd_url: str
-    cluster: str
-    report: Report
 
 
 async def beat(

@@ -23,30 +23,31 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from prfaas.contracts.kvd_api import (
+    LONGEST_WAIT_S,
+    AbortTransfer,
+    ErrorBody,
+    MatchPrefix,
+    OpenTransfer,
+    PrefixMatch,
+    PullPrefix,
+    PushPrefix,
+    PushStarted,
+    Role,
+)
 from prfaas.errors import InputError, PeerError
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.report import Reporter
-from prfaas.kvd.role import Role, compare_and_set
+from prfaas.kvd.role import compare_and_set
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
-from prfaas.kvd.transfers.prefix_pull import Matched, Prefix, Pull, Push, Pushing, pull
+from prfaas.kvd.transfers.prefix_pull import pull
 from prfaas.security.deployment_key import only_with
-from prfaas.types import BlockHash, NodeId, OpenTransfer, TransferId
+from prfaas.types import BlockHash, NodeId, TransferId
 
-LONGEST_WAIT_S = 60.0
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
 T = TypeVar("T")
-
-
-class Problem(msgspec.Struct, frozen=True):
-    code: str  # incompatible, bad_request, unknown, failed, epoch, unauthorized
-    message: str
-    differences: tuple[str, ...] = ()
-
-
-class AbortReason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    reason: str = "aborted by the gateway"
 
 
 class GatewaySide:
@@ -102,31 +103,31 @@ class GatewaySide:
 
     async def _abort(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
-        reason = (await _body(request, AbortReason)).reason
+        reason = (await _body(request, AbortTransfer)).reason
         self._incoming.abort(transfer_id, reason)
         status = self._incoming.status(transfer_id)
         return _unknown(transfer_id) if status is None else _json(status)
 
     async def _match(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Prefix)
+        asked = await _body(request, MatchPrefix)
         if self._store.shelf is None:
-            return _json(Matched(0, 0))
+            return _json(PrefixMatch(0, 0))
         match = self._store.shelf.pool.match([BlockHash(name) for name in asked.hashes])
-        return _json(Matched(match.tokens, match.attention_tokens))
+        return _json(PrefixMatch(match.tokens, match.attention_tokens))
 
     async def _pull(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Pull)
+        asked = await _body(request, PullPrefix)
         return _json(await pull(self._store, self._incoming, self._http, asked))
 
     async def _push(self, request: web.Request) -> web.Response:
-        asked = await _body(request, Push)
+        asked = await _body(request, PushPrefix)
         differences = self._incoming.differences(asked.compat)
         if differences:
             return _incompatible(differences)
         shelf = self._store.shelf
         tokens = len(asked.hashes) * shelf.block_tokens if shelf is not None else 0
         hashes = [BlockHash(name) for name in asked.hashes]
-        return _json(self._outgoing.push(asked.grant, hashes, tokens) or Pushing())
+        return _json(self._outgoing.push(asked.grant, hashes, tokens) or PushStarted())
 
     async def _stats(self, request: web.Request) -> web.Response:
         if request.query.get("check") and self._store.shelf is not None:
@@ -165,9 +166,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except InputError as error:
-        return _json(Problem("bad_request", str(error)), status=400)
+        return _json(ErrorBody("bad_request", str(error)), status=400)
     except PeerError as error:
-        return _json(Problem("failed", str(error)), status=502)
+        return _json(ErrorBody("failed", str(error)), status=502)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:
@@ -200,15 +201,17 @@ def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
 
 def _incompatible(differences: tuple[str, ...]) -> web.Response:
     message = f"state of that engine is of no use here: {'; '.join(differences)}"
-    return _json(Problem("incompatible", message, differences), status=409)
+    return _json(ErrorBody("incompatible", message, differences), status=409)
 
 
 def _unauthorized() -> web.Response:
-    problem = Problem("unauthorized", "this kvd wants the key of its --key-file as a bearer token")
+    problem = ErrorBody(
+        "unauthorized", "this kvd wants the key of its --key-file as a bearer token"
+    )
     answer = _json(problem, status=401)
     answer.headers["WWW-Authenticate"] = "Bearer"
     return answer
 
 
 def _unknown(transfer_id: TransferId) -> web.Response:
-    return _json(Problem("unknown", f"transfer {transfer_id} is not known here"), status=404)
+    return _json(ErrorBody("unknown", f"transfer {transfer_id} is not known here"), status=404)

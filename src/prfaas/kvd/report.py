@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from prfaas.cache.lease import Occupancy, PoolStats
-from prfaas.kvd.engine_socket.messages import GroupShape, shapes_of
+from prfaas.contracts.kvd_api import (
+    LATE_WINDOW_S,
+    ArrivalCounters,
+    EngineReport,
+    KvdReport,
+    Occupancy,
+    PoolCounters,
+    PoolReport,
+    Role,
+    shapes_of,
+)
 from prfaas.kvd.engine_socket.server import Engines
 from prfaas.kvd.events import EventLog
-from prfaas.kvd.role import Role
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.transport.listener import Listener
-from prfaas.transport.receiver import ArrivalStats
-from prfaas.types import Compat, LinkStats, NodeId
+from prfaas.types import LinkStats
 
 # A report says how late the kvd was within the last seconds: long enough for what a gateway that
 # looks twice a second may have missed.
-LATE_WINDOW_S = 2.0
 
 
-class EngineReport(msgspec.Struct, frozen=True):
-    engine_id: str
-    url: str | None
-    processes: int
-
-
-class PoolReport(msgspec.Struct, frozen=True):
-    compat: Compat
-    groups: tuple[GroupShape, ...]
-    block_tokens: int
-    page_bytes: int
-    occupancy: Occupancy
-    bytes_by_group: dict[str, int]
-    counters: PoolStats
-
-
-class Report(msgspec.Struct, frozen=True):
-    node: NodeId
-    instance: str  # another one: the kvd was restarted, and holds nothing of before
-    data_address: str
-    role: Role
-    engines: tuple[EngineReport, ...]
-    pool: PoolReport | None  # None: no engine has registered yet
-    incoming: dict[str, int]
-    outgoing: dict[str, int]
-    held_leases: int  # by engine processes
-    arrivals: ArrivalStats
-    links: tuple[LinkStats, ...]
-    next_seq: dict[NodeId, int]  # of each node's cache events
-    late_s: float = 0.0  # of the last LATE_WINDOW_S: how long this process was not able to run
+T = TypeVar("T")
 
 
 class Reporter:
@@ -88,8 +66,8 @@ class Reporter:
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(self))
 
-    def report(self) -> Report:
-        return Report(
+    def report(self) -> KvdReport:
+        return KvdReport(
             node=self._store.node,
             instance=self._instance,
             data_address=self._data_address,
@@ -99,7 +77,7 @@ class Reporter:
             incoming=self._incoming.counts(),
             outgoing=self._outgoing.counts(),
             held_leases=len(self._engines.holds),
-            arrivals=self._listener.stats(),
+            arrivals=_counts(self._listener.stats(), ArrivalCounters),
             links=self._links.reports,
             next_seq=self._events.nodes,
             late_s=round(self._lateness.within(LATE_WINDOW_S), 4),
@@ -126,10 +104,15 @@ class Reporter:
             groups=shapes_of(shelf.spec),
             block_tokens=shelf.block_tokens,
             page_bytes=shelf.arena.page_bytes,
-            occupancy=shelf.pool.occupancy(),
+            occupancy=_counts(shelf.pool.occupancy(), Occupancy),
             bytes_by_group=shelf.pool.bytes_by_group(),
-            counters=shelf.pool.stats,
+            counters=_counts(shelf.pool.stats, PoolCounters),
         )
+
+
+def _counts(owner: object, kind: type[T]) -> T:
+    """The owner's numbers as the API has them."""
+    return msgspec.convert(owner, kind, from_attributes=True)
 
 
 class _Metrics(Collector):
@@ -177,7 +160,7 @@ def _pool_metrics(pool: PoolReport) -> Iterator[Metric]:
     for group, nbytes in pool.bytes_by_group.items():
         by_group.add_metric([group], nbytes)
     yield by_group
-    for name in pool.counters.__slots__:
+    for name in pool.counters.__struct_fields__:
         yield _counter(f"pool_{name}", "See PoolStats.", getattr(pool.counters, name))
 
 

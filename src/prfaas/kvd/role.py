@@ -6,16 +6,7 @@ older role loses and looks again. Advice, not a rule: a node takes either work.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
-import msgspec
-
-RoleName: TypeAlias = Literal["prefill", "decode", "both"]
-
-
-class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: RoleName = "both"
-    epoch: int = 0
+from prfaas.contracts.kvd_api import Role
 
 
 def compare_and_set(current: Role, asked: Role) -> Role | None:

@@ -20,8 +20,9 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.errors import InputError
-from prfaas.kvd.engine_socket.messages import Register, spec_of
+from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NodeId

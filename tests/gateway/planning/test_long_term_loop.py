@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import RequestError, RequestTrace
-from prfaas.kvd.heartbeat import Heartbeat
-from prfaas.kvd.report import Report
 from prfaas.types import NodeId
 from tests.gateway.backs import (
     FAR,
@@ -100,7 +99,7 @@ def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -> None
     made = msgspec.structs.replace(made, clusters=unlisted)
 
     def beat(host: Any, cluster: str) -> Heartbeat:
-        report = msgspec.convert(host.stats(check=False), Report)
+        report = msgspec.convert(host.stats(check=False), KvdReport)
         return Heartbeat(host.kvd_url, cluster, report)
 
     async def main() -> None:

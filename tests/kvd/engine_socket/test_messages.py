@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.contracts.kvd_api import shapes_of, spec_of
 from prfaas.errors import WireError
 from prfaas.kvd.engine_socket.messages import (
     Begin,
@@ -15,8 +16,6 @@ from prfaas.kvd.engine_socket.messages import (
     decode_answer,
     decode_call,
     frame,
-    shapes_of,
-    spec_of,
 )
 from prfaas.types import Grant, TransferId
 from tests.cache.builders import SPECS

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from prfaas.config.address import Address, parse_address
+from prfaas.contracts.kvd_api import PULL_S, PullPrefix
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.kvd.transfers.prefix_pull import PULL_S, Pull
 from prfaas.transport.link import LinkOptions
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
@@ -51,7 +51,7 @@ def test_only_missing_blocks_travel_and_the_states_at_the_end(pair: tuple[Host, 
     with here.engine() as source, there.engine() as target:
         keep(target, prompt[:16])
         keep(source, prompt)
-        status, body = there.post("/v1/pull", Pull(here.url, tuple(names(prompt))))
+        status, body = there.post("/v1/pull", PullPrefix(here.url, tuple(names(prompt))))
         assert status == 200, body
         found = json.loads(body)
         missing = SPEC.kv_bytes(40, 16)  # attention behind 16 tokens; every window, every state
@@ -68,7 +68,7 @@ def test_what_is_here_already_does_not_come_again(pair: tuple[Host, Host]) -> No
     prompt = prompt_of(40)
     with here.engine() as source, there.engine():
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)))
+        asked = PullPrefix(here.url, tuple(names(prompt)))
         assert there.post("/v1/pull", asked)[0] == 200
         before = there.received_bytes()
         again = json.loads(there.post("/v1/pull", asked)[1])
@@ -79,7 +79,7 @@ def test_what_is_here_already_does_not_come_again(pair: tuple[Host, Host]) -> No
 def test_a_pull_from_nobody_leaves_nothing_behind(pair: tuple[Host, Host]) -> None:
     _, there = pair
     with there.engine():
-        nobody = Pull("http://127.0.0.1:1", tuple(names(prompt_of(8))))
+        nobody = PullPrefix("http://127.0.0.1:1", tuple(names(prompt_of(8))))
         status, body = there.post("/v1/pull", nobody)
         assert status == 502 and b"127.0.0.1:1" in body
         assert there.in_use() == (0, 0)
@@ -90,7 +90,7 @@ def test_it_comes_through_the_relay_that_is_named(pair: tuple[Host, Host], relay
     prompt = prompt_of(40)
     with here.engine() as source, there.engine():
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)), via=str(relay.address))
+        asked = PullPrefix(here.url, tuple(names(prompt)), via=str(relay.address))
         status, body = there.post("/v1/pull", asked)
         assert status == 200, body
         assert there.received_bytes() == SPEC.kv_bytes(40)
@@ -104,7 +104,7 @@ def test_what_does_not_come_in_time_is_given_up(pair: tuple[Host, Host], relay: 
     relay.outage()
     with here.engine() as source, there.engine() as target:
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)), via=str(relay.address), within_s=0.2)
+        asked = PullPrefix(here.url, tuple(names(prompt)), via=str(relay.address), within_s=0.2)
         status, body = there.post("/v1/pull", asked)
         assert status == 502 and b"within 0.2 s" in body
         wait_until(lambda: there.in_use() == (0, 0))
@@ -115,7 +115,7 @@ def test_what_does_not_come_in_time_is_given_up(pair: tuple[Host, Host], relay: 
 
 def test_a_pull_has_an_end(pair: tuple[Host, Host]) -> None:
     for within_s in (0.0, -1.0, PULL_S + 1):
-        status, _ = pair[1].post("/v1/pull", Pull("http://x", (b"x",), within_s=within_s))
+        status, _ = pair[1].post("/v1/pull", PullPrefix("http://x", (b"x",), within_s=within_s))
         assert status == 400
 
 
@@ -136,7 +136,7 @@ def test_a_hand_off_that_comes_later_goes_first(
         source, _ = stack.enter_context(here.engine()), stack.enter_context(there.engine())
         thread = stack.enter_context(ThreadPoolExecutor(1))
         keep(source, pulled)
-        asked = Pull(here.url, tuple(names(pulled)), via=str(relay.address))
+        asked = PullPrefix(here.url, tuple(names(pulled)), via=str(relay.address))
         pulling = thread.submit(there.post, "/v1/pull", asked)
         wait_until(lambda: here.stats()["outgoing"]["sending"] == 1)
         granted = there.grant(urgent)

@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError
 from prfaas.gateway.api.api_keys import Keyring, salt_of
 from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
@@ -27,7 +28,6 @@ from prfaas.gateway.api.request_schema import Reading, read_chat, read_completio
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
 from prfaas.gateway.request import Backend, GatewayRequest, RequestError, RequestTrace, StreamBroken
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat, is_multimodal
 
 _LOG = logging.getLogger(__name__)

@@ -7,21 +7,25 @@ from urllib.parse import quote
 
 import msgspec
 
+from prfaas.contracts.kvd_api import (
+    LONGEST_WAIT_S,
+    AbortTransfer,
+    EventPage,
+    KvdReport,
+    OpenTransfer,
+    PrefixPulled,
+    PullPrefix,
+    Role,
+    TransferStatus,
+)
 from prfaas.errors import TransferFailed
 from prfaas.http_client.client import HttpClient, PeerHttpError
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.http_api import LONGEST_WAIT_S, AbortReason
-from prfaas.kvd.report import Report
-from prfaas.kvd.role import Role
-from prfaas.kvd.transfers.incoming import TransferStatus
-from prfaas.kvd.transfers.prefix_pull import Pull, Pulled
-from prfaas.types import Grant, NodeId, NotNow, OpenTransfer, TransferId
+from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 ASK_S = 5.0  # a kvd answers from memory
-SNAPSHOT = -1  # `since` for everything that is held
 _SLACK_S = 5.0  # a long poll ends a little later than it says
 _Opened: TypeAlias = Grant | NotNow
-_Pulling: TypeAlias = Pulled | NotNow
+_Pulling: TypeAlias = PrefixPulled | NotNow
 
 
 class KvdClient:
@@ -56,11 +60,11 @@ class KvdClient:
         return await self._calls.ask("GET", url, TransferStatus, timeout_s=ASK_S)
 
     async def abort(self, transfer_id: TransferId, reason: str) -> None:
-        body = msgspec.json.encode(AbortReason(reason))
+        body = msgspec.json.encode(AbortTransfer(reason))
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
         await self._calls.ask("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
 
-    async def pull(self, asked: Pull) -> Pulled | NotNow:
+    async def pull(self, asked: PullPrefix) -> PrefixPulled | NotNow:
         """Returns when the prefix is there."""
         body = msgspec.json.encode(asked)
         return await self._calls.ask(
@@ -71,8 +75,8 @@ class KvdClient:
             body=body,
         )
 
-    async def stats(self) -> Report:
-        return await self._calls.ask("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
+    async def stats(self) -> KvdReport:
+        return await self._calls.ask("GET", f"{self.url}/v1/stats", KvdReport, timeout_s=ASK_S)
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
         url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"

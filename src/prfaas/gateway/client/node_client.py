@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.errors import ConnectionLost
 from prfaas.gateway.request import StreamBroken
 from prfaas.http_client.client import Exchange, HttpClient, PeerHttpError
@@ -62,12 +63,8 @@ class _Used(msgspec.Struct, frozen=True):
     usage: Usage | None = None
 
 
-class _PrefillParams(msgspec.Struct, frozen=True):
-    error: dict[str, Any] | None = None
-
-
 class _Prefilled(msgspec.Struct, frozen=True):
-    kv_transfer_params: _PrefillParams | None = None
+    kv_transfer_params: ResponseParams | None = None
     usage: Usage | None = None
 
 
@@ -113,9 +110,9 @@ class NodeClient:
         )
         params = answer.kv_transfer_params
         if params is not None and params.error:
-            code = str(params.error.get("code", ""))
+            code = params.error.code
             status = 400 if code == "invalid_request" else 503
-            raise PeerHttpError(status, code, str(params.error.get("message") or code))
+            raise PeerHttpError(status, code, params.error.message or code)
         details = answer.usage and answer.usage.prompt_tokens_details
         return details.cached_tokens if details else None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas.cache.storage.arena import Arena
+from prfaas.contracts.kvd_api import shapes_of
 from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
 from prfaas.kvd.engine_socket.leases import Pages, ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import (
@@ -41,7 +42,6 @@ from prfaas.kvd.engine_socket.messages import (
     Ticket,
     decode_answer,
     frame,
-    shapes_of,
 )
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, Grant, NotNow, TransferId

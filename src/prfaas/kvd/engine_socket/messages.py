@@ -14,8 +14,9 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from prfaas.cache.storage.places import PageTable
+from prfaas.contracts.kvd_api import GroupShape
 from prfaas.errors import WireError
-from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, Segment, SlidingWindow
+from prfaas.kvspec import Segment
 from prfaas.types import Compat, Grant, NotNow, TransferId
 
 MAX_FRAME_BYTES = 256 << 20  # a ticket for a million blocks; anything larger is not ours
@@ -24,16 +25,6 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 # Pieces ------------------------------------------------------------------------------------------
-
-
-class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer."""
-
-    kind: Literal["full", "window", "linear"]
-    name: str
-    layers: tuple[int, ...]
-    nbytes: int
-    window: int = 0
 
 
 class SegmentName(msgspec.Struct, frozen=True, array_like=True):
@@ -231,39 +222,9 @@ def decode_answer(body: bytes) -> Answered:
 # Conversions -------------------------------------------------------------------------------------
 
 
-def shapes_of(spec: KVSpec) -> tuple[GroupShape, ...]:
-    return tuple(_shape(group) for group in spec.groups)
-
-
-def spec_of(shapes: tuple[GroupShape, ...]) -> KVSpec:
-    return KVSpec(tuple(_group(shape) for shape in shapes))
-
-
 def units_of(table: PageTable) -> tuple[UnitPages, ...]:
     return tuple(UnitPages(group, where, tuple(pages)) for (group, where), pages in table.items())
 
 
 def table_of(units: tuple[UnitPages, ...]) -> Mapping[tuple[int, int], tuple[int, ...]]:
     return {(unit.group, unit.where): unit.pages for unit in units}
-
-
-def _shape(group: Group) -> GroupShape:
-    match group:
-        case FullAttention():
-            return GroupShape("full", group.name, group.layers, group.bytes_per_token)
-        case SlidingWindow():
-            return GroupShape(
-                "window", group.name, group.layers, group.bytes_per_token, group.window
-            )
-        case LinearState():
-            return GroupShape("linear", group.name, group.layers, group.state_bytes)
-
-
-def _group(shape: GroupShape) -> Group:
-    match shape.kind:
-        case "full":
-            return FullAttention(shape.name, shape.layers, shape.nbytes)
-        case "window":
-            return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window)
-        case "linear":
-            return LinearState(shape.name, shape.layers, shape.nbytes)

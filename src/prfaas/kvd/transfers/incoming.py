@@ -12,10 +12,9 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from prfaas.cache.lease import Lease
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import OpenTransfer, TransferStatus
 from prfaas.errors import TransferFailed
 from prfaas.kvd.engine_socket.messages import Ticket, units_of
 from prfaas.kvd.store import Shelf, Store
@@ -24,7 +23,7 @@ from prfaas.kvd.transfers.manifest import owed
 from prfaas.kvd.transfers.states import IncomingLife, Stage
 from prfaas.transport.grants import new_grant
 from prfaas.transport.listener import Listener
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer, TransferId
+from prfaas.types import BlockHash, Compat, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +36,6 @@ class TransferOptions:
     grant_s: float = 60.0  # without a frame, a grant ends after this
     dispatch_s: float = 30.0  # without a poll, a committed transfer ends after this
     remember_s: float = 120.0  # how one has ended is known for so long
-
-
-class TransferStatus(msgspec.Struct, frozen=True):
-    transfer_id: TransferId
-    state: str  # a `Stage`, or of a transfer that leaves here: sending, sent, failed
-    reason: str
-    nbytes: int
 
 
 @dataclass(slots=True)

@@ -18,10 +18,11 @@ from functools import partial
 from prfaas.cache.lease import Lease
 from prfaas.cache.storage.places import LeaseTables, segment_ranges
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import TransferStatus
 from prfaas.errors import InputError, PrfaasError, TransferFailed
 from prfaas.kvd.engine_socket.messages import Begin, Sent, Ticket, units_of
 from prfaas.kvd.store import Shelf, Store
-from prfaas.kvd.transfers.incoming import UNREGISTERED, TransferStatus, patient
+from prfaas.kvd.transfers.incoming import UNREGISTERED, patient
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.manifest import Coverage, Lane, Stripe, owed, stripes
 from prfaas.kvd.transfers.states import WritingLife

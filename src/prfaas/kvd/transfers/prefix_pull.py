@@ -6,63 +6,37 @@ The same grant, landing and commit as a hand-off; the pages then stay as prefix.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
+from prfaas.contracts.kvd_api import (
+    PULL_S,
+    MatchPrefix,
+    OpenTransfer,
+    PrefixMatch,
+    PrefixPulled,
+    PullPrefix,
+    PushPrefix,
+    PushStarted,
+)
 from prfaas.errors import ConnectionLost, PeerError, TransferFailed
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import UNREGISTERED, IncomingTransfers
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer
+from prfaas.types import BlockHash, NotNow
 
-PULL_S = 300.0  # the longest a pull may take
 ASK_S = 10.0
 T = TypeVar("T")
 
 
-class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names of whole blocks from a prompt's beginning."""
-
-    hashes: tuple[bytes, ...]
-
-
-class Matched(msgspec.Struct, frozen=True):
-    tokens: int
-    attention_tokens: int
-
-
-class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    source: str  # the other kvd's HTTP address
-    hashes: tuple[bytes, ...]
-    via: str | None = None  # of a relay in front of this kvd, where the source needs one
-    within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # then it is given up
-
-
-class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
-    tokens: int  # of the prefix that is here now
-    granted_bytes: int
-
-
-class Push(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From the kvd that pulls to the one that has the prefix."""
-
-    hashes: tuple[bytes, ...]
-    compat: Compat
-    grant: Grant
-
-
-class Pushing(msgspec.Struct, frozen=True, tag="pushing"):
-    """It is on its way."""
-
-
-_MATCHED = msgspec.json.Decoder(Matched)
-_PUSHING: msgspec.json.Decoder[Pushing | NotNow] = msgspec.json.Decoder(Pushing | NotNow)
+_MATCHED = msgspec.json.Decoder(PrefixMatch)
+_PUSHING: msgspec.json.Decoder[PushStarted | NotNow] = msgspec.json.Decoder(PushStarted | NotNow)
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
-) -> Pulled | NotNow:
+    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: PullPrefix
+) -> PrefixPulled | NotNow:
     """Waits for the commit. PeerError when the source cannot or does not send, or not in time."""
     try:
         async with asyncio.timeout(asked.within_s):
@@ -72,15 +46,15 @@ async def pull(
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
-) -> Pulled | NotNow:
+    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: PullPrefix
+) -> PrefixPulled | NotNow:
     shelf = store.shelf
     if shelf is None:
         return UNREGISTERED
-    there = await _ask(http, f"{asked.source}/v1/match", Prefix(asked.hashes), _MATCHED)
+    there = await _ask(http, f"{asked.source}/v1/match", MatchPrefix(asked.hashes), _MATCHED)
     here = shelf.pool.match([BlockHash(name) for name in asked.hashes])
     if there.tokens <= here.tokens:
-        return Pulled(here.tokens, 0)
+        return PrefixPulled(here.tokens, 0)
     hashes = asked.hashes[: there.tokens // shelf.block_tokens]
     grant = incoming.open(OpenTransfer(hashes, there.tokens, shelf.compat))
     if isinstance(grant, NotNow):
@@ -89,7 +63,7 @@ async def _pull(
         if grant.max_bytes:
             way = asked.via or grant.data_address
             granted = msgspec.structs.replace(grant, data_address=way)
-            push = Push(hashes, shelf.compat, granted)
+            push = PushPrefix(hashes, shelf.compat, granted)
             answer = await _ask(http, f"{asked.source}/v1/push", push, _PUSHING)
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"the source says: {answer.reason}")
@@ -100,7 +74,7 @@ async def _pull(
         incoming.abort(grant.transfer_id, f"the pull was given up: {error}")
         raise
     incoming.take_prefix(grant.transfer_id)
-    return Pulled(there.tokens, grant.max_bytes)
+    return PrefixPulled(there.tokens, grant.max_bytes)
 
 
 async def _ask(
