@@ -16,7 +16,7 @@ from prfaas.cache.lease import Occupancy as CacheOccupancy
 from prfaas.cache.lease import PoolStats
 from prfaas.contracts import kv_transfer_params, kvd_api
 from prfaas.contracts.kv_transfer_params import RequestParams, ResponseParams
-from prfaas.kvd.engine_socket.messages import Frames, decode_answer, decode_call, frame
+from prfaas.kvd.engine_socket.messages import FrameReader, decode_answer, decode_call, frame
 from prfaas.transport import messages as bodies
 from prfaas.transport import wire
 from prfaas.transport.receiver import ArrivalStats
@@ -96,7 +96,7 @@ def test_kv_transfer_params(message: tuple[str, str]) -> None:
 def test_engine_socket(message: tuple[str, str, str]) -> None:
     direction, _, text = message
     data = bytes.fromhex(text)
-    (body,) = Frames().feed(data)
+    (body,) = FrameReader().feed(data)
     decode = decode_call if direction == "engine to kvd" else decode_answer
     assert frame(decode(body)) == data
 

@@ -28,7 +28,7 @@ from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
-from prfaas.kvd.process import KvdOptions, Running, running
+from prfaas.kvd.process import KvdOptions, RunningKvd, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, Compat, Grant, NotNow
@@ -109,12 +109,12 @@ class Host:
 def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
     """In a thread of this process."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    here: Future[Running] = Future()
+    here: Future[RunningKvd] = Future()
 
     async def serve() -> None:
         settings = {"store": StoreOptions(memory_bytes=MEMORY_BYTES), **options}
         try:
-            async with running(KvdOptions(socket=folder / f"{name}.sock", **settings)) as started:
+            async with run_kvd(KvdOptions(socket=folder / f"{name}.sock", **settings)) as started:
                 here.set_result(started)
                 await stop.wait()
         except BaseException as error:

@@ -68,7 +68,7 @@ def test_a_grant_is_refused_with_the_differences_named(host: Host) -> None:
 def test_bad_requests_are_one_line(host: Host) -> None:
     with host.engine():
         for path, body, problem in (
-            ("/v1/open", {"hashes": []}, "not a OpenTransfer"),
+            ("/v1/open", {"hashes": []}, "not a valid OpenTransfer"),
             ("/v1/open", OpenTransfer((b"x",), 40, COMPAT), "1 block hashes for 40 tokens"),
             ("/v1/role", {"role": "cook", "epoch": 0}, "cook"),
         ):
@@ -145,7 +145,7 @@ def test_an_engines_own_events_leave_as_hashes(host: Host) -> None:
         assert host.stats()["next_seq"]["vllm-0"] == 1
         snapshot = page(host, "node=vllm-0&since=-1").snapshot
         assert snapshot is not None and set(snapshot["full0"]) == set(found.events[0].hashes)
-    # The engine has left, and with it what it held.
+    # The engine has exited, and its cache with it.
     gone = page(host, f"node=vllm-0&since=1&wait_s={PATIENCE_S}").events
     assert [event.action for event in gone] == ["removed"]
 

@@ -1,5 +1,7 @@
-"""Tells gateways that this kvd is here, again and again. A gateway that does not answer is tried
-again at the next beat; nothing here depends on it."""
+"""Sends a heartbeat with this kvd's report to each gateway, every `BEAT_S` seconds.
+
+A failed heartbeat is not retried before the next one. Nothing else in the kvd depends on it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from prfaas.kvd.report import Reporter
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-_ANSWER_S = 5.0
+_TIMEOUT_S = 5.0
 
 
-async def beat(
+async def send_heartbeats(
     http: aiohttp.ClientSession,
     gateway: str,
     kvd_url: str,
@@ -26,10 +28,10 @@ async def beat(
     reporter: Reporter,
     key: str | None = None,
 ) -> None:
-    """Until cancelled."""
+    """Runs until it is cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-    heard = None
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    registered: bool | None = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         headers = {"Content-Type": "application/json"}
@@ -39,10 +41,10 @@ async def beat(
         try:
             async with http.post(url, data=body, headers=headers, timeout=timeout) as response:
                 if response.status >= 400:
-                    problem = f"answers {response.status}"
+                    problem = f"responded with {response.status}"
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = str(error) or type(error).__name__
-        if heard != (not problem):
-            heard = not problem
+        if registered != (not problem):
+            registered = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
         await asyncio.sleep(BEAT_S)

@@ -18,8 +18,8 @@ from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import WireError
 from prfaas.kvd.engine_socket.messages import (
     Commit,
-    Frames,
-    Numbered,
+    FrameReader,
+    NumberedCall,
     Ready,
     Register,
     decode_call,
@@ -82,14 +82,14 @@ class ReadyGate:
                 thread.start()
 
     def _calls(self, engine: socket.socket, kvd: socket.socket) -> None:
-        frames = Frames()
+        frames = FrameReader()
         with suppress(OSError, WireError):
             while data := engine.recv(_READ_BYTES):
                 passing = [self._through(decode_call(body)) for body in frames.feed(data)]
                 kvd.sendall(b"".join(passing))
         _end(kvd)
 
-    def _through(self, numbered: Numbered) -> bytes:
+    def _through(self, numbered: NumberedCall) -> bytes:
         """What of it, and of what was held before, goes on."""
         call = numbered.call
         if isinstance(call, Ready) and self.holding:
@@ -105,7 +105,7 @@ class ReadyGate:
                 # On the connection of the commit, which must not overtake it: its process owns the
                 # lease, whoever wrote.
                 released = self._held.pop(call.lease_id, [])
-        return b"".join([*(frame(Numbered(0, ready)) for ready in released), frame(numbered)])
+        return b"".join([*(frame(NumberedCall(0, ready)) for ready in released), frame(numbered)])
 
     def _answers(self, engine: socket.socket, kvd: socket.socket) -> None:
         with suppress(OSError):

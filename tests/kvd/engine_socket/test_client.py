@@ -9,8 +9,15 @@ import msgspec
 import pytest
 
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
-from prfaas.kvd.engine_socket.messages import Flush, Frames, Numbered, Refused, decode_answer, frame
-from prfaas.kvd.process import KvdOptions, running
+from prfaas.kvd.engine_socket.messages import (
+    Flush,
+    FrameReader,
+    NumberedCall,
+    Refused,
+    decode_answer,
+    frame,
+)
+from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
 from prfaas.types import NotNow, TransferId
@@ -176,8 +183,8 @@ def test_a_restarted_kvd_is_found_without_being_asked(tmp_path: Path) -> None:
 def test_strangers_on_the_socket(host: Host) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(host.socket))
-        stranger.sendall(frame(Numbered(1, Flush())))
-        (body,) = Frames().feed(stranger.recv(4096))
+        stranger.sendall(frame(NumberedCall(1, Flush())))
+        (body,) = FrameReader().feed(stranger.recv(4096))
         answer = decode_answer(body).answer
         assert isinstance(answer, Refused) and "registration" in answer.problem
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -185,12 +192,12 @@ def test_strangers_on_the_socket(host: Host) -> None:
 
 
 async def _second(path: Path) -> None:
-    async with running(KvdOptions(socket=path)):
+    async with run_kvd(KvdOptions(socket=path)):
         raise AssertionError("two kvds on one socket")
 
 
 def test_a_socket_has_one_kvd(host: Host) -> None:
-    with pytest.raises(InputError, match="another process serves it"):
+    with pytest.raises(InputError, match="another process listens on this socket"):
         asyncio.run(_second(host.socket))
     with host.engine():  # the first one still serves
         pass

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.kvd.engine_socket.lease_holders import Holds, Lost
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders, LeasesAfterExit
 
 PROCESSES = st.integers(1, 4)
 STEPS = st.tuples(st.sampled_from(["take", "join", "end", "gone"]), st.integers(1, 5), PROCESSES)
@@ -13,43 +13,43 @@ STEPS = st.tuples(st.sampled_from(["take", "join", "end", "gone"]), st.integers(
 def test_a_lease_ends_once_and_never_under_a_process_that_touches_it(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    holds = Holds()
+    holders = LeaseHolders()
     owner: dict[int, int | None] = {}
     touching: dict[int, set[int]] = {}
     for step, lease, process in steps:
         match step:
             case "take" if lease not in touching:
-                holds.take(lease, "write", process)
+                holders.add(lease, "write", process)
                 owner[lease], touching[lease] = process, {process}
             case "join":
-                joined = holds.join(lease, process)
+                joined = holders.join(lease, process)
                 assert joined == (lease in touching and owner[lease] is not None)
                 if joined:
                     touching[lease].add(process)
             case "end":
-                ended = holds.end(lease, process)
+                ended = holders.end(lease, process)
                 assert (ended is not None) == (lease in touching and owner[lease] == process)
                 if ended:
                     del touching[lease]  # the owner vouches for those who joined
             case "gone":
-                lost = holds.gone(process)
+                lost = holders.process_exited(process)
                 for held, processes in list(touching.items()):
                     if process in processes:
                         processes.discard(process)
                         owner[held] = None if owner[held] == process else owner[held]
                         assert ((held, "write") in lost.ended) == (not processes)
-                        assert (held in lost.maimed) == bool(processes)
+                        assert (held in lost.incomplete) == bool(processes)
                         if not processes:
                             del touching[held]
-        assert len(holds) == len(touching)
+        assert len(holders) == len(touching)
         for held in range(1, 6):
             for someone in range(1, 5):
-                assert holds.touches(held, someone) == (someone in touching.get(held, ()))
+                assert holders.uses(held, someone) == (someone in touching.get(held, ()))
 
 
 def test_a_reader_that_goes_harms_nobody() -> None:
-    holds = Holds()
-    holds.take(1, "read", 7)
-    assert holds.join(1, 8)
-    assert holds.gone(8) == Lost((), ())
-    assert holds.gone(7) == Lost(((1, "read"),), ())
+    holders = LeaseHolders()
+    holders.add(1, "read", 7)
+    assert holders.join(1, 8)
+    assert holders.process_exited(8) == LeasesAfterExit((), ())
+    assert holders.process_exited(7) == LeasesAfterExit(((1, "read"),), ())

@@ -1,6 +1,6 @@
-"""Bringing a prefix here from another kvd's pool: it pushes what we grant, after urgent transfers.
+"""Pulls a prefix from another kvd's pool: this kvd grants, the source sends, after all hand-offs.
 
-The same grant, landing and commit as a hand-off; the pages then stay as prefix.
+Grant, transfer and commit are those of a hand-off; afterwards the pages stay as a prefix.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.errors import ConnectionLost, PeerError, TransferFailed
 from prfaas.kvd.store import Store
-from prfaas.kvd.transfers.incoming import UNREGISTERED, IncomingTransfers
+from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.types import BlockHash, NotNow
 
-ASK_S = 10.0
+REQUEST_S = 10.0  # the timeout of a request to the source
 T = TypeVar("T")
 
 
@@ -35,59 +35,61 @@ _PUSHING: msgspec.json.Decoder[PushStarted | NotNow] = msgspec.json.Decoder(Push
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: PullPrefix
+    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, request: PullPrefix
 ) -> PrefixPulled | NotNow:
-    """Waits for the commit. PeerError when the source cannot or does not send, or not in time."""
+    """Returns after the commit. PeerError when the source cannot send, or not in time."""
     try:
-        async with asyncio.timeout(asked.within_s):
-            return await _pull(store, incoming, http, asked)
+        async with asyncio.timeout(request.within_s):
+            return await _pull(store, incoming, http, request)
     except TimeoutError:
-        raise TransferFailed(f"the prefix was not here within {asked.within_s:g} s") from None
+        raise TransferFailed(f"the prefix did not arrive within {request.within_s:g} s") from None
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: PullPrefix
+    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, request: PullPrefix
 ) -> PrefixPulled | NotNow:
-    shelf = store.shelf
-    if shelf is None:
-        return UNREGISTERED
-    there = await _ask(http, f"{asked.source}/v1/match", MatchPrefix(asked.hashes), _MATCHED)
-    here = shelf.pool.match([BlockHash(name) for name in asked.hashes])
+    storage = store.storage
+    if storage is None:
+        return NO_ENGINE
+    there = await _request(
+        http, f"{request.source}/v1/match", MatchPrefix(request.hashes), _MATCHED
+    )
+    here = storage.pool.match([BlockHash(name) for name in request.hashes])
     if there.tokens <= here.tokens:
         return PrefixPulled(here.tokens, 0)
-    hashes = asked.hashes[: there.tokens // shelf.block_tokens]
-    grant = incoming.open(OpenTransfer(hashes, there.tokens, shelf.compat))
+    hashes = request.hashes[: there.tokens // storage.block_tokens]
+    grant = incoming.open(OpenTransfer(hashes, there.tokens, storage.compat))
     if isinstance(grant, NotNow):
         return grant
     try:
         if grant.max_bytes:
-            way = asked.via or grant.data_address
-            granted = msgspec.structs.replace(grant, data_address=way)
-            push = PushPrefix(hashes, shelf.compat, granted)
-            answer = await _ask(http, f"{asked.source}/v1/push", push, _PUSHING)
+            address = request.via or grant.data_address
+            granted = msgspec.structs.replace(grant, data_address=address)
+            push = PushPrefix(hashes, storage.compat, granted)
+            answer = await _request(http, f"{request.source}/v1/push", push, _PUSHING)
             if isinstance(answer, NotNow):
-                raise TransferFailed(f"the source says: {answer.reason}")
+                raise TransferFailed(f"the source refused: {answer.reason}")
         status = await incoming.wait(grant.transfer_id, PULL_S)
         if status is None or status.state != "committed":
-            raise TransferFailed(f"the prefix did not come: {status.reason if status else ''}")
+            raise TransferFailed(f"the prefix did not arrive: {status.reason if status else ''}")
     except (PeerError, asyncio.CancelledError) as error:
-        incoming.abort(grant.transfer_id, f"the pull was given up: {error}")
+        incoming.abort(grant.transfer_id, f"the pull was cancelled: {error}")
         raise
-    incoming.take_prefix(grant.transfer_id)
+    incoming.keep_prefix(grant.transfer_id)
     return PrefixPulled(there.tokens, grant.max_bytes)
 
 
-async def _ask(
+async def _request(
     http: aiohttp.ClientSession, url: str, body: msgspec.Struct, answer: msgspec.json.Decoder[T]
 ) -> T:
-    timeout = aiohttp.ClientTimeout(total=ASK_S)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     try:
         async with http.post(url, data=msgspec.json.encode(body), timeout=timeout) as response:
             text = await response.read()
             if response.status != 200:
-                raise TransferFailed(f"{url} answers {response.status}: {text[:500]!r}")
+                raise TransferFailed(f"{url} responded with {response.status}: {text[:500]!r}")
             return answer.decode(text)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise ConnectionLost(f"{url}: {error or type(error).__name__}") from None
     except msgspec.MsgspecError as error:
-        raise TransferFailed(f"{url} does not answer as a kvd: {error}") from None
+        raise TransferFailed(f"{url} sent a response that is not a kvd's: {error}") from None
