@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,13 +190,9 @@ def test_strangers_on_the_socket(host: Host) -> None:
         assert stranger.recv(4096) == b""
 
 
-async def _second(path: Path) -> None:
-    async with run_kvd(KvdOptions(socket=path)):
-        raise AssertionError("two kvds on one socket")
-
-
-def test_a_socket_has_one_kvd(host: Host) -> None:
+async def test_a_socket_has_one_kvd(host: Host) -> None:
     with pytest.raises(InputError, match="another process listens on this socket"):
-        asyncio.run(_second(host.socket))
+        async with run_kvd(KvdOptions(socket=host.socket)):
+            raise AssertionError("two kvds on one socket")
     with host.engine():  # the first one still serves
         pass
