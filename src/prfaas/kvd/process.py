@@ -56,15 +56,15 @@ class KvdOptions:
     listen: Address = Address("127.0.0.1", 0)
     http: Address = Address("127.0.0.1", 0)
     node: str | None = None  # None: the data address
-    advertise: str | None = (
-        None  # this host's address for peers; None: the listen address, or the host name
-    )
+    # This host's address for peers. None: the listen address, or the host name for a wildcard.
+    advertise: str | None = None
     via: str | None = None  # relay address that grants contain instead of the data address
     cluster: str = ""  # the cluster's name in the deployment, for gateways
     gateways: Sequence[str] = ()
     gateway_key: str | None = None  # for heartbeats to the gateways
     tls: TlsFiles | None = None
-    key: str | None = field(default=None, repr=False)  # of HTTP, for this kvd and its peers
+    # Required by this kvd's HTTP API, and sent to peers and to gateways without `gateway_key`.
+    key: str | None = field(default=None, repr=False)
     store: StoreOptions = field(default_factory=StoreOptions)
     transfers: TransferOptions = field(default_factory=TransferOptions)
     connections: int = LinkOptions().connections  # per peer
@@ -98,8 +98,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         lateness = LatenessMonitor(clock)
         stack.callback(lateness.close)
         data = _reachable(Address(*listener.address), options.advertise)
-        instance = uuid.uuid4().hex
-        events = EventLog(instance)
+        events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
         links = Links(
             LinkOptions(connections=options.connections, tls_name=SERVICE_NAME if tls else None),
@@ -113,15 +112,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         engines = EngineSocketServer(
             store, incoming, outgoing, PinnedPrefixes(store, clock), address
         )
-        reporter = Reporter(
-            store,
-            incoming,
-            outgoing,
-            engines,
-            links,
-            listener,
-            lateness,
-        )
+        reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         client = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(options.key)))
         api = HttpApi(store, incoming, outgoing, reporter, client)
         served = await _serve_http(stack, api.app(options.key), options.http)
