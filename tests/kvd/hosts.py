@@ -1,5 +1,4 @@
-"""Whole kvds for tests, in a thread or a process of their own, and an engine that writes known
-bytes."""
+"""Complete kvds for tests, each in a thread or a process, and an engine that writes known bytes."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ class Host:
         return found
 
     def in_use(self) -> tuple[int, int]:
-        """Pages that somebody holds, and leases."""
+        """Pages of leases, and leases."""
         occupancy = self.stats()["pool"]["occupancy"]
         return occupancy["used_pages"] - occupancy["idle_pages"], occupancy["leases"]
 
@@ -176,7 +175,7 @@ def names(prompt: Sequence[int]) -> list[BlockHash]:
 
 
 def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -> None:
-    """Plays the engine: everything the lease owes, in chunks of 8 tokens; up to `stop` tokens."""
+    """Plays the engine: writes all required state in chunks of 8 tokens, up to `stop` tokens."""
     export = Export(lease, lease.tokens, lease.checkpoint_tokens, lease.skip_tokens)
     spec = SPEC
     plan, content = ExportPlan(spec, export), Content(spec, prompt)
@@ -194,7 +193,7 @@ def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -
 
 
 def assert_holds(lease: ReadLease | WriteLease, prompt: Sequence[int], tokens: int) -> None:
-    """Every byte that an engine would read to go on after `tokens` tokens."""
+    """Every byte that an engine would read to continue after `tokens` tokens."""
     content = Content(SPEC, prompt)
     for segment in resume_segments(SPEC, tokens):
         content.check(segment, lease.views(segment))

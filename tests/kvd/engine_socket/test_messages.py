@@ -39,7 +39,7 @@ def test_frames_survive_any_cut(sizes: list[int]) -> None:
     assert decoded == CALLS
 
 
-def test_what_is_not_ours_is_refused() -> None:
+def test_invalid_frames_are_refused() -> None:
     with pytest.raises(WireError, match="a frame of"):
         list(FrameReader().feed(b"\xff\xff\xff\xff"))
     with pytest.raises(WireError, match="not a call"):

@@ -17,7 +17,7 @@ DISPATCH_S = 10.0
 
 
 @given(st.lists(st.sampled_from(["over", "lost", "abort", "poll", "wait", "attach", "release"])))
-def test_an_incoming_transfer_ends_once_whatever_happens(steps: list[str]) -> None:
+def test_an_incoming_transfer_ends_exactly_once(steps: list[str]) -> None:
     """Plays the owner: steps that its rules do not allow are left out, as it leaves them out."""
     state, now, freed = IncomingState(DISPATCH_S), 0.0, 0
     for step in steps:
@@ -58,7 +58,7 @@ def test_an_incoming_transfer_ends_once_whatever_happens(steps: list[str]) -> No
             assert state.stage in (IncomingStage.GRANTED, IncomingStage.FAILED)
 
 
-def test_a_commit_waits_for_its_gateway_and_no_longer() -> None:
+def test_a_committed_transfer_expires_without_polls() -> None:
     state = IncomingState(DISPATCH_S)
     assert not state.expired(1e9)  # until the commit the listener decides
     state.commit(100.0)
@@ -70,7 +70,7 @@ def test_a_commit_waits_for_its_gateway_and_no_longer() -> None:
     assert not state.expired(1e9)
 
 
-def test_attaching_says_why_not() -> None:
+def test_a_refused_attach_names_the_reason() -> None:
     state = IncomingState(DISPATCH_S)
     with pytest.raises(TransferFailed, match="not committed yet"):
         state.attach()
@@ -80,7 +80,7 @@ def test_attaching_says_why_not() -> None:
 
 
 @given(st.booleans(), st.permutations(["writer", "sender"]), st.booleans(), st.booleans())
-def test_pages_are_free_when_writer_and_sender_are_done(
+def test_pages_are_free_when_writing_and_sending_have_ended(
     sending: bool, order: list[str], commits: bool, arrives: bool
 ) -> None:
     state = OutgoingState(sending=sending)
