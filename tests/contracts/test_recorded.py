@@ -42,7 +42,7 @@ KVD_API: dict[str, Any] = {
     "POST /v1/role request": kvd_api.Role,
     "POST /v1/role response": kvd_api.Role,
     "POST /prfaas/v1/register request": kvd_api.Heartbeat,
-    "error response": kvd_api.ErrorBody,
+    "error response": kvd_api.KvdErrorBody,
 }
 FRAME_BODIES: dict[Kind, Any] = {
     Kind.HELLO: bodies.Hello,

@@ -9,7 +9,7 @@
     GET  /v1/stats               -> KvdReport
     GET  /v1/events              -> EventPage
     GET  /v1/role, POST          Role -> Role
-    any error                    -> ErrorBody
+    any error                    -> KvdErrorBody
 
     POST /prfaas/v1/register     Heartbeat, from a kvd to a gateway
 
@@ -32,7 +32,7 @@ SNAPSHOT = -1  # ?since= that requests a snapshot
 LATE_WINDOW_S = 2.0
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class KvdErrorBody(msgspec.Struct, frozen=True):
     code: str  # incompatible, bad_request, unknown, failed, unauthorized
     message: str
     differences: tuple[str, ...] = ()  # of an `incompatible` engine: each field that differs

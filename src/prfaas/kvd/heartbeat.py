@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import aiohttp
 import msgspec
 
 from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.errors import PeerError, PeerHttpError
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.report import Reporter
 
 log = logging.getLogger(__name__)
@@ -21,29 +22,20 @@ _TIMEOUT_S = 5.0
 
 
 async def send_heartbeats(
-    http: aiohttp.ClientSession,
-    gateway: str,
-    kvd_url: str,
-    cluster: str,
-    reporter: Reporter,
-    key: str | None = None,
+    http: HttpClient, gateway: str, kvd_url: str, cluster: str, reporter: Reporter
 ) -> None:
     """Runs until it is cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     registered: bool | None = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
         problem = ""
         try:
-            async with http.post(url, data=body, headers=headers, timeout=timeout) as response:
-                if response.status >= 400:
-                    problem = f"responded with {response.status}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            problem = str(error) or type(error).__name__
+            await http.request("POST", url, timeout_s=_TIMEOUT_S, body=body)
+        except PeerHttpError as error:
+            problem = f"responded with {error.status}: {error}"
+        except PeerError as error:
+            problem = str(error)
         if registered != (not problem):
             registered = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")

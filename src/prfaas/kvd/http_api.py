@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -27,7 +26,7 @@ from aiohttp.typedefs import Handler
 from prfaas.contracts.kvd_api import (
     LONGEST_WAIT_S,
     AbortTransfer,
-    ErrorBody,
+    KvdErrorBody,
     MatchPrefix,
     OpenTransfer,
     PrefixMatch,
@@ -37,6 +36,7 @@ from prfaas.contracts.kvd_api import (
     Role,
 )
 from prfaas.errors import InputError, PeerError
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvd.store import Store
@@ -57,7 +57,7 @@ class HttpApi:
         incoming: IncomingTransfers,
         outgoing: OutgoingTransfers,
         reporter: Reporter,
-        http: aiohttp.ClientSession,
+        http: HttpClient,
     ) -> None:
         self._store = store
         self._incoming = incoming
@@ -164,9 +164,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except InputError as error:
-        return _json(ErrorBody("bad_request", str(error)), status=400)
+        return _json(KvdErrorBody("bad_request", str(error)), status=400)
     except PeerError as error:
-        return _json(ErrorBody("failed", str(error)), status=502)
+        return _json(KvdErrorBody("failed", str(error)), status=502)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:
@@ -203,11 +203,11 @@ def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
 
 def _incompatible(differences: tuple[str, ...]) -> web.Response:
     message = f"the engine does not match this kvd: {'; '.join(differences)}"
-    return _json(ErrorBody("incompatible", message, differences), status=409)
+    return _json(KvdErrorBody("incompatible", message, differences), status=409)
 
 
 def _unauthorized() -> web.Response:
-    problem = ErrorBody(
+    problem = KvdErrorBody(
         "unauthorized", "this kvd requires the key of its --key-file as a bearer token"
     )
     answer = _json(problem, status=401)
@@ -216,4 +216,4 @@ def _unauthorized() -> web.Response:
 
 
 def _unknown(transfer_id: TransferId) -> web.Response:
-    return _json(ErrorBody("unknown", f"transfer {transfer_id} is not known here"), status=404)
+    return _json(KvdErrorBody("unknown", f"transfer {transfer_id} is not known here"), status=404)

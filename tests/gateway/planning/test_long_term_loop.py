@@ -11,8 +11,9 @@ import pytest
 
 from prfaas.config.deployment import Deployment
 from prfaas.contracts.kvd_api import Heartbeat, KvdReport
+from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.types import NodeId
 from tests.gateway.backs import (
     FAR,

@@ -6,9 +6,8 @@ Grant, transfer and commit are those of a hand-off; afterwards the pages stay as
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-import aiohttp
 import msgspec
 
 from prfaas.contracts.kvd_api import (
@@ -21,7 +20,8 @@ from prfaas.contracts.kvd_api import (
     PushPrefix,
     PushStarted,
 )
-from prfaas.errors import ConnectionLost, PeerError, TransferFailed
+from prfaas.errors import PeerError, PeerHttpError, TransferFailed
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.types import BlockHash, NotNow
@@ -30,12 +30,11 @@ REQUEST_S = 10.0  # the timeout of a request to the source
 T = TypeVar("T")
 
 
-_MATCHED = msgspec.json.Decoder(PrefixMatch)
-_PUSHING: msgspec.json.Decoder[PushStarted | NotNow] = msgspec.json.Decoder(PushStarted | NotNow)
+_Pushed: TypeAlias = PushStarted | NotNow
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, request: PullPrefix
+    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
 ) -> PrefixPulled | NotNow:
     """Returns after the commit. PeerError when the source cannot send, or not in time."""
     try:
@@ -46,13 +45,13 @@ async def pull(
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, request: PullPrefix
+    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
 ) -> PrefixPulled | NotNow:
     storage = store.storage
     if storage is None:
         return NO_ENGINE
     there = await _request(
-        http, f"{request.source}/v1/match", MatchPrefix(request.hashes), _MATCHED
+        http, f"{request.source}/v1/match", MatchPrefix(request.hashes), PrefixMatch
     )
     here = storage.pool.match([BlockHash(name) for name in request.hashes])
     if there.tokens <= here.tokens:
@@ -66,7 +65,12 @@ async def _pull(
             address = request.via or grant.data_address
             granted = msgspec.structs.replace(grant, data_address=address)
             push = PushPrefix(hashes, storage.compat, granted)
-            answer = await _request(http, f"{request.source}/v1/push", push, _PUSHING)
+            answer: PushStarted | NotNow = await _request(
+                http,
+                f"{request.source}/v1/push",
+                push,
+                _Pushed,  # type: ignore[arg-type]  # a union is not a `type`
+            )
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"the source refused: {answer.reason}")
         status = await incoming.wait(grant.transfer_id, PULL_S)
@@ -79,17 +83,9 @@ async def _pull(
     return PrefixPulled(there.tokens, grant.max_bytes)
 
 
-async def _request(
-    http: aiohttp.ClientSession, url: str, body: msgspec.Struct, answer: msgspec.json.Decoder[T]
-) -> T:
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+async def _request(http: HttpClient, url: str, body: msgspec.Struct, kind: type[T]) -> T:
+    data = msgspec.json.encode(body)
     try:
-        async with http.post(url, data=msgspec.json.encode(body), timeout=timeout) as response:
-            text = await response.read()
-            if response.status != 200:
-                raise TransferFailed(f"{url} responded with {response.status}: {text[:500]!r}")
-            return answer.decode(text)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise ConnectionLost(f"{url}: {error or type(error).__name__}") from None
-    except msgspec.MsgspecError as error:
-        raise TransferFailed(f"{url} sent a response that is not a kvd's: {error}") from None
+        return await http.request_json("POST", url, kind, timeout_s=REQUEST_S, body=data)
+    except PeerHttpError as error:
+        raise TransferFailed(f"{url} responded with {error.status}: {error}") from None
