@@ -19,7 +19,7 @@ from prfaas.contracts.kv_transfer_params import RequestParams, ResponseParams
 from prfaas.kvd.engine_socket.messages import FrameReader, decode_answer, decode_call, frame
 from prfaas.transport import messages as bodies
 from prfaas.transport import wire
-from prfaas.transport.receiver import ArrivalStats
+from prfaas.transport.receiver import ReceiverStats
 from prfaas.transport.wire import HEADER_BYTES, PIECE_BYTES, Kind
 from prfaas.types import Grant, NotNow
 
@@ -140,7 +140,7 @@ def test_every_kind_of_frame_is_recorded() -> None:
     [
         (kvd_api.Occupancy, CacheOccupancy),
         (kvd_api.PoolCounters, PoolStats),
-        (kvd_api.ArrivalCounters, ArrivalStats),
+        (kvd_api.ArrivalCounters, ReceiverStats),
     ],
 )
 def test_a_report_has_every_count_of_its_source(

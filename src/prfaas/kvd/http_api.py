@@ -43,7 +43,7 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
-from prfaas.security.deployment_key import only_with
+from prfaas.security.deployment_key import require_key
 from prfaas.types import BlockHash, NodeId, TransferId
 
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
@@ -66,7 +66,7 @@ class HttpApi:
         self._http = http
 
     def app(self, key: str | None = None) -> web.Application:
-        checks = [] if key is None else [only_with(key, _unauthorized)]
+        checks = [] if key is None else [require_key(key, _unauthorized)]
         app = web.Application(middlewares=[*checks, _errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [

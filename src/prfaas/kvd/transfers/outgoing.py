@@ -35,7 +35,7 @@ from prfaas.kvd.transfers.manifest import (
 from prfaas.kvd.transfers.states import OutgoingState
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.transport.buffers import FileSlice
-from prfaas.transport.link import HANDOFF, MIGRATION, Transfer
+from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class OutgoingTransfers:
                     f"the pull needs {tokens} tokens, this kvd has {lease.tokens} of them"
                 )
             tables = storage.pool.tables(lease.id)
-            self._start_transfer(outgoing, tables, grant, MIGRATION, b"")
+            self._start_transfer(outgoing, tables, grant, PREFIX_COPY, b"")
         except PrfaasError:
             self._release(outgoing)
             raise
