@@ -89,7 +89,7 @@ def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
                 lease.sent.result(PATIENCE_S)
             with pytest.raises(ConnectionLost):
                 lease.commit()
-        assert "no frame came in time" in there.settled(grant)["reason"]
+        assert "no frame arrived in time" in there.settled(grant)["reason"]
         with pytest.raises(TransferFailed):
             decode.attach(grant.transfer_id)
         assert there.in_use() == (0, 0)
@@ -142,7 +142,7 @@ def test_a_damaged_byte_is_sent_again(tmp_path: Path) -> None:
 def test_an_unused_grant_expires(tmp_path: Path) -> None:
     options = TransferOptions(grant_s=0.3)
     with kvd(tmp_path, name="d", transfers=options) as there, there.engine():
-        assert "no frame came in time" in there.settled(there.grant(PROMPT))["reason"]
+        assert "no frame arrived in time" in there.settled(there.grant(PROMPT))["reason"]
         assert there.in_use() == (0, 0)
 
 
