@@ -26,6 +26,7 @@ from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.replay import Replayed, replay
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.catalog import Catalog
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
@@ -70,10 +71,10 @@ def run_replay(
     pool = HybridPrefixPool(
         spec,
         TRACE_BLOCK_TOKENS,
-        layout,
-        capacity_pages=None
-        if math.isinf(capacity_bytes)
-        else int(capacity_bytes // layout.page_bytes),
+        PoolStorage(
+            layout,
+            None if math.isinf(capacity_bytes) else int(capacity_bytes // layout.page_bytes),
+        ),
         eviction=eviction,
         checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )

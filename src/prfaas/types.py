@@ -6,7 +6,6 @@ schema and the codec. Behaviour lives with the owners (transport, cache, kvd, ga
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal, NewType
 
 import msgspec
@@ -30,9 +29,6 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: int
     layout: str  # engine family and memory layout; "canonical" is the wire form of `kvspec`
     tensor_parallel: int = 1
-
-    def digest(self) -> str:
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
     def differences(self, other: Compat) -> tuple[str, ...]:
         """Which fields differ, as a refusal says it: `kv_dtype: bfloat16 here, float16 there`."""

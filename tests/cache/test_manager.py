@@ -51,10 +51,10 @@ def test_cached_lengths_per_node_and_cluster(cluster: Cluster) -> None:
     match = cluster.manager.match(prompt("abcdef"))
     assert match.nodes == {P0: NodeMatch(8, 8), P1: NodeMatch(12, 16), F0: NodeMatch(4, 4)}
     assert match.clusters == {PD: ClusterMatch(P1, 12, 16), FAAS: ClusterMatch(F0, 4, 4)}
-    assert (match.cluster_tokens(PD), match.node_tokens(F0)) == (12, 4)
+    assert (match.clusters[PD].tokens, match.node_tokens(F0)) == (12, 4)
     assert match.lost_tokens == 4
     nothing = cluster.manager.match(prompt("xyz"))
-    assert (nothing.cluster_tokens(PD), nothing.node_tokens(P0), nothing.lost_tokens) == (0, 0, 0)
+    assert (nothing.clusters, nothing.node_tokens(P0), nothing.lost_tokens) == ({}, 0, 0)
 
 
 def test_the_longest_attention_run_may_be_another_nodes(cluster: Cluster) -> None:
@@ -72,15 +72,11 @@ def test_a_node_that_vanishes_takes_its_entries_along(cluster: Cluster) -> None:
     cluster.manager.check()
 
 
-def test_gaps_are_passed_on(cluster: Cluster) -> None:
+def test_a_snapshot_replaces_what_the_manager_has_missed(cluster: Cluster) -> None:
     event = HashEvent(4, P0, "full0", BLOCK, tuple(prompt("a").at(BLOCK)), "stored")
     assert not cluster.manager.apply(event)
-    assert [gap.node for gap in cluster.manager.gaps()] == [P0]
-    cluster.manager.announce(P1, 1)
-    assert [gap.node for gap in cluster.manager.gaps()] == [P0, P1]
-    assert cluster.manager.snapshot(P1, {}, 1)
     assert cluster.manager.snapshot(P0, {}, 4)
-    assert cluster.manager.gaps() == []
+    assert cluster.manager.apply(event)
     assert cluster.manager.match(prompt("a")).nodes == {P0: NodeMatch(0, 4)}
 
 
@@ -124,7 +120,7 @@ def test_another_block_size_is_no_source(cluster: Cluster) -> None:
         cluster.manager.apply(HashEvent(seq, BIG, group, 2 * BLOCK, chain, "stored"))
     asked = prompt("abcd")
     match = cluster.manager.match(asked)
-    assert match.cluster_tokens(PD) == 16
+    assert match.clusters[PD].tokens == 16
     assert cluster.manager.propose_copy(asked, match, P0) is None
 
 

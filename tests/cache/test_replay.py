@@ -16,6 +16,7 @@ from prfaas.cache.groups import unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.replay import Replayed, replay
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from tests.cache.builders import SPECS
@@ -43,8 +44,7 @@ def pool(checkpoints: str = "default", pages: int | None = None) -> HybridPrefix
     return HybridPrefixPool(
         spec,
         TRACE_BLOCK_TOKENS,
-        layout,
-        capacity_pages=pages,
+        PoolStorage(layout, pages),
         eviction=LRU(),
         checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )

@@ -13,7 +13,7 @@ from itertools import islice
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
-from prfaas.cache.index import Gap, NodeInfo, NodeMatch, PrefixIndex
+from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
 from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
 
@@ -36,10 +36,6 @@ class PromptMatch:
 
     def node_tokens(self, node: NodeId) -> int:
         match = self.nodes.get(node)
-        return 0 if match is None else match.tokens
-
-    def cluster_tokens(self, cluster: ClusterId) -> int:
-        match = self.clusters.get(cluster)
         return 0 if match is None else match.tokens
 
     @property
@@ -80,15 +76,6 @@ class GlobalKVManager:
 
     def apply(self, event: HashEvent) -> bool:
         return self._index.apply(event)
-
-    def apply_encoded(self, payload: bytes) -> bool:
-        return self._index.apply_encoded(payload)
-
-    def announce(self, node: NodeId, next_seq: int) -> None:
-        self._index.announce(node, next_seq)
-
-    def gaps(self) -> list[Gap]:
-        return self._index.gaps()
 
     def snapshot(
         self, node: NodeId, held: Mapping[str, Iterable[BlockHash]], next_seq: int

@@ -51,7 +51,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
         calls += 1
         if not hashes:
             continue
-        lease = pool.reserve(hashes, len(hashes) * TRACE_BLOCK_TOKENS, now=now, ttl_s=60.0)
+        lease = pool.reserve(hashes, len(hashes) * TRACE_BLOCK_TOKENS, now=now)
         if isinstance(lease, NotNow):
             refused += 1
             match = pool.match(hashes)

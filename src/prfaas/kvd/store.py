@@ -20,6 +20,7 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register, spec_of
 from prfaas.kvd.events import EventLog
@@ -119,12 +120,9 @@ class Store:
         pool = HybridPrefixPool(
             spec,
             asked.block_tokens,
-            layout,
-            capacity_pages=pages,
+            PoolStorage(layout, pages, arena, ssd),
             eviction=CostAware(rules_for(spec), layout, asked.block_tokens, _in_proportion),
             checkpoints=checkpoint_policy(self.options.checkpoints, asked.block_tokens),
-            arena=arena,
-            ssd=ssd,
             journal=self._journal,
         )
         return Shelf(

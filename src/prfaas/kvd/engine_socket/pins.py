@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from prfaas.cache.lease import LeaseId
@@ -23,7 +22,7 @@ class Pins:
         if shelf is None:
             return UNREGISTERED
         names = [BlockHash(name) for name in hashes]
-        lease = shelf.pool.pin(names, now=self._clock.now(), ttl_s=math.inf)
+        lease = shelf.pool.pin(names, now=self._clock.now())
         self._store.changed()
         if isinstance(lease, NotNow):
             return patient(lease)

@@ -95,7 +95,6 @@ class IncomingTransfers:
             hashes,
             asked.handoff_tokens,
             now=self._clock.now(),
-            ttl_s=math.inf,
             checkpoint_tokens=promised,
         )
         self._store.changed()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -183,7 +182,7 @@ class OutgoingTransfers:
         shelf = self._store.shelf
         if shelf is None:
             return UNREGISTERED
-        lease = shelf.pool.pin(hashes, now=self._clock.now(), ttl_s=math.inf)
+        lease = shelf.pool.pin(hashes, now=self._clock.now())
         if isinstance(lease, NotNow):
             return patient(lease)
         life = WritingLife(sending=True)
@@ -223,9 +222,7 @@ class OutgoingTransfers:
 
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:
             now = self._clock.now()
-            return shelf.pool.reserve(
-                hashes, asked.tokens, now=now, ttl_s=math.inf, checkpoint_tokens=checkpoints
-            )
+            return shelf.pool.reserve(hashes, asked.tokens, now=now, checkpoint_tokens=checkpoints)
 
         if asked.checkpoint_tokens is not None:
             return reserve((*asked.checkpoint_tokens, *promised))
