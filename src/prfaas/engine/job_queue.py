@@ -30,7 +30,7 @@ S = TypeVar("S", bound=HasJob)
 class JobQueue(Generic[S]):
     def __init__(self, max_waiting: int) -> None:
         self.changed = threading.Condition()  # its lock may be taken twice
-        self.waiting: deque[S] = deque()  # guarded, as is all of the desk
+        self.waiting: deque[S] = deque()  # guarded, as is everything in the queue
         self.closing = False
         self._cancelled: set[str] = set()
         self._max_waiting = max_waiting

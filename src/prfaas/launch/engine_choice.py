@@ -9,7 +9,7 @@ from pathlib import Path
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.engine.api import Engine, Limits
 from prfaas.engine.checkpoint.tokenizer import VOCAB_SIZE
-from prfaas.engine.emulated import EmulatedEngine
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.engine.emulated.engine import CHUNK_TOKENS
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
@@ -63,10 +63,7 @@ def emulated_engine(choice: EngineChoice, emulation: EmulatedChoice) -> Engine:
         running = max((step.batch for step in steps), default=0)  # 0: it only prefills
     limits = Limits(EMULATED_MAX_TOKENS, EMULATED_VOCABULARY, running, choice.max_waiting)
     return EmulatedEngine(
-        model.spec(),
-        prefill_profile(catalog, record),
-        steps,
-        model=choice.model,
+        EmulatedModel(choice.model, model.spec(), prefill_profile(catalog, record), steps),
         limits=limits,
         block_tokens=choice.block_tokens,
         chunk_tokens=choice.chunk_tokens or CHUNK_TOKENS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prfaas.engine.api import Limits
-from prfaas.engine.emulated import EmulatedEngine
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.kvspec import GQA, MLA, KVSpec, Linear, Window, build_spec
 from prfaas.planner.profile import DecodeStep, PrefillProfile, PrefillTime
 
@@ -23,6 +23,7 @@ PROFILE = PrefillProfile(
     provenance="measured: made up",
 )
 STEPS = (DecodeStep(1, 0.2), DecodeStep(8, 0.5))
+MODEL = EmulatedModel("made-up", SPEC, PROFILE, STEPS)
 
 
 def emulated(
@@ -34,6 +35,4 @@ def emulated(
     **options: Any,
 ) -> EmulatedEngine:
     limits = Limits(max_tokens, vocab_size, max_running, max_waiting)
-    return EmulatedEngine(
-        SPEC, PROFILE, STEPS, model="made-up", limits=limits, block_tokens=64, **options
-    )
+    return EmulatedEngine(MODEL, limits=limits, block_tokens=64, **options)

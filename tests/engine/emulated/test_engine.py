@@ -14,7 +14,7 @@ from prfaas.engine.api import (
     Sampling,
     StepTiming,
 )
-from prfaas.engine.emulated import EmulatedEngine, Scales, scaled_spec
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel, Scales, scaled_spec
 from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import Segment
@@ -221,7 +221,10 @@ def test_fewer_bytes_travel_and_are_still_checked(make_engine: MakeEngine) -> No
 def test_an_instance_without_decode_steps_only_prefills(make_engine: MakeEngine) -> None:
     limits = Limits(1000, 256, max_running=0, max_waiting=4)
     engine = EmulatedEngine(
-        SPEC, PROFILE, (), model="m", limits=limits, block_tokens=64, scales=Scales(time=1e-3)
+        EmulatedModel("m", SPEC, PROFILE, ()),
+        limits=limits,
+        block_tokens=64,
+        scales=Scales(time=1e-3),
     )
     try:
         assert len(Watched(engine, job(sampling=greedy(1))).tokens) == 1
