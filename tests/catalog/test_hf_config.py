@@ -21,7 +21,7 @@ from prfaas.kvspec import (
     Linear,
     LinearState,
     SlidingWindow,
-    Window,
+    WindowedGQA,
     build_spec,
 )
 from tests.catalog.hf_models import NEMOTRON_NANO, PUBLISHED, Published
@@ -202,7 +202,7 @@ def test_falcon_h1_has_both_kinds_in_every_layer() -> None:
 
 def test_unequal_shapes_are_unequal_geometries() -> None:
     full, windows = geometry_of(PUBLISHED["mimo-v2-flash"].config).geometries
-    assert isinstance(full, GQA) and isinstance(windows, Window)
+    assert isinstance(full, GQA) and isinstance(windows, WindowedGQA)
     assert (full.kv_heads, windows.kv_heads) == (4, 8)
 
 

@@ -14,7 +14,7 @@ from prfaas.engine.emulated import EmulatedEngine, Scales
 from prfaas.engine.profiling import (
     TIMED_STEPS,
     WARM_STEPS,
-    Measured,
+    MeasuredProfile,
     Profiler,
     levelled,
     step_together_s,
@@ -39,7 +39,7 @@ def measure(
     cached: list[int],
     batches: list[int],
     rounds: int = 1,
-) -> Measured:
+) -> MeasuredProfile:
     profiler = Profiler(
         engine,
         lengths=lengths,
@@ -108,7 +108,7 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
     assert levelled([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert levelled([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
     times = (PrefillTime(10, 0, 1.0), PrefillTime(20, 0, 1.0))
-    measured = Measured(times, {}, (DecodeStep(1, 0.5),), 10, rounds=3, levelled=0.25)
+    measured = MeasuredProfile(times, {}, (DecodeStep(1, 0.5),), 10, rounds=3, levelled=0.25)
     record = measured.record(model="m", accelerator="a", engine="e", by="me, today")
     assert record.provenance == (
         "measured: me, today; median of 3; decode after 10 tokens; "

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from prfaas.errors import InputError
-from prfaas.node.publisher import KEPT_BYTES, EventPublisher, publishing
+from prfaas.node.publisher import KEPT_BYTES, EventPublisher, open_publisher
 from tests.waiting import HANG_S
 
 ANY = "tcp://127.0.0.1:0"
@@ -37,7 +37,7 @@ async def replayed(publisher: EventPublisher, first: int) -> list[int]:
 
 def test_batches_are_numbered_and_replayed() -> None:
     async def scenario() -> None:
-        async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+        async with open_publisher(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
             with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
                 subscriber.subscribe(b"")
                 subscriber.connect(publisher.endpoint)
@@ -62,7 +62,7 @@ def test_batches_are_numbered_and_replayed() -> None:
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
     async def scenario() -> None:
-        async with publishing(ANY, "tcp://nowhere"):
+        async with open_publisher(ANY, "tcp://nowhere"):
             pass
 
     with pytest.raises(InputError, match="tcp://nowhere"):
@@ -72,7 +72,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
 def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
     async def scenario() -> None:
         long = {"type": "BlockStored", "token_ids": [2**31] * 100_000}  # five bytes each
-        async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+        async with open_publisher(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
             for _ in range(50):
                 publisher.publish([long])
             kept = await replayed(publisher, 0)

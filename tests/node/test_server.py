@@ -11,7 +11,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.text import ModelTokenizer
 from prfaas.types import Grant, TransferId
 from tests.engine.emulated.builders import emulated
-from tests.node.surface import BYTES, Surfaced, pieces, surfaced
+from tests.node.local_api import BYTES, LocalApi, local_api, pieces
 from tests.waiting import HANG_S
 
 FAST = Scales(time=1e-3)
@@ -20,20 +20,20 @@ PROMPT = [7] * 100
 
 
 def with_node(
-    scenario: Callable[[Surfaced], Awaitable[None]],
-    words: ModelTokenizer | None = BYTES,
+    scenario: Callable[[LocalApi], Awaitable[None]],
+    tokenizer: ModelTokenizer | None = BYTES,
     **options: Any,
 ) -> None:
     async def run() -> None:
         engine = emulated(**{"scales": FAST, **options})
-        async with asyncio.timeout(HANG_S), surfaced(engine, words) as node:
+        async with asyncio.timeout(HANG_S), local_api(engine, tokenizer) as node:
             await scenario(node)
 
     asyncio.run(run())
 
 
 def test_an_answer_has_openais_shape() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, answer = await node.complete(
             prompt=PROMPT, max_tokens=5, return_token_ids=True, model="made-up", ignore_eos=True
         )
@@ -53,7 +53,7 @@ def test_an_answer_has_openais_shape() -> None:
 
 
 def test_pieces_make_up_the_whole() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asked = {"prompt": "some text", "max_tokens": 20, "return_token_ids": True, "seed": 3}
         _, whole = await node.complete(**asked)
         events = await node.stream(**asked, stream_options={"include_usage": True})
@@ -70,7 +70,7 @@ def test_pieces_make_up_the_whole() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 3000, "seed": 1, "temperature": 1.0}
         _, plain = await node.complete(**{**asked, "max_tokens": 60})
         text = plain["choices"][0]["text"]
@@ -85,13 +85,13 @@ def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
             seen = last["text"]
         assert seen == text[: text.index(stop)]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
-        await node.serving.drain(HANG_S)  # the job ends without having generated 3,000 tokens
+        await node.runner.drain(HANG_S)  # the job ends without having generated 3,000 tokens
 
     with_node(scenario)
 
 
 def test_a_client_that_goes_away_ends_its_job() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=3000))
         while not await metrics(node, running=1):
             pass
@@ -105,7 +105,7 @@ def test_a_client_that_goes_away_ends_its_job() -> None:
     with_node(scenario, scales=Scales(time=1.0))
 
 
-async def metrics(node: Surfaced, running: int | None = None) -> str:
+async def metrics(node: LocalApi, running: int | None = None) -> str:
     """The page, or nothing while another number of requests is running."""
     async with node.http.get("/metrics") as answer:
         page = await answer.text()
@@ -128,7 +128,7 @@ async def metrics(node: Surfaced, running: int | None = None) -> str:
     ],
 )
 def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, answer = await node.complete(**fields)
         assert status == 400
         assert answer["error"]["param"] == param and answer["error"]["code"] == "invalid_request"
@@ -137,7 +137,7 @@ def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
 
 
 def test_bad_bodies_paths_and_models() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         async with node.http.post("/v1/completions", data=b"\xff\xfe") as answer:
             assert answer.status == 400
         async with node.http.post("/tokenize", data=b"[]") as answer:
@@ -151,7 +151,7 @@ def test_bad_bodies_paths_and_models() -> None:
 
 
 def test_without_a_tokenizer_there_are_ids_only() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, answer = await node.complete(prompt="text")
         assert status == 400 and "token ids" in answer["error"]["message"]
         status, answer = await node.complete(prompt=PROMPT, stop="x")
@@ -159,7 +159,7 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
         status, answer = await node.complete(prompt=PROMPT, return_token_ids=True)
         assert status == 200 and len(answer["choices"][0]["token_ids"]) == 16
 
-    with_node(scenario, words=None)
+    with_node(scenario, tokenizer=None)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
 def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
     params: dict[str, Any],
 ) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, answer = await node.complete(prompt=PROMPT, kv_transfer_params=params)
         assert (status, answer["error"]["code"]) == (503, "kvd_unavailable")
         status, _ = await node.complete(prompt=PROMPT)
@@ -185,7 +185,7 @@ def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
 
 
 def test_too_many_requests_are_told_to_come_back() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asking = [
             asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=2)) for _ in range(12)
         ]
@@ -198,11 +198,11 @@ def test_too_many_requests_are_told_to_come_back() -> None:
 
 
 def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=50))
         while not await metrics(node, running=1):
             pass
-        draining = asyncio.create_task(node.serving.drain(HANG_S))
+        draining = asyncio.create_task(node.runner.drain(HANG_S))
         while await health(node) == 200:
             pass
         status, answer = await node.complete(prompt=PROMPT)
@@ -216,13 +216,13 @@ def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 3000}
         asking = asyncio.create_task(node.stream(**asked) if stream else node.complete(**asked))
         none = 'vllm:generation_tokens_total{engine="0",model_name="made-up"} 0.0'
         while none in await metrics(node):
             pass
-        await node.serving.drain(0.0)
+        await node.runner.drain(0.0)
         answer = await asking
         last = answer[-1] if stream else answer[1]
         assert last["error"]["code"] == "draining"
@@ -230,13 +230,13 @@ def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
     with_node(scenario, scales=Scales(time=0.1))
 
 
-async def health(node: Surfaced) -> int:
+async def health(node: LocalApi) -> int:
     async with node.http.get("/health") as answer:
         return answer.status
 
 
 def test_small_pages() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         async with node.http.get("/health") as answer:
             assert answer.status == 200
         async with node.http.get("/version") as answer:
@@ -268,12 +268,12 @@ def test_small_pages() -> None:
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
-async def chat(node: Surfaced, **fields: Any) -> tuple[int, dict[str, Any]]:
+async def chat(node: LocalApi, **fields: Any) -> tuple[int, dict[str, Any]]:
     async with node.http.post("/v1/chat/completions", json=fields) as answer:
         return answer.status, await answer.json()
 
 
-async def tokenize(node: Surfaced, **fields: Any) -> list[int]:
+async def tokenize(node: LocalApi, **fields: Any) -> list[int]:
     async with node.http.post("/tokenize", json=fields) as answer:
         assert answer.status == 200
         ids: list[int] = (await answer.json())["tokens"]
@@ -281,7 +281,7 @@ async def tokenize(node: Surfaced, **fields: Any) -> list[int]:
 
 
 def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         ids = await tokenize(node, messages=MESSAGES)
         assert ids[-len("assistant\n") :] == [*b"assistant\n"]
         options = {"max_tokens": 9, "seed": 4, "return_token_ids": True}
@@ -297,7 +297,7 @@ def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
 
 
 def test_a_streamed_chat_opens_with_its_role() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         asked = {"messages": MESSAGES, "max_completion_tokens": 9, "seed": 4}
         _, whole = await chat(node, **asked)
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -314,7 +314,7 @@ def test_a_streamed_chat_opens_with_its_role() -> None:
 
 
 def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, told = await chat(node, messages=MESSAGES, ignore_eos=True)
         assert status == 200 and told["usage"]["total_tokens"] == 200
 
@@ -334,7 +334,7 @@ def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
     ],
 )
 def test_bad_chats_are_named(fields: dict[str, Any], param: str) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async def scenario(node: LocalApi) -> None:
         status, answer = await chat(node, **fields)
         assert status == 400 and answer["error"]["param"] == param
 
@@ -346,12 +346,15 @@ def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
 ) -> None:
     async def run() -> None:
         engine = emulated(scales=FAST)
-        async with asyncio.timeout(HANG_S), surfaced(engine, BYTES, hears_of_leaving=False) as node:
+        async with (
+            asyncio.timeout(HANG_S),
+            local_api(engine, BYTES, hears_of_leaving=False) as node,
+        ):
             asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
             async with node.http.post("/v1/completions", json=asked) as answer:
                 await answer.content.readany()
                 answer.close()
-            await node.serving.drain(HANG_S)
+            await node.runner.drain(HANG_S)
 
     with caplog.at_level("INFO"):
         asyncio.run(run())

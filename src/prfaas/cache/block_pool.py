@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from prfaas.cache.storage.ssd import Slot
-    from prfaas.cache.tree import Node
+    from prfaas.cache.tree import PrefixNode
 
 
 class Block:
@@ -32,7 +32,7 @@ class Block:
         self.pages = pages
         self.refs = 0
         self.filled_from = 0
-        self.node: Node | None = None
+        self.node: PrefixNode | None = None
         self.slot: Slot | None = None
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from prfaas.cache.block_pool import Block
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.storage.arena import PageLayout
-from prfaas.cache.tree import Node
+from prfaas.cache.tree import PrefixNode
 
 NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]
 # Entries of heaps that are out of date, beyond one per node: they keep dead nodes and all above.
@@ -108,14 +108,14 @@ class CostAware:
         self._prefill_seconds = prefill_seconds
         self._weights = weights or ReuseWeights()
         self._idle: dict[int, Block] = {}
-        self._places: dict[Node, _Place] = {}
-        self._classes: dict[_Class, list[tuple[float, int, Node]]] = {}
+        self._places: dict[PrefixNode, _Place] = {}
+        self._classes: dict[_Class, list[tuple[float, int, PrefixNode]]] = {}
         self._entries = 0  # in all classes
         self._serial = 0
-        self._above: Node | None = None  # lost what hung below it at the last eviction
+        self._above: PrefixNode | None = None  # lost what hung below it at the last eviction
 
     def idle(self, blocks: Sequence[Block], now: float) -> None:
-        nodes: dict[Node, None] = {}
+        nodes: dict[PrefixNode, None] = {}
         for block in blocks:
             self._idle[id(block)] = block
             assert block.node is not None
@@ -149,8 +149,8 @@ class CostAware:
         # Only blocks below which somebody is at work: any of them, rather than none.
         return (next(iter(self._idle.values())),) if self._idle else ()
 
-    def _worst(self, now: float) -> Node | None:
-        worst: Node | None = None
+    def _worst(self, now: float) -> PrefixNode | None:
+        worst: PrefixNode | None = None
         lowest = math.inf
         for cls in list(self._classes):
             heap = self._classes[cls]
@@ -167,11 +167,11 @@ class CostAware:
                 worst, lowest = node, score
         return worst
 
-    def _is_current(self, entry: tuple[float, int, Node]) -> bool:
+    def _is_current(self, entry: tuple[float, int, PrefixNode]) -> bool:
         place = self._places.get(entry[2])
         return place is not None and place.serial == entry[1]
 
-    def _place(self, node: Node) -> None:
+    def _place(self, node: PrefixNode) -> None:
         self._drop(node)
         blocks, _ = self._removable(node)
         if not blocks:
@@ -186,7 +186,7 @@ class CostAware:
         heapq.heappush(self._classes.setdefault(cls, []), (node.last_used_s, self._serial, node))
         self._entries += 1
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: PrefixNode) -> None:
         """Its entry stays in its heap until it is met there. Evictions meet them; a pool that has
         room for everything never does, so they must not become many."""
         self._places.pop(node, None)
@@ -204,7 +204,7 @@ class CostAware:
         assert len(entries) == self._entries <= 2 * len(self._places) + STALE_ENTRIES
         assert sum(map(self._is_current, entries)) == len(self._places)
 
-    def _kind(self, node: Node) -> NodeKind:
+    def _kind(self, node: PrefixNode) -> NodeKind:
         checkpoint = not self._closing or any(self._checkpoint(node))
         if not checkpoint:
             return "tail"
@@ -214,20 +214,20 @@ class CostAware:
             return "spare"
         return "superseded" if node.resident_children else "head"
 
-    def _checkpoint(self, node: Node) -> Iterator[Block]:
+    def _checkpoint(self, node: PrefixNode) -> Iterator[Block]:
         for group in self._closing:
             block = node.blocks[group]
             if block is not None and block.slot is None:
                 yield block
 
-    def _resume_depth(self, node: Node) -> int:
+    def _resume_depth(self, node: PrefixNode) -> int:
         """Where a prompt would resume without this node."""
         above = node.parent
         while above is not None and self._closing and not any(self._checkpoint(above)):
             above = above.parent
         return 0 if above is None else above.depth
 
-    def _removable(self, node: Node) -> tuple[list[Block], Node | None]:
+    def _removable(self, node: PrefixNode) -> tuple[list[Block], PrefixNode | None]:
         """What goes if this node's checkpoint goes, and the node left without it. Nothing when
         some of it is in use."""
         if node.resident_children:
@@ -252,5 +252,5 @@ class CostAware:
         return all(id(block) in self._idle for block in blocks)
 
 
-def _in_memory(node: Node) -> list[Block]:
+def _in_memory(node: PrefixNode) -> list[Block]:
     return [block for block in node.blocks if block is not None and block.slot is None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prfaas.cache.block_pool import Block
 from prfaas.cache.groups import GroupRule, Hit, hybrid_hit
 from prfaas.cache.lease import Match
-from prfaas.cache.tree import Node, PrefixTree
+from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import UnitKey, closing_units
 from prfaas.types import BlockHash
 
@@ -23,9 +23,9 @@ class PrefixLookup:
         self._tree = tree
         self._has_full = any(not rule.closes for rule in rules)
 
-    def nodes(self, hashes: Sequence[BlockHash]) -> list[Node | None]:
+    def nodes(self, hashes: Sequence[BlockHash]) -> list[PrefixNode | None]:
         """The node of each block, as far as a hit can reach."""
-        nodes: list[Node | None] = []
+        nodes: list[PrefixNode | None] = []
         for name in hashes:
             node = self._tree.get(name)
             if node is None and self._has_full:
@@ -33,7 +33,7 @@ class PrefixLookup:
             nodes.append(node)
         return nodes
 
-    def hit(self, nodes: Sequence[Node | None]) -> Hit:
+    def hit(self, nodes: Sequence[PrefixNode | None]) -> Hit:
         def has(group: int, block: int, unneeded: int) -> bool:
             node = nodes[block]
             held = node.blocks[group] if node is not None else None
@@ -45,7 +45,7 @@ class PrefixLookup:
         """The hit in tokens."""
         return Match(hit.blocks * self._block_tokens, hit.attention * self._block_tokens)
 
-    def runs(self, nodes: Sequence[Node | None]) -> dict[int, int]:
+    def runs(self, nodes: Sequence[PrefixNode | None]) -> dict[int, int]:
         """Per full-attention group, the blocks it holds from the start without a hole."""
         runs: dict[int, int] = {}
         for group, rule in enumerate(self._rules):
@@ -61,7 +61,7 @@ class PrefixLookup:
         return {group: blocks for group, rule in enumerate(self._rules) if not rule.closes}
 
     def blocks_to_pin(
-        self, nodes: Sequence[Node | None], hit: Hit, runs: dict[int, int]
+        self, nodes: Sequence[PrefixNode | None], hit: Hit, runs: dict[int, int]
     ) -> dict[UnitKey, Block]:
         """The runs, and the closing groups' units at the hit."""
         keys = [(group, block) for group, run in runs.items() for block in range(run)]

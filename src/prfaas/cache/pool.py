@@ -29,7 +29,7 @@ from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, Po
 from prfaas.cache.lookup import PrefixLookup
 from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
-from prfaas.cache.tree import Node, PrefixTree
+from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import Demand, closing_units, growing_units
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
@@ -149,8 +149,8 @@ class HybridPrefixPool:
         if record.committed:
             return
         record.committed = True
-        parent: Node | None = None
-        path: list[Node] = []
+        parent: PrefixNode | None = None
+        path: list[PrefixNode] = []
         for name in record.hashes:
             parent = self._tree.add(name, parent)
             path.append(parent)
@@ -295,11 +295,11 @@ class HybridPrefixPool:
             return NotNow(f"{nbytes} bytes are more than the pool has", TOO_LARGE_RETRY_S)
         return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
-    def _record(self, action: Action, block: Block, node: Node) -> None:
+    def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
 
-    def _count(self, match: Match, resumed: Node | None) -> None:
+    def _count(self, match: Match, resumed: PrefixNode | None) -> None:
         self.stats.queries += 1
         self.stats.hit_tokens += match.tokens
         self.stats.lost_tokens += match.lost_tokens

@@ -16,7 +16,7 @@ from prfaas.types import BlockHash, NotNow
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     input_tokens: int
     hit_tokens: int
     ideal_tokens: int  # an infinite cache that reuses any prefix, partial last blocks included
@@ -35,7 +35,7 @@ class Replayed:
         return self.ideal_tokens / self.input_tokens
 
 
-def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
+def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
     """Runs every row through the pool: reserve, commit, release. A prompt that does not fit is
     served from what is cached and leaves nothing behind."""
     assert pool.block_tokens == TRACE_BLOCK_TOKENS
@@ -67,7 +67,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
         lost_tokens += match.lost_tokens
     if input_tokens == 0:
         raise InputError("the trace has no rows")
-    return Replayed(
+    return ReplayResult(
         input_tokens=input_tokens,
         hit_tokens=hit_tokens,
         ideal_tokens=ideal_tokens,

@@ -12,7 +12,7 @@ from prfaas.cache.block_pool import Block
 from prfaas.types import BlockHash
 
 
-class Node:
+class PrefixNode:
     """The prefix of `depth` blocks that ends with the block named `hash`."""
 
     __slots__ = (
@@ -28,7 +28,7 @@ class Node:
         "spare",
     )
 
-    def __init__(self, name: BlockHash, parent: Node | None, groups: int) -> None:
+    def __init__(self, name: BlockHash, parent: PrefixNode | None, groups: int) -> None:
         self.hash = name
         self.parent = parent
         self.depth: int = 1 if parent is None else parent.depth + 1
@@ -51,28 +51,28 @@ class Node:
 class PrefixTree:
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._nodes: dict[BlockHash, Node] = {}
+        self._nodes: dict[BlockHash, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[PrefixNode]:
         return iter(self._nodes.values())
 
-    def get(self, name: BlockHash) -> Node | None:
+    def get(self, name: BlockHash) -> PrefixNode | None:
         return self._nodes.get(name)
 
-    def add(self, name: BlockHash, parent: Node | None) -> Node:
+    def add(self, name: BlockHash, parent: PrefixNode | None) -> PrefixNode:
         """The node of that name, made under `parent` when there is none yet."""
         node = self._nodes.get(name)
         if node is None:
-            node = Node(name, parent, self._groups)
+            node = PrefixNode(name, parent, self._groups)
             self._nodes[name] = node
             if parent is not None:
                 parent.children += 1
         return node
 
-    def attach(self, node: Node, block: Block) -> None:
+    def attach(self, node: PrefixNode, block: Block) -> None:
         assert node.blocks[block.group] is None and block.node is None
         node.blocks[block.group] = block
         block.node = node
@@ -91,14 +91,14 @@ class PrefixTree:
         if prune:
             self.prune(node)
 
-    def prune(self, node: Node | None) -> None:
+    def prune(self, node: PrefixNode | None) -> None:
         while node is not None and not node.children and not any(node.blocks):
             del self._nodes[node.hash]
             if node.parent is not None:
                 node.parent.children -= 1
             node = node.parent
 
-    def resident(self, node: Node, change: int) -> None:
+    def resident(self, node: PrefixNode, change: int) -> None:
         """One block more or fewer of `node` is in memory: tells the ancestors that care."""
         before = node.resident
         node.resident_blocks += change

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from prfaas.catalog.hf_fields import COMPLETE, DESCRIBE_BY_HAND, Fields, listed, shown
-from prfaas.kvspec import GQA, MLA, Geometry, Linear, Window
+from prfaas.kvspec import GQA, MLA, Geometry, Linear, WindowedGQA
 
 # transformers' names for what a layer is.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -277,11 +277,11 @@ def _mla(f: Fields, layers: Layers, indexer_bytes: int = 0) -> MLA:
 
 def _window(
     f: Fields, layers: Layers, kv_heads: int, k_dim: int, v_dim: int, window: int | None = None
-) -> tuple[Window, ...]:
+) -> tuple[WindowedGQA, ...]:
     """Empty where no layer slides: sliding_window may then be missing, or set and unused."""
     if not layers:
         return ()
-    return (Window(layers, kv_heads, k_dim, v_dim, window or f.count("sliding_window")),)
+    return (WindowedGQA(layers, kv_heads, k_dim, v_dim, window or f.count("sliding_window")),)
 
 
 def _kv_heads(f: Fields) -> int:

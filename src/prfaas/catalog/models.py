@@ -8,7 +8,7 @@ import msgspec
 
 from prfaas.catalog.provenance import Sourced, Status
 from prfaas.errors import InputError
-from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, Window, build_spec
+from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, WindowedGQA, build_spec
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 LayerNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -40,7 +40,7 @@ class WindowGroup(
     mechanism: str = "SWA"
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
-        return Window(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
+        return WindowedGQA(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
 
 
 class MLAGroup(

@@ -64,7 +64,7 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     id: str
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
@@ -96,11 +96,11 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class JobFailed:
     error: Exception
 
 
-Event: TypeAlias = Prefilled | Token | Finished | Failed
+Event: TypeAlias = Prefilled | Token | Finished | JobFailed
 Emit: TypeAlias = Callable[[Event], None]
 
 
@@ -108,7 +108,7 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What an engine accepts. Everything beyond is refused at `submit`."""
 
     max_tokens: int  # of prompt and generated tokens together
@@ -152,9 +152,9 @@ class Engine(Protocol):
     def compat(self) -> Compat: ...
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> EngineLimits: ...
 
-    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+    def submit(self, job: EngineJob, emit: Emit) -> NotNow | None:
         """Queues the job; InputError when it can never run. Any thread."""
 
     def cancel(self, job_id: str) -> None:
@@ -166,7 +166,7 @@ class Engine(Protocol):
         """Cancels what is left and waits for the engine's thread."""
 
 
-def check_job(job: Job, spec: KVSpec, limits: Limits) -> None:
+def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
     """What every engine asks of a job before it is queued."""
     prompt_tokens, sampling = len(job.prompt), job.sampling
     if not prompt_tokens:
@@ -208,7 +208,7 @@ def _check_sampling(sampling: Sampling) -> None:
             raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
 
 
-def _check_export(export: Export, job: Job, spec: KVSpec) -> None:
+def _check_export(export: Export, job: EngineJob, spec: KVSpec) -> None:
     first = job.resume.tokens if job.resume else 0
     for length in (*export.checkpoint_tokens, export.tokens):
         if not first < length <= len(job.prompt):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from prfaas.engine.api import Job
+from prfaas.engine.api import EngineJob
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.types import NotNow
 
@@ -21,7 +21,7 @@ IDLE_S = 1.0  # an idle engine looks up this often even when nobody wakes it
 
 class HasJob(Protocol):
     @property
-    def job(self) -> Job: ...
+    def job(self) -> EngineJob: ...
 
 
 S = TypeVar("S", bound=HasJob)

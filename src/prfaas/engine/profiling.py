@@ -20,11 +20,11 @@ from prfaas.catalog import DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.clock import Clock
 from prfaas.engine.api import (
     Engine,
+    EngineJob,
     Event,
     Export,
-    Failed,
     Finished,
-    Job,
+    JobFailed,
     Prefilled,
     Resume,
     Sampling,
@@ -59,7 +59,7 @@ Task: TypeAlias = PrefillTask | DecodeTask
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredProfile:
     prefill: tuple[PrefillTime, ...]
     kv_bytes: dict[int, int]  # S_kv as exported, by length; nothing cached
     decode: tuple[DecodeStep, ...]
@@ -88,7 +88,7 @@ class Measured:
         )
 
 
-class Samples:
+class TimingSamples:
     """What is to be measured, in which order, and what came of it."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Samples:
         if not task.warm_up:
             self._step_s[task.batch].append(step_s)
 
-    def measured(self, kv_bytes: dict[int, int]) -> Measured:
+    def measured(self, kv_bytes: dict[int, int]) -> MeasuredProfile:
         prefill: list[PrefillTime] = []
         changed = 0.0
         for kept in sorted({kept for _, kept in self.points}):
@@ -128,7 +128,7 @@ class Samples:
             changed = max(changed, *(abs(a / b - 1) for a, b in zip(rising, medians, strict=True)))
             prefill += [PrefillTime(new, kept, s) for new, s in zip(row, rising, strict=True)]
         steps = [DecodeStep(b, statistics.median(self._step_s[b])) for b in self._batches]
-        return Measured(
+        return MeasuredProfile(
             prefill=tuple(prefill),
             kv_bytes=kv_bytes,
             decode=tuple(steps),
@@ -154,7 +154,7 @@ class Profiler:
         _check(engine, lengths, cached, batches)
         self._engine = engine
         self._clock = clock
-        self._samples = Samples(lengths, cached, batches, rounds)
+        self._samples = TimingSamples(lengths, cached, batches, rounds)
         longest = max(new + kept for new, kept in self._samples.points)
         self._prompt = random.Random(0).choices(range(engine.limits.vocab_size), k=longest)
         self._states: dict[int, MemorySegments] = {}
@@ -173,15 +173,15 @@ class Profiler:
         seconds = self._time_prefill(task.new_tokens, task.cached_tokens)
         self._samples.prefilled(task, seconds)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredProfile:
         return self._samples.measured(dict(self._kv_bytes))
 
     # One run each ---------------------------------------------------------------------------------
 
     def _time_prefill(self, new: int, cached: int) -> float:
-        job = Job(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
+        job = EngineJob(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
         if cached:
-            job = Job(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
+            job = EngineJob(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
         started_s = self._clock.now()
         timed = _Timed(self._engine, job, self._clock)
         timed.wait()
@@ -190,7 +190,7 @@ class Profiler:
     def _export_once(self, tokens: int) -> int:
         sink = ScratchSink(self._engine.spec, self._engine.spec.kv_bytes(tokens))
         export = Export(sink, tokens)
-        job = Job(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
+        job = EngineJob(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
         run(self._engine, job, PATIENCE_S)
         return sink.nbytes
 
@@ -198,7 +198,7 @@ class Profiler:
         if tokens not in self._states:
             state = MemorySegments(self._engine.spec)
             prompt = self._prompt[:tokens]
-            job = Job(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
+            job = EngineJob(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
             run(self._engine, job, PATIENCE_S)
             self._states[tokens] = state
         return self._states[tokens]
@@ -213,7 +213,7 @@ class Profiler:
         together = []
         for number in range(batch):
             prompt = [*common, number % self._engine.limits.vocab_size]
-            job = Job(f"decode {number} of {batch}", prompt, sampling, resume)
+            job = EngineJob(f"decode {number} of {batch}", prompt, sampling, resume)
             together.append(_Timed(self._engine, job, self._clock))
         for one in together:
             one.wait()
@@ -245,7 +245,7 @@ def levelled(times: Sequence[float]) -> list[float]:
 class _Timed:
     """One job; the moments of its events, taken on the engine's thread."""
 
-    def __init__(self, engine: Engine, job: Job, clock: Clock) -> None:
+    def __init__(self, engine: Engine, job: EngineJob, clock: Clock) -> None:
         self._job = job
         self._clock = clock
         self._events: list[tuple[Event, float]] = []
@@ -256,14 +256,14 @@ class _Timed:
 
     def _emit(self, event: Event) -> None:
         self._events.append((event, self._clock.now()))
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | JobFailed):
             self._ended.set()
 
     def wait(self) -> None:
         if not self._ended.wait(PATIENCE_S):
             raise EngineError(f"{self._job.id}: no end after {PATIENCE_S:g} s")
         last, _ = self._events[-1]
-        if isinstance(last, Failed):
+        if isinstance(last, JobFailed):
             raise last.error
 
     def at(self, kind: type[Event]) -> list[float]:

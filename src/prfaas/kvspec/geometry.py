@@ -42,7 +42,7 @@ class GQA:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowedGQA:
     """Grouped-query attention over the last `window` tokens."""
 
     layers: tuple[int, ...]
@@ -88,7 +88,7 @@ class Linear:
         return channels * (self.conv_kernel - 1)
 
 
-Geometry: TypeAlias = GQA | Window | MLA | Linear
+Geometry: TypeAlias = GQA | WindowedGQA | MLA | Linear
 
 
 def build_spec(
@@ -109,7 +109,7 @@ def build_spec(
             case MLA():
                 per_token = (g.kv_lora_rank + g.rope_dim) * kv + g.indexer_bytes
                 groups.append(FullAttention(name("full"), g.layers, per_token))
-            case Window():
+            case WindowedGQA():
                 per_token = g.kv_heads * (g.k_dim + g.v_dim) * kv
                 groups.append(SlidingWindow(name("window"), g.layers, per_token, g.window))
             case Linear():

@@ -16,9 +16,9 @@ from prfaas.engine.profiling import (
     TIMED_STEPS,
     WARM_STEPS,
     DecodeTask,
-    Measured,
+    MeasuredProfile,
     PrefillTask,
-    Samples,
+    TimingSamples,
     check_points,
     step_together_s,
 )
@@ -48,10 +48,10 @@ class HttpProfiler:
         self._prompts = prompts
         # Nothing of an earlier run may be cached.
         self._ask = Ask(target.model, salt=secrets.token_hex(8))
-        self._samples = Samples(lengths, cached, batches, rounds)
+        self._samples = TimingSamples(lengths, cached, batches, rounds)
         self._keys = 0
 
-    async def measured(self, done: Callable[[int], None] = lambda count: None) -> Measured:
+    async def measured(self, done: Callable[[int], None] = lambda count: None) -> MeasuredProfile:
         """`done` is told how many of `len(self)` tasks are."""
         for number, task in enumerate(self._samples.tasks, start=1):
             if isinstance(task, PrefillTask):

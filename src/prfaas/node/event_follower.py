@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from prfaas.kvd.events import EventPage
-from prfaas.node.events import Announcer
+from prfaas.node.events import EventTranslator
 from prfaas.node.publisher import EventPublisher
 from prfaas.types import BlockHash, HashEvent
 
@@ -25,7 +25,7 @@ class EventFollower:
         self._session = session
         self._url = f"{kvd_url}/v1/events"
 
-    async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
+    async def follow(self, translator: EventTranslator, publisher: EventPublisher) -> None:
         instance, since = "", _SNAPSHOT
         while True:
             try:
@@ -39,7 +39,7 @@ class EventFollower:
                 instance = page.instance
                 continue
             instance, since = page.instance, page.next_seq
-            publisher.publish(translated(announcer, page))
+            publisher.publish(translate_page(translator, page))
 
     async def _page(self, since: int) -> EventPage:
         query = {"since": str(since), "wait_s": f"{WAIT_S:g}"}
@@ -49,24 +49,24 @@ class EventFollower:
             return msgspec.json.decode(await answer.read(), type=EventPage)
 
 
-def translated(announcer: Announcer, page: EventPage) -> list[dict[str, object]]:
+def translate_page(translator: EventTranslator, page: EventPage) -> list[dict[str, object]]:
     if page.snapshot is None:
-        return [event for one in page.events for event in announcer.translate(one)]
-    events = announcer.cleared()
+        return [event for one in page.events for event in translator.translate(one)]
+    events = translator.cleared()
     for group, hashes in page.snapshot.items():
         stored = HashEvent(
-            page.next_seq, page.node, group, announcer.block_tokens, hashes, "stored"
+            page.next_seq, page.node, group, translator.block_tokens, hashes, "stored"
         )
-        events += announcer.translate(stored)
+        events += translator.translate(stored)
     return events
 
 
-class Learner:
-    """What `serving` tells of each prompt reaches the announcer, and what it owed is published."""
+class PromptListener:
+    """What `serving` tells of each prompt reaches the translator, and what it owed is published."""
 
-    def __init__(self, announcer: Announcer, publisher: EventPublisher) -> None:
-        self._announcer = announcer
+    def __init__(self, translator: EventTranslator, publisher: EventPublisher) -> None:
+        self._translator = translator
         self._publisher = publisher
 
     def __call__(self, tokens: Sequence[int], hashes: Sequence[BlockHash], salt: str) -> None:
-        self._publisher.publish(self._announcer.learn(tokens, hashes, salt))
+        self._publisher.publish(self._translator.learn(tokens, hashes, salt))

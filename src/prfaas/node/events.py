@@ -27,7 +27,7 @@ class _Named(NamedTuple):
     salt: str
 
 
-class Announcer:
+class EventTranslator:
     def __init__(self, spec: KVSpec, block_tokens: int, kept_tokens: int = KEPT_TOKENS) -> None:
         self._spec = spec
         self.block_tokens = block_tokens

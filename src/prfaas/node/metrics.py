@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from prfaas.engine.api import EngineStats, Limits, StepTiming
+from prfaas.engine.api import EngineLimits, EngineStats, StepTiming
 
 # Seconds. vLLM's own bounds, thinned out.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -18,7 +18,7 @@ _LABELS = ("model_name", "engine")
 
 
 class NodeMetrics:
-    def __init__(self, model: str, block_tokens: int, limits: Limits) -> None:
+    def __init__(self, model: str, block_tokens: int, limits: EngineLimits) -> None:
         self.registry = CollectorRegistry()
         self._labels = (model, "0")
         self._limits = limits

@@ -17,13 +17,13 @@ from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.node.event_follower import EventFollower, Learner
-from prfaas.node.events import Announcer
+from prfaas.node.event_follower import EventFollower, PromptListener
+from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.publisher import publishing
-from prfaas.node.request_runner import serving
-from prfaas.node.server import Model, Surface
+from prfaas.node.publisher import open_publisher
+from prfaas.node.request_runner import open_request_runner
+from prfaas.node.server import NodeApi, ServedModel
 from prfaas.security.deployment_key import bearer
 from prfaas.text import ModelTokenizer
 
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KvdPlace:
+class KvdAddress:
     """Where the node's kvd is. Without its URL nobody hears of cache events from this node."""
 
     socket: str
@@ -53,8 +53,8 @@ class NodeSettings:
 
 async def run_node(
     engine: Engine,
-    words: ModelTokenizer | None,
-    kvd: KvdPlace,
+    tokenizer: ModelTokenizer | None,
+    kvd: KvdAddress,
     settings: NodeSettings,
     report: Callable[[str], None],
 ) -> None:
@@ -68,22 +68,26 @@ async def run_node(
     url = settings.advertise or f"http://{settings.host}:{port}"
     block_tokens = engine.compat.block_tokens
     metrics = NodeMetrics(settings.name, block_tokens, engine.limits)
-    announcer = Announcer(engine.spec, block_tokens)
+    translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         client = stack.enter_context(_client(engine, kvd, url))
-        publisher = await stack.enter_async_context(publishing(settings.events, settings.replay))
-        served = await stack.enter_async_context(
-            serving(
+        publisher = await stack.enter_async_context(
+            open_publisher(settings.events, settings.replay)
+        )
+        request_runner = await stack.enter_async_context(
+            open_request_runner(
                 engine,
                 JobBuilder(client, block_tokens),
                 metrics,
                 MonotonicClock(),
-                Learner(announcer, publisher),
+                PromptListener(translator, publisher),
             )
         )
-        model = Model(settings.name, words, kvd.url, publisher.endpoint, publisher.replay_endpoint)
-        application = Surface(model, engine, served, metrics).application()
+        model = ServedModel(
+            settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
+        )
+        application = NodeApi(model, engine, request_runner, metrics).application()
         # A client that hangs up ends its request, also where nothing is being written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -94,11 +98,13 @@ async def run_node(
                 aiohttp.ClientSession(headers=bearer(kvd.key))
             )
             follower = EventFollower(session, kvd.url)
-            await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
+            await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
         await stop.wait()
         _LOG.info("draining")
-        await asyncio.gather(served.drain(settings.drain_s), asyncio.sleep(settings.leave_s))
+        await asyncio.gather(
+            request_runner.drain(settings.drain_s), asyncio.sleep(settings.leave_s)
+        )
 
 
 @asynccontextmanager
@@ -122,7 +128,7 @@ def _listen(settings: NodeSettings) -> socket.socket:
         ) from None
 
 
-def _client(engine: Engine, kvd: KvdPlace, url: str) -> KvdClient:
+def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
     try:
         return KvdClient(
             kvd.socket,

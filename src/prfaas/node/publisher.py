@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EventPublisher:
-    """Made by `publishing`. `publish` may be called from the loop only."""
+    """Made by `open_publisher`. `publish` may be called from the loop only."""
 
     def __init__(self, pub: zmq.Socket[bytes], replay: zmq.asyncio.Socket) -> None:
         self._pub = pub
@@ -74,7 +74,7 @@ class EventPublisher:
 
 
 @asynccontextmanager
-async def publishing(endpoint: str, replay_endpoint: str) -> AsyncIterator[EventPublisher]:
+async def open_publisher(endpoint: str, replay_endpoint: str) -> AsyncIterator[EventPublisher]:
     """Endpoints are bound; port 0 takes any free one."""
     with (
         zmq.Context() as context,

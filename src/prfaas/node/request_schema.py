@@ -63,7 +63,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     transfer_id: str | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What requests of both kinds have in common."""
 
     model: str | None = None
@@ -99,7 +99,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Completion(Generation, frozen=True, kw_only=True):
+class Completion(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]  # ids; or a list of one of either kind
     add_special_tokens: bool = True
 
@@ -122,7 +122,7 @@ class Completion(Generation, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    asked: Generation
+    asked: GenerationRequest
     chat: Chat
 
 
@@ -155,7 +155,7 @@ def parse_completion(body: bytes) -> Completion:
 def parse_chat(body: bytes) -> ChatCompletion:
     """InputError names the field."""
     raw = _object(body, _FIXED_IN_CHAT)
-    request = ChatCompletion(_converted(raw, Generation), chat_of(raw))
+    request = ChatCompletion(_converted(raw, GenerationRequest), chat_of(raw))
     _check_stops(request.asked)
     return request
 
@@ -191,7 +191,7 @@ def _converted(raw: dict[str, Any], kind: type[T]) -> T:
         raise InputError(problem, where=where.rstrip("`") or None) from None
 
 
-def _check_stops(request: Generation) -> None:
+def _check_stops(request: GenerationRequest) -> None:
     if len(request.stops) > MAX_STOPS or not all(request.stops):
         raise InputError(
             f"{len(request.stops)} stop strings",
@@ -200,7 +200,7 @@ def _check_stops(request: Generation) -> None:
         )
 
 
-def transfer_of(request: Generation, prompt_tokens: int) -> Transfer:
+def transfer_of(request: GenerationRequest, prompt_tokens: int) -> Transfer:
     """Which half of a hand-off this is, if any."""
     params = request.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):

@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ResponseShape:
     """How an answer's text is wrapped."""
 
     id_prefix: str
@@ -26,14 +26,14 @@ class Shape:
     opening: dict[str, Any] | None = None  # of the choice in a piece before all others
 
 
-TEXT = Shape(
+TEXT = ResponseShape(
     "cmpl",
     "text_completion",
     "text_completion",
     whole=lambda text: {"text": text},
     piece=lambda text: {"text": text},
 )
-CHAT = Shape(
+CHAT = ResponseShape(
     "chatcmpl",
     "chat.completion",
     "chat.completion.chunk",
@@ -44,10 +44,10 @@ CHAT = Shape(
 
 
 @dataclass(slots=True)
-class Account:
+class ResponseBuilder:
     """What one request has come to so far."""
 
-    shape: Shape
+    shape: ResponseShape
     id: str
     model: str
     created_s: int

@@ -6,9 +6,9 @@ import pytest
 
 from prfaas.engine.api import (
     Engine,
+    EngineLimits,
     Export,
     Finished,
-    Limits,
     Prefilled,
     Resume,
     Sampling,
@@ -219,7 +219,7 @@ def test_fewer_bytes_travel_and_are_still_checked(make_engine: MakeEngine) -> No
 
 
 def test_an_instance_without_decode_steps_only_prefills(make_engine: MakeEngine) -> None:
-    limits = Limits(1000, 256, max_running=0, max_waiting=4)
+    limits = EngineLimits(1000, 256, max_running=0, max_waiting=4)
     engine = EmulatedEngine(
         EmulatedModel("m", SPEC, PROFILE, ()),
         limits=limits,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, Qwen3Config, Qwen3ForCausalLM
 
-from prfaas.engine.api import Job, Sampling
+from prfaas.engine.api import EngineJob, Sampling
 from prfaas.engine.hf import load_model
 from prfaas.engine.runner import run
 from prfaas.errors import InputError
@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_model() -> None:
     engine = models.engine("qwen3")
     longest = engine.limits.max_tokens
     with pytest.raises(InputError, match=f"more than the model's {longest}"):
-        run(engine, Job("long", [1] * longest, Sampling(max_tokens=1)))
+        run(engine, EngineJob("long", [1] * longest, Sampling(max_tokens=1)))
 
 
 def test_revisions_tell_weights_apart(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from prfaas.gateway.request import (
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
-from tests.node.surface import BYTES, Surfaced, surfaced
+from tests.node.local_api import BYTES, LocalApi, local_api
 from tests.waiting import HANG_S
 
 MAX_TOKENS = 4096
@@ -82,7 +82,7 @@ class _Answer:
 class OneNode:
     """A backend of one node."""
 
-    node: Surfaced
+    node: LocalApi
     stays_open: bool = False  # answers do not end after their last event
     asked: list[GatewayRequest] = field(default_factory=list)
     stories: list[RequestTrace] = field(default_factory=list)
@@ -157,7 +157,7 @@ async def fronted(
     **section: Any,
 ) -> AsyncIterator[Fronted]:
     engine = emulated(scales=scales, vocab_size=264, max_tokens=MAX_TOKENS, max_running=8)
-    async with surfaced(engine, BYTES) as node, aiohttp.ClientSession() as http:
+    async with local_api(engine, BYTES) as node, aiohttp.ClientSession() as http:
         backend = OneNode(node)
         options = GatewayOptions(words=words, keys=keys, drain_s=0.1)
         with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.api_keys import TenantKey
 from tests.gateway.api.fronts import MAX_TOKENS, Fronted, with_front
-from tests.node.surface import BYTES
+from tests.node.local_api import BYTES
 from tests.waiting import HANG_S
 
 KEYS = [TenantKey("sk-right", "acme")]

@@ -19,9 +19,9 @@ from prfaas.cache.journal import Action
 from prfaas.cache.lease import PoolStats
 from prfaas.cache.storage.arena import Arena, PageLayout
 from prfaas.cache.storage.ssd import SpillFile
-from prfaas.cache.tree import Node, PrefixTree
+from prfaas.cache.tree import PrefixNode, PrefixTree
 
-Record: TypeAlias = Callable[[Action, Block, Node], None]
+Record: TypeAlias = Callable[[Action, Block, PrefixNode], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CacheTiers:
             self._stats.promoted_blocks += 1
         return True
 
-    def keep(self, block: Block, node: Node) -> bool:
+    def keep(self, block: Block, node: PrefixNode) -> bool:
         """Makes a written block the node's, unless the node has one that is as full."""
         existing = node.blocks[block.group]
         if existing is not None and existing.slot is None:
@@ -159,7 +159,7 @@ class CacheTiers:
         block.slot = None
         self._record_removal(block, node)
 
-    def _record_removal(self, block: Block, node: Node) -> None:
+    def _record_removal(self, block: Block, node: PrefixNode) -> None:
         self._stats.evicted_blocks += 1
         self._record("removed", block, node)
 

@@ -29,7 +29,7 @@ from prfaas.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeCheckpoint:
     directory: Path
     arch: str
     size: Size
@@ -47,7 +47,7 @@ def make_checkpoint(
     seed: int = DEFAULT_SEED,
     *,
     force: bool = False,
-) -> Made:
+) -> MadeCheckpoint:
     """Writes config, weights (float32), generation config and tokenizer into `directory`, which
     must be new or empty, unless `force`: then a checkpoint in it is replaced."""
     if arch not in ARCHITECTURES:
@@ -82,7 +82,7 @@ def make_checkpoint(
     with _no_progress_bar():
         model.save_pretrained(directory)
     save_tokenizer(directory, max_tokens=config.max_position_embeddings)
-    return Made(
+    return MadeCheckpoint(
         directory=directory,
         arch=arch,
         size=size,

@@ -11,24 +11,23 @@ work begins when the work before it was due to end (`schedule.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.engine.api import (
     Emit,
+    EngineJob,
+    EngineLimits,
     EngineStats,
-    Failed,
     Finished,
-    Job,
-    Limits,
+    JobFailed,
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
 from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
 from prfaas.engine.emulated.schedule import Schedule
-from prfaas.engine.emulated.sequence import Sequence
+from prfaas.engine.emulated.sequence import EmulatedSequence
 from prfaas.engine.job_queue import JobQueue, as_ours
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
@@ -49,7 +48,7 @@ class EmulatedModel:
     name: str
     spec: KVSpec
     profile: PrefillProfile
-    decode_steps: Several[DecodeStep]
+    decode_steps: Sequence[DecodeStep]
 
 
 class EmulatedEngine:
@@ -57,7 +56,7 @@ class EmulatedEngine:
         self,
         model: EmulatedModel,
         *,
-        limits: Limits,
+        limits: EngineLimits,
         block_tokens: int,
         chunk_tokens: int = CHUNK_TOKENS,
         scales: Scales | None = None,
@@ -87,11 +86,11 @@ class EmulatedEngine:
             block_tokens=block_tokens,
             layout="emulated",
         )
-        self._queue: JobQueue[Sequence] = JobQueue(limits.max_waiting)
+        self._queue: JobQueue[EmulatedSequence] = JobQueue(limits.max_waiting)
         # The engine's thread owns these three. It changes the first two under the queue's lock,
         # because `stats` reads them from other threads.
-        self._prefilling: Sequence | None = None
-        self._running: list[Sequence] = []
+        self._prefilling: EmulatedSequence | None = None
+        self._running: list[EmulatedSequence] = []
         self._schedule = Schedule(self._clock)
         self._thread = threading.Thread(target=self._work, name="prfaas-emulated", daemon=True)
         self._thread.start()
@@ -105,10 +104,10 @@ class EmulatedEngine:
         return self._compat
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
-    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+    def submit(self, job: EngineJob, emit: Emit) -> NotNow | None:
         check_job(job, self._spec, self._limits)
         if job.sampling.max_tokens > 1 and not self._limits.max_running:
             raise InputError(
@@ -116,7 +115,7 @@ class EmulatedEngine:
                 where="max_tokens",
                 fix="give its profile decode steps",
             )
-        sequence = Sequence(job, emit, self._spec, self._clock.now())
+        sequence = EmulatedSequence(job, emit, self._spec, self._clock.now())
         return self._queue.put(sequence)
 
     def cancel(self, job_id: str) -> None:
@@ -152,7 +151,7 @@ class EmulatedEngine:
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
-    def _sleep(self, until_s: float, chunk_of: Sequence | None = None) -> None:
+    def _sleep(self, until_s: float, chunk_of: EmulatedSequence | None = None) -> None:
         """Until then, ending cancelled jobs as they come; shorter where the engine closes, or the
         job whose chunk it is has ended."""
         while True:
@@ -175,7 +174,7 @@ class EmulatedEngine:
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
-    def _removed(self, which: Callable[[Sequence], bool]) -> list[Sequence]:
+    def _removed(self, which: Callable[[EmulatedSequence], bool]) -> list[EmulatedSequence]:
         """Takes jobs out of wherever they are; under the lock."""
         ended = self._queue.remove(which)
         ended += [sequence for sequence in self._running if which(sequence)]
@@ -184,7 +183,7 @@ class EmulatedEngine:
             ended.append(self._abandon_prefill())
         return ended
 
-    def _abandon_prefill(self) -> Sequence:
+    def _abandon_prefill(self) -> EmulatedSequence:
         with self._queue.changed:
             sequence, self._prefilling = self._prefilling, None
         assert sequence is not None
@@ -199,7 +198,7 @@ class EmulatedEngine:
             try:
                 sequence.read_state()
             except Exception as error:  # a job whose state is not its own fails alone
-                sequence.emit(Failed(as_ours(error)))
+                sequence.emit(JobFailed(as_ours(error)))
                 continue
             with self._queue.changed:
                 if self._rides(sequence):
@@ -207,7 +206,7 @@ class EmulatedEngine:
                 else:
                     self._prefilling = sequence
 
-    def _take_head(self) -> Sequence | None:
+    def _take_head(self) -> EmulatedSequence | None:
         with self._queue.changed:
             if not self._queue.waiting:
                 return None
@@ -222,17 +221,17 @@ class EmulatedEngine:
                 self._schedule.start_after(sequence.submitted_s)
             return self._queue.waiting.popleft()
 
-    def _rides(self, sequence: Sequence) -> bool:
+    def _rides(self, sequence: EmulatedSequence) -> bool:
         return sequence.rides and self._limits.max_running > 0
 
-    def _guarded_chunk(self, sequence: Sequence) -> None:
+    def _guarded_chunk(self, sequence: EmulatedSequence) -> None:
         try:
             self._chunk(sequence)
         except Exception as error:  # its sink failed: this job ends, others go on
             self._abandon_prefill()
-            sequence.emit(Failed(as_ours(error)))
+            sequence.emit(JobFailed(as_ours(error)))
 
-    def _chunk(self, sequence: Sequence) -> None:
+    def _chunk(self, sequence: EmulatedSequence) -> None:
         job = sequence.job
         if sequence.ends is None:
             tokens, chunk = len(job.prompt), self._chunk_tokens
@@ -260,7 +259,7 @@ class EmulatedEngine:
         if stop == len(job.prompt):
             self._prefilled(sequence)
 
-    def _prefilled(self, sequence: Sequence) -> None:
+    def _prefilled(self, sequence: EmulatedSequence) -> None:
         """The first token comes from the prompt's last position: it needs no decode step."""
         finished = sequence.prefilled(self._limits.vocab_size) or sequence.next_token()
         with self._queue.changed:
@@ -279,7 +278,7 @@ class EmulatedEngine:
         if self._queue.closing:
             return
         self._schedule.count_step(step_s)
-        ended: dict[Sequence, Finished] = {}
+        ended: dict[EmulatedSequence, Finished] = {}
         for sequence in self._running:
             if sequence.tokens < len(sequence.job.prompt):
                 sequence.prefilled(self._limits.vocab_size)  # it rode along

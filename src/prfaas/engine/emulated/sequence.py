@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
-from prfaas.engine.api import Emit, Finished, Job, Prefilled, Token
+from prfaas.engine.api import Emit, EngineJob, Finished, Prefilled, Token
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
 from prfaas.kvspec import KVSpec, Segment
@@ -15,8 +15,8 @@ from prfaas.kvspec import KVSpec, Segment
 RIDING_TOKENS = 128
 
 
-class Sequence:
-    def __init__(self, job: Job, emit: Emit, spec: KVSpec, submitted_s: float) -> None:
+class EmulatedSequence:
+    def __init__(self, job: EngineJob, emit: Emit, spec: KVSpec, submitted_s: float) -> None:
         self.job = job
         self.emit = emit
         self.submitted_s = submitted_s

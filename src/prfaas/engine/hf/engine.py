@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prfaas.engine.api import (
     Emit,
+    EngineJob,
+    EngineLimits,
     EngineStats,
-    Failed,
     Finished,
-    Job,
-    Limits,
+    JobFailed,
     Prefilled,
     check_job,
 )
@@ -54,7 +54,7 @@ class HFEngine:
     ) -> None:
         self._loaded = loaded
         self._compat = loaded.compat(block_tokens)
-        self._limits = Limits(loaded.max_tokens, loaded.vocab_size, max_running, max_waiting)
+        self._limits = EngineLimits(loaded.max_tokens, loaded.vocab_size, max_running, max_waiting)
         self._chunk_tokens = chunk_tokens or CHUNK_TOKENS[loaded.device.type]
         self._side = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
         self._slots = SlotCache(
@@ -80,10 +80,10 @@ class HFEngine:
         return self._compat
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
-    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+    def submit(self, job: EngineJob, emit: Emit) -> NotNow | None:
         check_job(job, self.spec, self._limits)
         return self._queue.put(HFSequence(job, emit))
 
@@ -148,7 +148,7 @@ class HFEngine:
             self._chunk(sequence)
         except Exception as error:  # translated here, once
             self._drop_prefilling()
-            sequence.emit(Failed(_as_ours(error)))
+            sequence.emit(JobFailed(_as_ours(error)))
 
     def _chunk(self, sequence: HFSequence) -> None:
         job = sequence.job
@@ -209,7 +209,7 @@ class HFEngine:
         ) as error:  # one step computes every sequence, so the failing one is unknown
             failed = _as_ours(error)
             for row in reversed(range(len(self._running))):
-                self._leave(row).emit(Failed(failed))
+                self._leave(row).emit(JobFailed(failed))
 
     def _step(self) -> None:
         lengths = [sequence.tokens for sequence in self._running]

@@ -26,7 +26,7 @@ MAX_IN_FLIGHT = 64  # segments between device and pages; more would pin memory w
 JOIN_S = 60.0
 
 
-class Writer(Protocol):
+class SegmentWriter(Protocol):
     def write(self, segment: Segment, parts: rows.Rows) -> None:
         """Takes the bytes as they are now; the tensors may change afterwards."""
 
@@ -117,7 +117,7 @@ class ExportingCache(DynamicCache):
         self.exported_bytes = 0
         self._spec, self._shapes = loaded.spec, loaded.shapes
         self._plan = ExportPlan(loaded.spec, export) if export is not None else None
-        self._writer: Writer | None = None
+        self._writer: SegmentWriter | None = None
         if export is not None:
             self._writer = (
                 HostWriter(export.sink) if side is None else CudaWriter(export.sink, side)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from prfaas.engine.api import Emit, Finished, Job, Token
+from prfaas.engine.api import Emit, EngineJob, Finished, Token
 from prfaas.engine.chunks import chunk_ends
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
@@ -15,7 +15,7 @@ from prfaas.engine.hf.sampling import Sampler
 
 
 class HFSequence:
-    def __init__(self, job: Job, emit: Emit) -> None:
+    def __init__(self, job: EngineJob, emit: Emit) -> None:
         self.job = job
         self.emit = emit
         self.cache: ExportingCache | None = None

@@ -19,7 +19,7 @@ from prfaas.integrations.vllm.layout import Move, NativeGroup, NativeLayout
 BlockTables: TypeAlias = Sequence[Sequence[int]]  # vLLM's, by its group number
 
 
-class Saving:
+class PrefillProgress:
     """One prefill up to `tokens`, of which the kvd has the first `match_tokens`."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Saving:
         return moves
 
 
-def loads(
+def moves_to_load(
     layout: NativeLayout, tokens: int, computed_tokens: int, tables: BlockTables
 ) -> tuple[Move, ...]:
     """What a request reads to continue after `tokens` tokens when the engine's own cache serves the

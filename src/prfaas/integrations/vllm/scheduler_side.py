@@ -24,8 +24,8 @@ from prfaas.integrations.vllm.params import (
     parse,
     refused,
 )
-from prfaas.integrations.vllm.progress import Saving, loads
-from prfaas.integrations.vllm.steps import Load, Save, Steps
+from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
+from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.types import BlockHash, NotNow
@@ -41,21 +41,21 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 @dataclass(slots=True)
-class Producing:
+class PrefillState:
     asked: RemoteDecode
     lease: WriteLease
-    saving: Saving
-    told: bool = False  # the workers have its ticket
+    progress: PrefillProgress
+    ticket_sent: bool = False  # the workers have its ticket
     loading: bool = False
-    over: bool = False  # the request has ended, a worker may still touch the pages
+    ended: bool = False  # the request has ended, a worker may still touch the pages
     problem: str | None = None  # why the transfer cannot be completed
 
 
 @dataclass(slots=True)
-class Consuming:
+class DecodeState:
     lease: ReadLease | None  # None: lost, or loaded and given back
     loading: bool = False
-    over: bool = False
+    ended: bool = False
     done: bool = False
 
 
@@ -63,9 +63,9 @@ class SchedulerSide:
     def __init__(self, kvd: KvdClient, layout: NativeLayout) -> None:
         self._kvd = kvd
         self._layout = layout
-        self._requests: dict[str, Producing | Consuming] = {}
+        self._requests: dict[str, PrefillState | DecodeState] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
-        self._steps = Steps()
+        self._orders = StepOrders()
         kinds = {group.kind for group in layout.groups}
         self._may_diverge = "state" in kinds and "window" not in kinds
         self._reconciling: set[str] = set()
@@ -80,7 +80,7 @@ class SchedulerSide:
 
     # A request's life -----------------------------------------------------------------------------
 
-    def arrived(self, request: Request) -> None:
+    def accept(self, request: Request) -> None:
         try:
             asked = parse(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
@@ -95,15 +95,17 @@ class SchedulerSide:
             case RemotePrefill():
                 self._attach(request, asked)
 
-    def loadable(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+    def count_loadable_tokens(
+        self, request: Request, computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's own `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
-            case Consuming(done=False, lease=None):
+            case DecodeState(done=False, lease=None):
                 return 1, True  # for an answer, vLLM must believe that there is a load
-            case Consuming(done=False, lease=ReadLease() as lease):
+            case DecodeState(done=False, lease=ReadLease() as lease):
                 reach = lease.tokens
-            case Producing() as job if job.lease.match_tokens < job.saving.tokens:
-                reach = job.lease.match_tokens
+            case PrefillState() as state if state.lease.match_tokens < state.progress.tokens:
+                reach = state.lease.match_tokens
             case _:  # a prefill that is there whole is computed again: a step must end it
                 return 0, False
         if reach and reach <= computed_tokens and self.completes_divergent_hits:
@@ -113,72 +115,74 @@ class SchedulerSide:
         more = max(0, reach - computed_tokens)
         return more, more > 0
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        job = self._requests.get(request.request_id)
-        if job is None:
+    def plan_load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None:
             return
         if external_tokens == 0:
-            if isinstance(job, Consuming) and not job.done and not job.loading:
-                self._give_back(job)  # vLLM's own cache reaches as far
+            if isinstance(state, DecodeState) and not state.done and not state.loading:
+                self._give_back(state)  # vLLM's own cache reaches as far
             return
-        job.loading = True
-        if job.lease is None:
-            self._steps.failed.append(request.request_id)
+        state.loading = True
+        if state.lease is None:
+            self._orders.failed.append(request.request_id)
             return
-        tokens = job.lease.match_tokens if isinstance(job, Producing) else job.lease.tokens
+        tokens = state.lease.match_tokens if isinstance(state, PrefillState) else state.lease.tokens
         try:
-            moves = loads(self._layout, tokens, tokens - external_tokens, blocks.get_block_ids())
+            moves = moves_to_load(
+                self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
+            )
         except EngineError as error:
             _LOG.error("%s: cannot be loaded: %s", request.request_id, error)
-            self._steps.failed.append(request.request_id)
+            self._orders.failed.append(request.request_id)
             return
-        self._steps.loads.append(Load(request.request_id, job.lease.ticket, moves))
+        self._orders.loads.append(LoadOrder(request.request_id, state.lease.ticket, moves))
         self._count("loaded_tokens", external_tokens)
 
-    def steps(self, output: SchedulerOutput) -> Steps:
+    def take_orders(self, output: SchedulerOutput) -> StepOrders:
         """What the workers do with this step of the engine."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            job = self._requests.get(request_id)
-            if isinstance(job, Producing) and job.problem is None:
+            state = self._requests.get(request_id)
+            if isinstance(state, PrefillState) and state.problem is None:
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
-                self._save(request_id, job, computed[request_id], scheduled, tables)
-        steps, self._steps = self._steps, Steps()
-        return steps
+                self._save(request_id, state, computed[request_id], scheduled, tables)
+        orders, self._orders = self._orders, StepOrders()
+        return orders
 
-    def told(self, output: KVConnectorOutput) -> None:
+    def take_results(self, output: KVConnectorOutput) -> None:
         """What the workers have finished."""
         for request_id in output.finished_sending or ():
             self._end(request_id)
         for request_id in output.finished_recving or ():
-            job = self._requests.get(request_id)
-            if job is None:
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
-            job.loading = False
-            if isinstance(job, Consuming):
-                self._give_back(job)
-            if job.over:
+            state.loading = False
+            if isinstance(state, DecodeState):
+                self._give_back(state)
+            if state.ended:
                 self._end(request_id)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """(whether workers may still touch the lease, parameters for the answer)."""
         request_id = request.request_id
         self._reconciling.discard(request_id)
         refusal = self._refusals.pop(request_id, None)
-        job = self._requests.get(request_id)
-        if job is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return False, refusal
-        if isinstance(job, Producing) and request.status in _COMPLETE:
+        if isinstance(state, PrefillState) and request.status in _COMPLETE:
             del self._requests[request_id]
-            return False, self._commit(job)
-        job.over = True
-        if job.loading:
+            return False, self._commit(state)
+        state.ended = True
+        if state.loading:
             return False, None  # vLLM keeps the blocks until the load has reported
-        if isinstance(job, Producing) and job.told:
+        if isinstance(state, PrefillState) and state.ticket_sent:
             # An unfinished step may still be writing: the workers say when it is over.
-            self._steps.ended.append(request_id)
+            self._orders.ended.append(request_id)
             return True, None
         self._end(request_id)
         return False, None
@@ -210,14 +214,14 @@ class SchedulerSide:
             answer = refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
-        saving = Saving(
+        progress = PrefillProgress(
             self._layout,
             tokens,
             match_tokens=lease.match_tokens,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=lease.checkpoint_tokens,
         )
-        self._requests[request.request_id] = Producing(asked, lease, saving)
+        self._requests[request.request_id] = PrefillState(asked, lease, progress)
 
     def _attach(self, request: Request, asked: RemotePrefill) -> None:
         try:
@@ -231,7 +235,7 @@ class SchedulerSide:
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return
-        self._requests[request.request_id] = Consuming(lease)
+        self._requests[request.request_id] = DecodeState(lease)
 
     def _names(self, request: Request, tokens: int) -> tuple[tuple[BlockHash, ...], bytes]:
         """Of the whole blocks of the first `tokens` tokens, and of what lies behind them."""
@@ -250,49 +254,49 @@ class SchedulerSide:
     def _lost(self, request: Request, reason: str) -> None:
         _LOG.warning("%s: nothing to continue from: %s", request.request_id, reason)
         self._count("lost", 1)
-        self._requests[request.request_id] = Consuming(None)
+        self._requests[request.request_id] = DecodeState(None)
 
     def _save(
-        self, request_id: str, job: Producing, start: int, scheduled: int, tables: Any
+        self, request_id: str, state: PrefillState, start: int, scheduled: int, tables: Any
     ) -> None:
-        if start >= job.saving.tokens:
+        if start >= state.progress.tokens:
             return  # a step scheduled ahead of the answer that ends the request
         stop = start + scheduled
         try:
-            moves = job.saving.step(start, stop, tables)
+            moves = state.progress.step(start, stop, tables)
         except PrfaasError as error:
-            job.problem = str(error)
+            state.problem = str(error)
             return
-        last = stop >= job.saving.tokens
+        last = stop >= state.progress.tokens
         if moves or last:
-            ticket = None if job.told else job.lease.ticket
-            job.told = True
-            self._steps.saves.append(Save(request_id, ticket, moves, last))
+            ticket = None if state.ticket_sent else state.lease.ticket
+            state.ticket_sent = True
+            self._orders.saves.append(SaveOrder(request_id, ticket, moves, last))
 
-    def _commit(self, job: Producing) -> dict[str, Any]:
+    def _commit(self, state: PrefillState) -> dict[str, Any]:
         try:
-            if job.problem is not None:
-                job.lease.abort(job.problem)
-                return refused("engine_failed", job.problem)
-            job.lease.commit()
+            if state.problem is not None:
+                state.lease.abort(state.problem)
+                return refused("engine_failed", state.problem)
+            state.lease.commit()
         except PrfaasError as error:
             return refused("transfer_lost", str(error))
         self._count("handoffs", 1)
-        return handed_off(job.asked)
+        return handed_off(state.asked)
 
     def _end(self, request_id: str) -> None:
         """Nobody touches the request's pages any more."""
         match self._requests.pop(request_id, None):
-            case Producing() as job:
-                job.lease.abort("the request was aborted")
-            case Consuming() as job:
-                self._give_back(job)
+            case PrefillState() as state:
+                state.lease.abort("the request was aborted")
+            case DecodeState() as state:
+                self._give_back(state)
 
-    def _give_back(self, job: Consuming) -> None:
-        job.done = True
-        if job.lease is not None:
-            job.lease.release()
-            job.lease = None
+    def _give_back(self, state: DecodeState) -> None:
+        state.done = True
+        if state.lease is not None:
+            state.lease.release()
+            state.lease = None
 
     def _count(self, what: str, n: int) -> None:
         self._counts[what] = self._counts.get(what, 0) + n

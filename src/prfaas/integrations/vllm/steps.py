@@ -11,7 +11,7 @@ from prfaas.kvd.engine_socket.messages import Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveOrder:
     request_id: str
     ticket: Ticket | None  # with the first save of a request
     moves: tuple[Move, ...]
@@ -19,15 +19,15 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOrder:
     request_id: str
     ticket: Ticket
     moves: tuple[Move, ...]
 
 
 @dataclass(slots=True)
-class Steps(KVConnectorMetadata):
-    saves: list[Save] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+class StepOrders(KVConnectorMetadata):
+    saves: list[SaveOrder] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # requests whose transfer is lost
     ended: list[str] = field(default_factory=list)  # requests that save nothing more
