@@ -348,7 +348,7 @@ def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
         engine = emulated(scales=FAST)
         async with (
             asyncio.timeout(HANG_S),
-            local_api(engine, BYTES, hears_of_leaving=False) as node,
+            local_api(engine, BYTES, handler_cancellation=False) as node,
         ):
             asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
             async with node.http.post("/v1/completions", json=asked) as answer:

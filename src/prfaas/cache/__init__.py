@@ -1,4 +1,4 @@
-"""Hybrid prefix cache: block names, the pool of one host, the index over all hosts."""
+"""Hybrid prefix cache: block hashes, the pool of one host, the index over all hosts."""
 
 from prfaas.cache.hashing import EngineHashes, PromptHashes, block_hashes, hash_events
 from prfaas.cache.index import NodeInfo, NodeMatch

@@ -22,7 +22,7 @@ class Match:
 
     @property
     def lost_tokens(self) -> int:
-        """Reuse found but lost for want of a state or a window."""
+        """Tokens found in full attention that cannot be reused because a state or window is missing."""
         return self.attention_tokens - self.tokens
 
 
@@ -62,7 +62,7 @@ class PoolStats:
     queries: int = 0
     refused: int = 0
     hit_tokens: int = 0
-    lost_tokens: int = 0  # reuse found but lost for want of a state or a window
+    lost_tokens: int = 0  # found, but not reusable: a state or a window is missing
     evicted_blocks: int = 0  # dropped from every tier
     spilled_blocks: int = 0
     promoted_blocks: int = 0

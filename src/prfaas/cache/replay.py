@@ -1,7 +1,7 @@
-"""What would a pool have served on a trace? Bookkeeping only: no bytes, no engine, no clock.
+"""Replays a trace through a pool to count its hits. No bytes, no engine, no clock.
 
 Rows are Mooncake's: a time, an input length, one id per 512-token block. Ids stand for hashes, and
-each request is committed before the next arrives, as a cache in front of a fast cluster sees them.
+each request is committed before the next arrives, as with a cache in front of a fast cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplayResult:
 
 def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
     """Runs every row through the pool: reserve, commit, release. A prompt that does not fit is
-    served from what is cached and leaves nothing behind."""
+    served from what is cached and adds nothing to the pool."""
     assert pool.block_tokens == TRACE_BLOCK_TOKENS
     seen: set[int] = set()
     input_tokens = hit_tokens = ideal_tokens = lost_tokens = refused = calls = 0

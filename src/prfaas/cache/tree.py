@@ -1,7 +1,8 @@
-"""Which prefix is where: a node per block hash, with what each group holds at that length.
+"""The prefix tree: one node per block hash, with the block that each group holds at that length.
 
-A flat dictionary, because hashes are chained: finding a node needs no walk, and only the policies
-ask for parents. A node stays while it holds anything or has children, so parents outlive holes.
+A flat dictionary suffices because hashes are chained: finding a node needs no walk, and only the
+policies follow parents. A node stays while it holds a block or has children, so a parent without
+blocks stays as long as its children.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PrefixNode:
         self.resident_children = 0  # children with anything in memory at or below them
         self.last_used_s = 0.0
         self.hits = 0  # times a prompt resumed exactly here
-        self.spare = False  # its checkpoint was taken on speculation only
+        self.spare = False  # its checkpoint was taken speculatively
 
     @property
     def resident(self) -> bool:
@@ -80,8 +81,8 @@ class PrefixTree:
             self.resident(node, +1)
 
     def detach(self, block: Block, *, prune: bool = True) -> None:
-        """The block belongs to no prefix any more; nodes left empty go too, unless the caller is
-        about to fill this one again."""
+        """Removes the block from its prefix, and prunes empty nodes unless the caller is about to
+        fill this one again."""
         node = block.node
         assert node is not None and node.blocks[block.group] is block
         node.blocks[block.group] = None
@@ -99,7 +100,7 @@ class PrefixTree:
             node = node.parent
 
     def resident(self, node: PrefixNode, change: int) -> None:
-        """One block more or fewer of `node` is in memory: tells the ancestors that care."""
+        """One block more or fewer of `node` is in memory: updates the ancestors' counts."""
         before = node.resident
         node.resident_blocks += change
         parent = node.parent
@@ -114,7 +115,7 @@ class PrefixTree:
         resident_children = dict.fromkeys(self._nodes, 0)
         for name, node in self._nodes.items():
             assert node.hash == name
-            assert node.children or any(node.blocks), f"an empty node stayed: {node}"
+            assert node.children or any(node.blocks), f"an empty node was not pruned: {node}"
             held = [block for block in node.blocks if block is not None]
             assert all(block.node is node for block in held)
             assert node.resident_blocks == sum(block.slot is None for block in held), node
