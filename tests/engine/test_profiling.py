@@ -120,8 +120,8 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
 @pytest.mark.parametrize(
     ("lengths", "cached", "batches", "message"),
     [
-        ([64], [], [1], "lengths: one length; give at least two"),
-        ([64, 64], [], [1], "lengths: a value twice"),
+        ([64], [], [1], "lengths: only one length; give at least two"),
+        ([64, 64], [], [1], "lengths: a value is repeated"),
         ([0, 64], [], [1], "lengths: 0; give 1 or more"),
         ([64, 4000], [200], [1], "lengths: 4200 tokens are more than the model's 4096"),
         ([64, 128], [], [9], "batches: 9 sequences at once; the engine runs 8"),

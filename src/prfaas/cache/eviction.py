@@ -125,7 +125,7 @@ class CostAware:
             if block.group in self._closing or not self._closing:
                 block.node.last_used_s = now
         for node in nodes:
-            # Most of a prompt's nodes lie inside a run and hold no checkpoint, so they get no score.
+            # Most of a prompt's nodes lie inside a run without a checkpoint, so they get no score.
             if node.resident_children and self._closing and not any(self._checkpoint(node)):
                 self._drop(node)
             else:

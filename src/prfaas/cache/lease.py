@@ -22,7 +22,7 @@ class Match:
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens found in full attention that cannot be reused because a state or window is missing."""
+        """Attention tokens that cannot be reused because a state or a window is missing."""
         return self.attention_tokens - self.tokens
 
 

@@ -43,7 +43,7 @@ def closing_units(rules: Sequence[GroupRule], block_tokens: int, length: int) ->
 
 
 class Demand:
-    """The units of one reservation. A unit needed for two lengths is reserved in the fuller form."""
+    """The units of one reservation. A unit needed for two lengths is kept in its fuller form."""
 
     __slots__ = ("promotable", "units")
 

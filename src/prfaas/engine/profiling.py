@@ -1,10 +1,10 @@
 """Measures an engine through its contract: T_prefill(new, cached), S_kv(l), decode step by batch.
 
-Torch-free; any engine will do, and it must be idle. Every point is run once unmeasured (first runs
-compile and allocate), then all points in turn, round after round, so that drift of the machine
-meets all alike; the median of the rounds counts. T_prefill ends with the prompt's state complete,
-nothing exported; with a cached prefix it begins with reading that state from host memory. Paper:
-the profile of section 3.4.1, Tables 3 and 5.
+Torch-free. Works with any idle engine. Each point runs once unmeasured (first runs compile and
+allocate), then all points run in turn, round after round, so that drift of the machine affects all
+points alike; the result is the median of the rounds. T_prefill ends when the prompt's state is
+complete, without an export; with a cached prefix it includes reading that state from host memory.
+Paper: the profile of section 3.4.1, Tables 3 and 5.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prfaas.errors import EngineError, InputError
 from prfaas.planner.profile import DecodeStep, PrefillTime
 from prfaas.types import NotNow
 
-PATIENCE_S = 600.0  # for one job; a first run at a new shape may compile for minutes
+PATIENCE_S = 600.0  # for one job; the first run at a new shape may compile for minutes
 WARM_STEPS = 4
 TIMED_STEPS = 24
 PREFILL_ONLY = Sampling(max_tokens=0)
@@ -65,12 +65,12 @@ class MeasuredProfile:
     decode: tuple[DecodeStep, ...]
     context_tokens: int  # at which decode steps were timed
     rounds: int
-    levelled: float  # the largest relative change that made times rise with length; 0: none
+    levelled: float  # largest relative change made so that times rise with length; 0: none
 
     def record(
         self, *, model: str, accelerator: str, engine: str, by: str, gpus: int = 1
     ) -> ProfileRecord:
-        """For a catalog. `by` says who measured, when and on what."""
+        """The catalog record. `by` names the tool, date and hardware of the measurement."""
         parts = [by, f"median of {self.rounds}"]
         if self.decode:
             parts.append(f"decode after {self.context_tokens} tokens")
@@ -89,13 +89,13 @@ class MeasuredProfile:
 
 
 class TimingSamples:
-    """What is to be measured, in which order, and what came of it."""
+    """The points to measure, their order, and the times measured."""
 
     def __init__(
         self, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int], rounds: int
     ) -> None:
         self.points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
-        # Between the short prompts, which decode fastest, and the long ones, which fit least often.
+        # The middle length: short prompts decode fastest, long ones may not fit.
         self.context_tokens = sorted(lengths)[(len(lengths) - 1) // 2]
         self._batches = sorted(batches)
         self._rounds = rounds
@@ -139,7 +139,7 @@ class TimingSamples:
 
 
 class Profiler:
-    """Perform `tasks` in order; `measured` then has the answer."""
+    """Call `perform` with each of `tasks` in order; `measured` then has the result."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Profiler:
     def measured(self) -> MeasuredProfile:
         return self._samples.measured(dict(self._kv_bytes))
 
-    # One run each ---------------------------------------------------------------------------------
+    # Single runs ----------------------------------------------------------------------------------
 
     def _time_prefill(self, new: int, cached: int) -> float:
         job = EngineJob(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
@@ -204,11 +204,11 @@ class Profiler:
         return self._states[tokens]
 
     def _time_steps(self, batch: int) -> float:
-        """Sequences that share all but their last prompt token, so that each begins at once and
-        goes its own way."""
+        """Runs sequences that share all but the last prompt token, so that each starts at once and
+        generates other tokens."""
         common = self._prompt[: self._samples.context_tokens - 1]
         resume = Resume(len(common), self._state(len(common))) if common else None
-        # The first to come has decoded once per newcomer before the last one has begun.
+        # The first sequence decodes once per later sequence before the last one begins.
         sampling = Sampling(batch + WARM_STEPS + TIMED_STEPS, ignore_eos=True)
         together = []
         for number in range(batch):
@@ -221,8 +221,8 @@ class Profiler:
 
 
 def step_together_s(moments_s: Sequence[Sequence[float]]) -> float:
-    """The mean step while all of them run, from the moments of their tokens: those of the one that
-    came last, until the first has ended."""
+    """The mean step time while all sequences run, from the times of their tokens: those of the
+    sequence that started last, until the first sequence ended."""
     last = max(moments_s, key=lambda moments: moments[0])
     until_s = min(moments[-1] for moments in moments_s)
     times = [at_s for at_s in last if at_s <= until_s][WARM_STEPS:]
@@ -233,7 +233,7 @@ def step_together_s(moments_s: Sequence[Sequence[float]]) -> float:
 
 def levelled(times: Sequence[float]) -> list[float]:
     """The nearest non-decreasing times (least squares): where noise makes a longer prompt look
-    faster, neighbours take their mean. A profile must rise, and means keep the total."""
+    faster, neighbours get their mean. A profile must rise, and means keep the total."""
     pools: list[list[float]] = []
     for time_s in times:
         pools.append([time_s])
@@ -243,7 +243,7 @@ def levelled(times: Sequence[float]) -> list[float]:
 
 
 class _Timed:
-    """One job; the moments of its events, taken on the engine's thread."""
+    """One job and the times of its events, taken on the engine's thread."""
 
     def __init__(self, engine: Engine, job: EngineJob, clock: Clock) -> None:
         self._job = job
@@ -252,7 +252,7 @@ class _Timed:
         self._ended = threading.Event()
         refused = engine.submit(job, self._emit)
         if isinstance(refused, NotNow):
-            raise EngineError(f"{job.id}: not now: {refused.reason}")
+            raise EngineError(f"{job.id}: the engine refused the job: {refused.reason}")
 
     def _emit(self, event: Event) -> None:
         self._events.append((event, self._clock.now()))
@@ -261,7 +261,7 @@ class _Timed:
 
     def wait(self) -> None:
         if not self._ended.wait(PATIENCE_S):
-            raise EngineError(f"{self._job.id}: no end after {PATIENCE_S:g} s")
+            raise EngineError(f"{self._job.id}: did not end within {PATIENCE_S:g} s")
         last, _ = self._events[-1]
         if isinstance(last, JobFailed):
             raise last.error
@@ -273,12 +273,12 @@ class _Timed:
 def check_points(lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]) -> None:
     for where, values in (("lengths", lengths), ("cached", cached), ("batches", batches)):
         if len(set(values)) != len(values):
-            raise InputError("a value twice", where=where, fix="name each once")
+            raise InputError("a value is repeated", where=where, fix="name each value once")
         if min(values, default=1) < 1:
-            raise InputError(f"{min(values)}", where=where, fix="give 1 or more")
+            raise InputError(f"{min(values)} is too small", where=where, fix="use 1 or more")
     if len(lengths) < 2:
         raise InputError(
-            "one length", where="lengths", fix="give at least two: a profile is a curve"
+            "only one length", where="lengths", fix="give at least two: a profile is a curve"
         )
 
 
@@ -295,7 +295,8 @@ def _check(
         )
     if max(batches, default=0) > engine.limits.max_running:
         raise InputError(
-            f"{max(batches)} sequences at once; the engine runs {engine.limits.max_running}",
+            f"{max(batches)} sequences at once are more than the engine's "
+            f"{engine.limits.max_running}",
             where="batches",
             fix="measure smaller batches",
         )

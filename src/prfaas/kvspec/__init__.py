@@ -1,4 +1,4 @@
-"""What a model's KV consists of, how many bytes it is, and how it is cut into segments."""
+"""A model's KV: its groups, their bytes, and the segments in which it is transferred."""
 
 from prfaas.kvspec.geometry import GQA, MLA, Geometry, Linear, WindowedGQA, build_spec
 from prfaas.kvspec.groups import FullAttention, Group, KVSpec, LinearState, SlidingWindow

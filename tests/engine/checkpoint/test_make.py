@@ -144,5 +144,5 @@ def test_names_nobody_knows(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "a", size="huge")  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot write"):
         make_checkpoint(tmp_path / "file")

@@ -50,9 +50,9 @@ def test_weights_missing_or_cut_short(tmp_path: Path) -> None:
     shutil.copytree(models.checkpoint("qwen3"), broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load it" in refused(broken)
+    assert "cannot load the checkpoint" in refused(broken)
     weights.unlink()
-    assert "cannot load it" in refused(broken)
+    assert "cannot load the checkpoint" in refused(broken)
 
 
 def test_a_cache_layer_of_another_kind(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_missing_segment_is_refused(arch: str) -> None:
     sound = state_of(arch)
     for gone in (next(iter(sound)), list(sound)[-1]):
         rest = {name: data for name, data in sound.items() if name != gone}
-        with pytest.raises(EngineError, match="is not there"):
+        with pytest.raises(EngineError, match="is missing"):
             resumed(arch, rest)
     assert (
         resumed(arch, sound).tokens == models.reference(arch, models.prompt(arch, 150), 16).tokens
@@ -112,5 +112,5 @@ def test_bytes_of_another_size_are_refused() -> None:
 
     prompt = models.prompt("kimi-linear", LENGTH)
     job = EngineJob("short", prompt, resume=Resume(HANDOFF, Short()))
-    with pytest.raises(EngineError, match="bytes of state where"):
+    with pytest.raises(EngineError, match="bytes of state instead of"):
         run(models.engine("kimi-linear"), job)

@@ -127,7 +127,7 @@ class PromptHashes:
         return hashes
 
     def prefix(self, tokens: int) -> PromptHashes:
-        """The first `tokens` tokens as a separate prompt, which shares the hashes computed so far."""
+        """The first `tokens` tokens as a separate prompt that shares the hashes computed so far."""
         part = PromptHashes((), salt=self.salt, adapter=self.adapter)
         part._data = self._data[: tokens * TOKEN_BYTES]
         for size, hashes in self._at.items():

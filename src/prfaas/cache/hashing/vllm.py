@@ -1,7 +1,7 @@
 """From vLLM's KV events to `HashEvent`s: the tokens stay on the host, only block hashes leave it.
 
-`hash_events` is a pure step over `EngineHashes`, which maps engine hashes to block hashes. It runs on
-the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
+`hash_events` is a pure step over `EngineHashes`, which maps engine hashes to block hashes. It runs
+on the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
 
 - A payload is `[timestamp, [event, ...], rank]`; events are arrays before v0.24 and maps since.
 - One `BlockStored` per group. A full-attention event names every block of `token_ids`. A sparse one
@@ -11,8 +11,8 @@ the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
   then embeddings as bytes.
 - `BlockRemoved` has engine hashes only.
 
-A block that cannot be named is not claimed. An event that cannot be read may have been a removal, so
-it leaves a gap in the sequence numbers, and the next reader of the events gets a snapshot.
+A block that cannot be named is not claimed. An event that cannot be read may have been a removal,
+so it leaves a gap in the sequence numbers, and the next reader of the events gets a snapshot.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Arena:
         size = os.fstat(fd).st_size
         if size < needed:
             raise InputError(
-                f"the arena's file has {size} bytes; {pages} pages of {page_bytes} bytes need {needed}",
+                f"the arena's file has {size} bytes; {pages} pages of {page_bytes} need {needed}",
                 fix="set the file's size before mapping it",
             )
         self.page_bytes = page_bytes
@@ -66,8 +66,8 @@ class Arena:
     def ranges(
         self, pages: Sequence[int], offset: int = 0, nbytes: int | None = None
     ) -> list[tuple[int, int]]:
-        """(start, stop) in the file of `nbytes` bytes from `offset` of the unit on `pages`, one pair
-        per run of neighbouring pages."""
+        """(start, stop) in the file of `nbytes` bytes from `offset` of the unit on `pages`: one
+        pair per run of neighbouring pages."""
         length = len(pages) * self.page_bytes
         stop = length if nbytes is None else offset + nbytes
         if not 0 <= offset <= stop <= length:

@@ -1,11 +1,11 @@
 """EmulatedEngine: the engines' contract at a profile's pace, on one thread, without torch.
 
 Prefill serves jobs one after another, in chunks; each layer's state becomes ready at its share of
-the chunk. Running sequences advance together, by one step between chunks. The schedule is absolute:
+the chunk. Running sequences advance together, one step between chunks. The schedule is absolute:
 work begins when the work before it was due to end (`schedule.py`).
 
     chunk     layer 0 | layer 1 | ... | layer L-1       layer i is ready at (i + 1) / L of the chunk
-    step      one token of every running sequence       T_decode of as many as there are
+    step      one token of every running sequence       T_decode of the number of them
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from prfaas.types import Compat, NotNow
 
 CLOSE_S = 60.0
 CHUNK_TOKENS = 8192
-# Layers that become ready within this time are handed over together: a dozen engines on two cores
-# must not spend them on waking up.
+# Layers that become ready within this time are exported together, so that a dozen engines on two
+# cores do not spend the cores on wake-ups.
 TOGETHER_S = 0.02
 
 
@@ -111,9 +111,9 @@ class EmulatedEngine:
         check_job(job, self._spec, self._limits)
         if job.sampling.max_tokens > 1 and not self._limits.max_running:
             raise InputError(
-                f"{job.sampling.max_tokens} tokens of an engine that only prefills",
+                f"this engine only prefills and cannot generate {job.sampling.max_tokens} tokens",
                 where="max_tokens",
-                fix="give its profile decode steps",
+                fix="use a profile with decode steps",
             )
         sequence = EmulatedSequence(job, emit, self._spec, self._clock.now())
         return self._queue.put(sequence)
@@ -152,8 +152,8 @@ class EmulatedEngine:
             sequence.emit(Finished("cancelled"))
 
     def _sleep(self, until_s: float, chunk_of: EmulatedSequence | None = None) -> None:
-        """Until then, ending cancelled jobs as they come; shorter where the engine closes, or the
-        job whose chunk it is has ended."""
+        """Sleeps until then and ends cancelled jobs meanwhile. Returns early when the engine closes
+        or when the job of this chunk has ended."""
         while True:
             self._end_cancelled()
             with self._queue.changed:
@@ -175,7 +175,7 @@ class EmulatedEngine:
             sequence.emit(Finished("cancelled"))
 
     def _removed(self, which: Callable[[EmulatedSequence], bool]) -> list[EmulatedSequence]:
-        """Takes jobs out of wherever they are; under the lock."""
+        """Removes jobs from the queue, the prefill and the batch. The caller holds the lock."""
         ended = self._queue.remove(which)
         ended += [sequence for sequence in self._running if which(sequence)]
         self._running = [sequence for sequence in self._running if not which(sequence)]
@@ -193,11 +193,11 @@ class EmulatedEngine:
     # Prefill --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """First come, first served: the head of the queue begins when there is room for it."""
+        """Starts jobs in order of arrival: the head of the queue starts when it has room."""
         while (sequence := self._take_head()) is not None:
             try:
                 sequence.read_state()
-            except Exception as error:  # a job whose state is not its own fails alone
+            except Exception as error:  # state of another prompt fails this job only
                 sequence.emit(JobFailed(as_ours(error)))
                 continue
             with self._queue.changed:
@@ -227,7 +227,7 @@ class EmulatedEngine:
     def _guarded_chunk(self, sequence: EmulatedSequence) -> None:
         try:
             self._chunk(sequence)
-        except Exception as error:  # its sink failed: this job ends, others go on
+        except Exception as error:  # its sink failed: only this job ends
             self._abandon_prefill()
             sequence.emit(JobFailed(as_ours(error)))
 
@@ -246,7 +246,7 @@ class EmulatedEngine:
             together = max(1, round(TOGETHER_S / layer_s))
         for first in range(0, self._layers, together):
             layers = range(first, min(first + together, self._layers))
-            # Written ahead of time, ready when the layer is due.
+            # The bytes are written early and become ready when the layer is due.
             owed = [s for layer in layers for s in sequence.write_layer(layer, start, stop)]
             if owed or layers.stop == self._layers:
                 self._sleep(begin_s + layers.stop * layer_s, chunk_of=sequence)
@@ -260,7 +260,7 @@ class EmulatedEngine:
             self._prefilled(sequence)
 
     def _prefilled(self, sequence: EmulatedSequence) -> None:
-        """The first token comes from the prompt's last position: it needs no decode step."""
+        """The prompt's last position gives the first token, without a decode step."""
         finished = sequence.prefilled(self._limits.vocab_size) or sequence.next_token()
         with self._queue.changed:
             self._prefilling = None
@@ -281,7 +281,9 @@ class EmulatedEngine:
         ended: dict[EmulatedSequence, Finished] = {}
         for sequence in self._running:
             if sequence.tokens < len(sequence.job.prompt):
-                sequence.prefilled(self._limits.vocab_size)  # it rode along
+                sequence.prefilled(
+                    self._limits.vocab_size
+                )  # this step computed the rest of its prompt
             else:
                 sequence.tokens += 1
             finished = sequence.next_token()

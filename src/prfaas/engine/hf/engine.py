@@ -1,6 +1,6 @@
 """HFEngine: one model, one thread, continuous batching.
 
-Each turn computes one chunk of the prompt at the head of the queue and one token of every running
+Each turn of the loop computes one chunk of the oldest prompt and one token of every running
 sequence, so a long prefill delays a running sequence by one chunk at most.
 
     waiting ──► prefilling (one) ──► running (rows of the slots) ──► finished
@@ -39,7 +39,8 @@ REPRODUCIBLE_ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # enough to fill the device, short enough to interleave
+# Long enough to fill the device, short enough to interleave.
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 class HFEngine:
@@ -143,7 +144,7 @@ class HFEngine:
             self._prefilling = self._queue.waiting.popleft()
 
     def _guarded_chunk(self, sequence: HFSequence) -> None:
-        """A job that cannot be computed fails alone: its sink or source, or too little memory."""
+        """An error of its sink or source, or too little memory, fails this job only."""
         try:
             self._chunk(sequence)
         except Exception as error:  # translated here, once
@@ -170,7 +171,8 @@ class HFEngine:
         assert cache is not None and sequence.sampler is not None
         cache.finish()
         if self._loaded.device.type == "cuda":
-            torch.cuda.current_stream(self._loaded.device).synchronize()  # launched is not computed
+            # Wait until the kernels have run.
+            torch.cuda.current_stream(self._loaded.device).synchronize()
         resumed = job.resume.tokens if job.resume is not None else 0
         sequence.emit(Prefilled(resumed, len(job.prompt) - resumed, cache.exported_bytes))
         ended = (
@@ -226,7 +228,8 @@ class HFEngine:
             finished = sequence.accept(token, logits[row], self._loaded.eos_token_ids)
             if finished is not None:
                 ended.append((row, finished))
-        for row, finished in reversed(ended):  # from the last row: leaving moves later rows only
+        # The last row first, because removing a row moves later rows only.
+        for row, finished in reversed(ended):
             self._leave(row).emit(finished)
 
     def _leave(self, row: int) -> HFSequence:
