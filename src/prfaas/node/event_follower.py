@@ -1,4 +1,4 @@
-"""Follows the kvd's cache events and publishes them in vLLM's format, as long as the node lives."""
+"""Polls the kvd's cache events and publishes them in vLLM's format while the node runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prfaas.types import BlockHash, HashEvent
 
 WAIT_S = 30.0  # of one long poll
 RETRY_S = 1.0
-_SNAPSHOT = -1  # what to ask for when nothing is known
+_SNAPSHOT = -1  # asks for a snapshot
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,11 +31,11 @@ class EventFollower:
             try:
                 page = await self._page(since)
             except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-                _LOG.warning("no cache events from the kvd: %s", error)
+                _LOG.warning("cannot read cache events from the kvd: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if page.instance != instance and since != _SNAPSHOT:
-                since = _SNAPSHOT  # another process: its numbers mean something else
+                since = _SNAPSHOT  # the kvd has restarted and numbers its events anew
                 instance = page.instance
                 continue
             instance, since = page.instance, page.next_seq
@@ -62,7 +62,7 @@ def translate_page(translator: EventTranslator, page: EventPage) -> list[dict[st
 
 
 class PromptListener:
-    """What `serving` tells of each prompt reaches the translator, and what it owed is published."""
+    """Passes each prompt to the translator and publishes the events that were waiting for it."""
 
     def __init__(self, translator: EventTranslator, publisher: EventPublisher) -> None:
         self._translator = translator

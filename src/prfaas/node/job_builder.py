@@ -1,10 +1,10 @@
-"""From a request to an engine's job: what the pool has of its prompt, and what it is to keep.
+"""From a request to an engine's job: which prefix to resume from, and which state to keep.
 
     plain            resume at the longest cached prefix; keep the prompt up to its last boundary
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
-    remote prefill   continue from a committed transfer, or fail: never compute a long prompt anew
+    remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
 
-Synchronous; called from threads that may wait for the kvd. Knows nothing of HTTP.
+Synchronous: callers use threads that may wait for the kvd. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
-    """One request, understood and tokenised."""
+    """One request, parsed and tokenised."""
 
     id: str
     prompt: Sequence[int]
@@ -39,16 +39,16 @@ class TokenizedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job and the pages it reads or writes. `end` gives them back, whatever happened."""
+    """A job and the lease on the pages it reads or writes. `end` ends the lease in any case."""
 
-    job: EngineJob | None  # None: the pool has everything that is to be handed off
+    job: EngineJob | None  # None: the pool has all state of the hand-off
     lease: WriteLease | ReadLease | None = None
-    hashes: Sequence[BlockHash] = ()  # of the whole blocks of the prompt, as far as they matter
+    hashes: Sequence[BlockHash] = ()  # of the prompt's whole blocks that the pool looks up or keeps
     resumed_tokens: int = 0
-    external_tokens: int = 0  # of those: what a transfer brought
+    external_tokens: int = 0  # of those: from a transfer
 
     def on_transfer_lost(self, call: Callable[[BaseException], None]) -> None:
-        """Calls, on any thread, when it is known that the receiver will not have the state."""
+        """Calls `call`, on any thread, when the transfer to the receiver has failed."""
 
         def settled(sent: Future[None]) -> None:
             error = sent.exception()
@@ -59,8 +59,8 @@ class PreparedJob:
             self.lease.sent.add_done_callback(settled)
 
     def computed(self) -> None:
-        """The prompt is computed: others may read what was written, and what was read is the
-        engine's own copy by now."""
+        """The prompt is computed: commits what the engine wrote, and releases what it read, because
+        the engine has copied it."""
         match self.lease:
             case ReadLease():
                 self.lease.release()
@@ -72,7 +72,7 @@ class PreparedJob:
             case ReadLease():
                 self.lease.release()
             case WriteLease():
-                self.lease.abort("the prefill did not complete")  # nothing after a commit
+                self.lease.abort("the prefill did not complete")  # no effect after a commit
 
 
 def without_pool(request: TokenizedRequest) -> PreparedJob:
@@ -80,7 +80,7 @@ def without_pool(request: TokenizedRequest) -> PreparedJob:
 
 
 class LeaseProvider(Protocol):
-    """What is asked of a kvd (`kvd.client.KvdClient`)."""
+    """The leases of a kvd (`kvd.engine_socket.client.KvdClient`)."""
 
     def begin(
         self,
@@ -97,7 +97,7 @@ class LeaseProvider(Protocol):
 
 
 class JobBuilder:
-    """A kvd that is not there costs plain requests their cache, and makes hand-offs fail."""
+    """Without a kvd, plain requests run uncached and hand-offs fail."""
 
     def __init__(self, kvd: LeaseProvider, block_tokens: int) -> None:
         self._kvd = kvd
@@ -113,7 +113,7 @@ class JobBuilder:
                 return self._remote_prefill(request, request.transfer)
 
     def _plain(self, request: TokenizedRequest) -> PreparedJob:
-        # The last token is always computed, so a boundary at the very end could not be resumed at.
+        # The engine always computes the last token, so it could not resume at the prompt's end.
         hashes = self._hashes(request, len(request.prompt) - 1)
         if not hashes:
             return without_pool(request)
@@ -121,9 +121,9 @@ class JobBuilder:
         try:
             lease: WriteLease | ReadLease | NotNow = self._kvd.begin(hashes, tokens)
             if isinstance(lease, NotNow):
-                lease = self._kvd.pin(hashes)  # no room to keep it, but perhaps a hit
+                lease = self._kvd.pin(hashes)  # no room to keep the state, but perhaps a hit
         except PeerError as error:
-            _LOG.warning("computed without the pool: %s", error)
+            _LOG.warning("the request is computed without the pool: %s", error)
             return replace(without_pool(request), hashes=hashes)
         if isinstance(lease, NotNow):
             return replace(without_pool(request), hashes=hashes)

@@ -1,4 +1,4 @@
-"""A node's process: wires engine, kvd, HTTP and events together, and drains when told to stop."""
+"""A node's process: connects engine, kvd, HTTP and events, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvdAddress:
-    """Where the node's kvd is. Without its URL nobody hears of cache events from this node."""
+    """Where the node's kvd is. Without a URL the node publishes no cache events."""
 
     socket: str
     url: str | None = None
-    key: str | None = field(default=None, repr=False)  # of its HTTP side
+    key: str | None = field(default=None, repr=False)  # for the kvd's HTTP API
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    name: str  # of the model, as clients ask for it
+    name: str  # of the model in requests
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    advertise: str | None = None  # the URL others reach it at, where it differs
+    port: int = 0  # 0: any free port
+    advertise: str | None = None  # the URL under which gateways reach the node, where it differs
     events: str = "tcp://127.0.0.1:0"
     replay: str = "tcp://127.0.0.1:0"
-    drain_s: float = 30.0  # how long requests under way may take after a SIGTERM
-    leave_s: float = 0.0  # at least so long gateways hear that it leaves: prefixes can be saved
+    drain_s: float = 30.0  # how long running requests may take after SIGTERM
+    leave_s: float = 0.0  # minimum seconds to stay up after SIGTERM
 
 
 async def run_node(
@@ -58,7 +58,8 @@ async def run_node(
     settings: NodeSettings,
     report: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Reports its URL once it takes requests."""
+    """Serves until SIGTERM or SIGINT, then drains. Calls `report` with the node's URL once the node
+    takes requests."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +89,7 @@ async def run_node(
             settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
         )
         application = NodeApi(model, engine, request_runner, metrics).application()
-        # A client that hangs up ends its request, also where nothing is being written to it.
+        # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -140,5 +141,5 @@ def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
         )
     except ConnectionLost as error:
         raise InputError(
-            str(error), where="--kvd", fix="start one with `prfaas kvd`, or leave the option out"
+            str(error), where="--kvd", fix="start a kvd with `prfaas kvd`, or leave the option out"
         ) from None

@@ -1,7 +1,7 @@
-"""Requests under way: each is a task of the node's own, from its lease to its lease's end.
+"""Runs requests: each is a task of the node, from the start of its lease to the end of its lease.
 
-The HTTP handler only listens. When its client goes away it cancels and leaves; pages are given back
-here, after the engine has let go of them, whatever became of the connection.
+The HTTP handler only reads events. When its client disconnects, the handler cancels the request.
+The task ends the lease after the engine has stopped using its pages.
 
     start ──► lease (kvd) ──► engine job ──► prompt computed: lease committed or released ──► tokens
 """
@@ -25,7 +25,7 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_schema import RemoteDecode
 from prfaas.types import BlockHash, NotNow
 
-# Calls to the kvd are short; waiting for one must not hold up the others' tokens.
+# Calls to the kvd are short; waiting for one must not delay other requests' tokens.
 KVD_THREADS = 4
 RETRY_S = 1.0
 
@@ -37,13 +37,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Lost(NamedTuple):
-    """The receiver of a hand-off will not have it."""
+    """The transfer of a hand-off has failed."""
 
     reason: str
 
 
 class ActiveRequest:
-    """One request, as its listener sees it: Prefilled, Tokens, then Finished or Failed."""
+    """A started request. Its events are Prefilled, Tokens, then Finished or JobFailed."""
 
     def __init__(
         self, request: TokenizedRequest, arrived_s: float, cancel_job: Callable[[str], None]
@@ -67,14 +67,14 @@ class ActiveRequest:
         )
 
     def cancel(self, because: Literal["stop", "abort"]) -> None:
-        """Ends it soon; nothing when it has ended."""
+        """Ends the request soon. Does nothing when it has ended."""
         if not self.over and self.ended_by is None:
             self.ended_by = because
             self._cancel_job(self.request.id)
 
 
 class RequestRunner:
-    """Made by `open_request_runner`. To be used on its loop."""
+    """Made by `open_request_runner`. Use it on its event loop."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class RequestRunner:
 
     @property
     def preparing(self) -> int:
-        """Requests the engine does not know yet."""
+        """Requests that wait for the kvd before they reach the engine."""
         return self._preparing
 
     def start(self, request: TokenizedRequest) -> ActiveRequest:
@@ -114,13 +114,14 @@ class RequestRunner:
         return active
 
     async def drain(self, patience_s: float) -> None:
-        """No new requests; returns when the last has ended, or has been cancelled after that."""
+        """Refuses new requests and returns when the last one has ended. Cancels the remaining ones
+        after `patience_s`."""
         self.draining = True
         try:
             async with asyncio.timeout(patience_s):
                 await self._idle.wait()
         except TimeoutError:
-            _LOG.warning("%d requests are cut off", len(self._active))
+            _LOG.warning("draining took too long: cancelling %d requests", len(self._active))
             for active in self._active:
                 active.cancel("abort")
             await self._idle.wait()
@@ -132,7 +133,7 @@ class RequestRunner:
             ending = await self._answer(active)
         except PrfaasError as error:
             ending = JobFailed(error)
-        except Exception as error:  # a fault of ours ends this request, not the node
+        except Exception as error:  # a bug ends this request, not the node
             _LOG.exception("request %s", active.request.id)
             ending = JobFailed(error)
         if isinstance(ending, JobFailed):
@@ -141,8 +142,10 @@ class RequestRunner:
             ending = JobFailed(failure)
         else:
             self._metrics.succeeded(active.ended_by or ending.reason)
-            if ending.reason == "cancelled":  # whoever still listens must not take it for complete
-                ending = JobFailed(RequestError("draining", "cut off: this node is shutting down"))
+            if ending.reason == "cancelled":  # the handler must not take it for complete
+                ending = JobFailed(
+                    RequestError("draining", "cancelled: this node is shutting down")
+                )
         active.over = True
         _LOG.info("%s %s", active, ending)
         active.events.put_nowait(ending)
@@ -197,7 +200,7 @@ class RequestRunner:
                 case Finished() | JobFailed():
                     return event
                 case _Lost(reason):
-                    # Nobody waits for this prefill any more. The engine lets go of the pages first.
+                    # This prefill is useless now. The engine must stop using the pages first.
                     self._engine.cancel(active.request.id)
                     while not isinstance(await inbox.get(), Finished | JobFailed):
                         pass
@@ -222,7 +225,7 @@ class RequestRunner:
         except PeerError as error:
             if isinstance(active.request.transfer, RemoteDecode):
                 raise RequestError("transfer_lost", str(error)) from error
-            _LOG.warning("a prefix was not kept: %s", error)
+            _LOG.warning("the prefix was not kept: %s", error)
 
     def _count_prompt(self, prepared: PreparedJob, event: Prefilled) -> None:
         external = prepared.external_tokens
@@ -246,8 +249,8 @@ class RequestRunner:
 async def open_request_runner(
     engine: Engine, builder: JobBuilder, metrics: NodeMetrics, clock: Clock, on_prompt: OnPrompt
 ) -> AsyncIterator[RequestRunner]:
-    """`on_prompt` hears every prompt and its blocks' names. On leaving, what is still under way has
-    been cancelled and has given its pages back."""
+    """Calls `on_prompt` with every prompt and its block hashes. On exit, the remaining requests are
+    cancelled and their leases have ended."""
     with ThreadPoolExecutor(KVD_THREADS, thread_name_prefix="prfaas-kvd-calls") as threads:
         async with asyncio.TaskGroup() as tasks:
             server = RequestRunner(engine, builder, metrics, clock, on_prompt, tasks, threads)

@@ -1,4 +1,4 @@
-"""Answers to completions and chats, whole or in pieces, as OpenAI and vLLM shape them. Pure."""
+"""Responses to completions and chats, whole or streamed, in OpenAI's and vLLM's form. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ResponseShape:
-    """How an answer's text is wrapped."""
+    """How a response wraps its text."""
 
     id_prefix: str
     whole_object: str
     piece_object: str
     whole: Callable[[str], dict[str, Any]]
     piece: Callable[[str], dict[str, Any]]
-    opening: dict[str, Any] | None = None  # of the choice in a piece before all others
+    opening: dict[str, Any] | None = None  # the choice in the first piece of a stream
 
 
 TEXT = ResponseShape(
@@ -45,7 +45,7 @@ CHAT = ResponseShape(
 
 @dataclass(slots=True)
 class ResponseBuilder:
-    """What one request has come to so far."""
+    """Builds one request's response from its events."""
 
     shape: ResponseShape
     id: str
@@ -57,13 +57,13 @@ class ResponseBuilder:
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
-    transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
+    transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the response
 
     def prefilled(self, event: Prefilled) -> None:
         self.cached_tokens = event.resumed_tokens
 
     def token(self, token: int) -> str:
-        """The text that is certain now; a stop string ends the answer."""
+        """Adds a token and returns the text that is final now. A stop string ends the answer."""
         self.tokens.append(token)
         text = self.answer.push(token)
         if self.answer.stopped_by is not None:
@@ -99,7 +99,7 @@ class ResponseBuilder:
     # In pieces ------------------------------------------------------------------------------------
 
     def opening(self) -> bytes | None:
-        """What comes before the first token, if anything does."""
+        """The piece before the first token, if the response has one."""
         if self.shape.opening is None:
             return None
         return self._piece([self._choice(self.shape.opening, [])])
@@ -130,7 +130,7 @@ class ResponseBuilder:
 
 
 def error_piece(body: dict[str, object]) -> bytes:
-    """An error after the first piece: the status line has been sent already."""
+    """An error after the status line has been sent."""
     return _event(body)
 
 

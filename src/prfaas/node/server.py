@@ -1,4 +1,4 @@
-"""The HTTP surface of a node: vLLM's paths and shapes over the requests of `serving`."""
+"""A node's HTTP API: vLLM's paths and bodies over a `RequestRunner`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from prfaas.node.request_schema import (
 from prfaas.node.responses import CHAT, DONE, TEXT, ResponseBuilder, ResponseShape, error_piece
 from prfaas.text import AnswerText, ModelTokenizer
 
-MAX_BODY_BYTES = 64 << 20  # a million token ids as JSON are some 8 MB
+MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is served, under which name."""
+    """The model that a node serves."""
 
     name: str
-    tokenizer: ModelTokenizer | None  # None: token ids only
-    kvd_url: str | None = None  # where a gateway finds this node's kvd
-    events: str | None = None  # where KV events are published, and where they are replayed
+    tokenizer: ModelTokenizer | None  # None: the node takes token ids only
+    kvd_url: str | None = None  # of this node's kvd, for gateways
+    events: str | None = None  # endpoints of published and of replayed KV events
     replay: str | None = None
 
     def require_tokenizer(self) -> ModelTokenizer:
@@ -73,7 +73,7 @@ class NodeApi:
         app.router.add_get("/version", self._version)
         return app
 
-    # Small ones -----------------------------------------------------------------------------------
+    # Status and tokenizer -------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._runner.draining:
@@ -114,7 +114,9 @@ class NodeApi:
         elif isinstance(prompt, str):
             ids = await asyncio.to_thread(tokenizer.encode, prompt)
         else:
-            raise InputError("no text", where="prompt", fix='send {"prompt": "..."} or messages')
+            raise InputError(
+                "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
+            )
         limit = self._engine.limits.max_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -142,14 +144,14 @@ class NodeApi:
         return await self._generate(request, asked, CHAT, prompt, asked.sampling(default_tokens))
 
     def _rest_tokens(self, prompt: list[int]) -> int:
-        """What a request that says no length may generate at most, as vLLM has it."""
+        """The default of max_tokens, as in vLLM: the rest of the model's context."""
         return max(1, self._engine.limits.max_tokens - len(prompt))
 
     def _check_model(self, asked: GenerationRequest) -> None:
         if asked.model is not None and asked.model != self._model.name:
             raise RequestError(
                 "model_not_found",
-                f"{asked.model!r} is not served here; {self._model.name!r} is",
+                f"this node serves {self._model.name!r}, not {asked.model!r}",
                 param="model",
             )
 
@@ -171,7 +173,7 @@ class NodeApi:
         builder = self._response_builder(asked, shape, tokenized)
         active = self._runner.start(tokenized)
         try:
-            # The status line waits for the prompt: until then a failure is an HTTP status.
+            # The status line waits for the prefill, so that an error until then is an HTTP status.
             first = await active.events.get()
             match first:
                 case JobFailed(error):
@@ -189,7 +191,9 @@ class NodeApi:
     ) -> ResponseBuilder:
         tokenizer = self._model.tokenizer if asked.detokenize else None
         if asked.stops and tokenizer is None:
-            raise InputError("stop strings without text", where="stop", fix="use stop_token_ids")
+            raise InputError(
+                "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
+            )
         handed_off = None
         if isinstance(tokenized.transfer, RemoteDecode):
             handed_off = {
@@ -235,7 +239,7 @@ class NodeApi:
             await response.prepare(request)
             await self._write(response, asked, active, builder)
         except ConnectionResetError:
-            pass  # the client has gone, and this was quicker than the word of it
+            pass  # the client has disconnected, and the handler was not cancelled yet
         return response
 
     async def _write(
@@ -247,7 +251,7 @@ class NodeApi:
     ) -> None:
         if (opening := builder.opening()) is not None:
             await response.write(opening)
-        held: list[int] = []  # tokens whose text is not certain yet
+        held: list[int] = []  # tokens whose text is not final yet
         while builder.finish_reason is None:
             match await active.events.get():
                 case Token(id=token):
@@ -283,7 +287,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except RequestError as error:
         failure = error
     except web.HTTPRequestEntityTooLarge:
-        failure = RequestError("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
+        failure = RequestError("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
     headers = {}
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))

@@ -281,9 +281,8 @@ class EmulatedEngine:
         ended: dict[EmulatedSequence, Finished] = {}
         for sequence in self._running:
             if sequence.tokens < len(sequence.job.prompt):
-                sequence.prefilled(
-                    self._limits.vocab_size
-                )  # this step computed the rest of its prompt
+                # This step has computed the rest of its prompt.
+                sequence.prefilled(self._limits.vocab_size)
             else:
                 sequence.tokens += 1
             finished = sequence.next_token()
