@@ -1,7 +1,7 @@
-"""PrfaasConnector: vLLM's hooks, handed to the side they belong to. No decisions here.
+"""PrfaasConnector: forwards vLLM's hooks to the scheduler's or the worker's side. Decides nothing.
 
-vLLM makes one object in the scheduler's process and one in each worker's. Both register at the
-host's kvd; the scheduler's side owns leases, workers join them.
+vLLM makes one object in the scheduler's process and one in each worker's process. Both register
+with the host's kvd. The scheduler's side owns leases, the workers join them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are finished before a request's first step."""
+        """Does nothing: loads end before a request's first step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -143,7 +143,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers report themselves between the pieces of a graph only."""
+        """vLLM calls `save_kv_layer` only between the pieces of a graph."""
         return True
 
     def shutdown(self) -> None:
@@ -153,12 +153,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduler_side(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a hook of the scheduler's process"
+        assert self._scheduler is not None, "this hook belongs to the scheduler's process"
         return self._scheduler
 
     @property
     def _worker_side(self) -> WorkerSide:
-        assert self._worker is not None, "a hook of a worker's process"
+        assert self._worker is not None, "this hook belongs to a worker's process"
         return self._worker
 
 
@@ -167,9 +167,9 @@ def _client(config: VllmConfig, caches: KVCacheConfig, layout: NativeLayout) -> 
     path = transfer.get_from_extra_config("kvd", None)
     if not path:
         raise InputError(
-            "no kvd is named",
+            "no kvd is configured",
             where="kv_connector_extra_config",
-            fix='add "kvd": the socket that `prfaas kvd` was started with',
+            fix='add "kvd" with the path given to `prfaas kvd --socket`',
         )
     return KvdClient(
         path,

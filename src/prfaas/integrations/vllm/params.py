@@ -1,8 +1,8 @@
 """`kv_transfer_params`: the half of a hand-off that a request asks for. Pure.
 
-The same words as `prfaas node` understands, so that gateways need not know which engine they talk
-to. vLLM hands the field through unchecked; mistakes are answered, not raised: an exception in a
-scheduler hook would end the engine.
+The fields are those of `prfaas node`, so that gateways treat both engines alike. vLLM does not
+check the field. The scheduler's side answers errors instead of raising them, because an exception
+in a scheduler hook would end the engine.
 """
 
 from __future__ import annotations

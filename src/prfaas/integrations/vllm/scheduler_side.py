@@ -1,9 +1,9 @@
-"""The scheduler's side: holds leases for requests and says which blocks move with each step.
+"""The scheduler's side: holds requests' leases and decides which blocks to copy in each step.
 
-A prefill asks its kvd for room when it arrives; refused, it is cut to one token and answered with
-the reason, so that nothing is computed in vain. A decode takes over its committed transfer when it
-arrives, and loads it asynchronously: the only kind of load whose failure vLLM can answer. Hooks do
-not raise: an exception here would end the engine and with it everybody's requests.
+A prefill reserves room at its kvd when it arrives. When the kvd refuses, the prompt is cut to one
+token and the response has the reason, so that nothing is computed in vain. A decode attaches to its
+committed transfer when it arrives, and loads it asynchronously: vLLM can report the failure of such
+loads only. Hooks do not raise: an exception here would end the engine and all its requests.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class PrefillState:
     asked: RemoteDecode
     lease: WriteLease
     progress: PrefillProgress
-    ticket_sent: bool = False  # the workers have its ticket
+    ticket_sent: bool = False  # the workers have the lease's ticket
     loading: bool = False
-    ended: bool = False  # the request has ended, a worker may still touch the pages
+    ended: bool = False  # the request has ended; a worker may still use the pages
     problem: str | None = None  # why the transfer cannot be completed
 
 
 @dataclass(slots=True)
 class DecodeState:
-    lease: ReadLease | None  # None: lost, or loaded and given back
+    lease: ReadLease | None  # None: lost, or loaded and released
     loading: bool = False
     ended: bool = False
     done: bool = False
@@ -73,12 +73,12 @@ class SchedulerSide:
 
     @property
     def completes_divergent_hits(self) -> bool:
-        """Whether vLLM may count on attention blocks of its own whose state it has lost, because
-        the load brings the state. Not for a request that finds no more at the kvd than that hit:
-        it would load nothing, have no state there, and compute again what the kvd has."""
+        """Whether vLLM may use cached attention blocks whose state it has lost, because the load
+        brings the state. False for a request for which the kvd has no more than that hit: the
+        request would load nothing, have no state, and compute again what the kvd has."""
         return self._may_diverge and not self._reconciling
 
-    # A request's life -----------------------------------------------------------------------------
+    # Hooks, in the order of a request -------------------------------------------------------------
 
     def accept(self, request: Request) -> None:
         try:
@@ -98,15 +98,15 @@ class SchedulerSide:
     def count_loadable_tokens(
         self, request: Request, computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own `computed_tokens` the kvd serves."""
+        """How many tokens beyond vLLM's `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
             case DecodeState(done=False, lease=None):
-                return 1, True  # for an answer, vLLM must believe that there is a load
+                return 1, True  # vLLM fails a request only through a load
             case DecodeState(done=False, lease=ReadLease() as lease):
                 reach = lease.tokens
             case PrefillState() as state if state.lease.match_tokens < state.progress.tokens:
                 reach = state.lease.match_tokens
-            case _:  # a prefill that is there whole is computed again: a step must end it
+            case _:  # a prefill found whole still needs one step to end it
                 return 0, False
         if reach and reach <= computed_tokens and self.completes_divergent_hits:
             self._reconciling.add(request.request_id)
@@ -121,7 +121,7 @@ class SchedulerSide:
             return
         if external_tokens == 0:
             if isinstance(state, DecodeState) and not state.done and not state.loading:
-                self._give_back(state)  # vLLM's own cache reaches as far
+                self._give_back(state)  # vLLM's cache has as many tokens
             return
         state.loading = True
         if state.lease is None:
@@ -133,14 +133,14 @@ class SchedulerSide:
                 self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
             )
         except EngineError as error:
-            _LOG.error("%s: cannot be loaded: %s", request.request_id, error)
+            _LOG.error("request %s: cannot load its state: %s", request.request_id, error)
             self._orders.failed.append(request.request_id)
             return
         self._orders.loads.append(LoadOrder(request.request_id, state.lease.ticket, moves))
         self._count("loaded_tokens", external_tokens)
 
     def take_orders(self, output: SchedulerOutput) -> StepOrders:
-        """What the workers do with this step of the engine."""
+        """The workers' orders for this step of the engine."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -153,7 +153,7 @@ class SchedulerSide:
         return orders
 
     def take_results(self, output: KVConnectorOutput) -> None:
-        """What the workers have finished."""
+        """Handles the results of the workers."""
         for request_id in output.finished_sending or ():
             self._end(request_id)
         for request_id in output.finished_recving or ():
@@ -167,7 +167,7 @@ class SchedulerSide:
                 self._end(request_id)
 
     def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """(whether workers may still touch the lease, parameters for the answer)."""
+        """(whether workers may still use the lease, `kv_transfer_params` of the response)."""
         request_id = request.request_id
         self._reconciling.discard(request_id)
         refusal = self._refusals.pop(request_id, None)
@@ -179,9 +179,9 @@ class SchedulerSide:
             return False, self._commit(state)
         state.ended = True
         if state.loading:
-            return False, None  # vLLM keeps the blocks until the load has reported
+            return False, None  # vLLM keeps the blocks until the load has ended
         if isinstance(state, PrefillState) and state.ticket_sent:
-            # An unfinished step may still be writing: the workers say when it is over.
+            # An unfinished step may still be writing: the workers report its end.
             self._orders.ended.append(request_id)
             return True, None
         self._end(request_id)
@@ -198,7 +198,7 @@ class SchedulerSide:
 
     def _begin(self, request: Request, asked: RemoteDecode) -> None:
         if request.prompt_token_ids is None or request.mm_features:
-            self._refuse(request, refused("invalid_request", "only text is handed off"))
+            self._refuse(request, refused("invalid_request", "only text prompts can be handed off"))
             return
         tokens = asked.handoff_tokens
         _cut(request, tokens)
@@ -238,7 +238,8 @@ class SchedulerSide:
         self._requests[request.request_id] = DecodeState(lease)
 
     def _names(self, request: Request, tokens: int) -> tuple[tuple[BlockHash, ...], bytes]:
-        """Of the whole blocks of the first `tokens` tokens, and of what lies behind them."""
+        """The hashes of the whole blocks of the first `tokens` tokens, and of the tokens after
+        them."""
         ids, block_tokens = (request.prompt_token_ids or [])[:tokens], self._layout.block_tokens
         salt = request.cache_salt or ""
         adapter = request.lora_request.lora_name if request.lora_request else ""
@@ -246,13 +247,15 @@ class SchedulerSide:
         return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
-        _LOG.warning("%s: not handed off: %s", request.request_id, answer["error"]["message"])
+        _LOG.warning(
+            "request %s: not handed off: %s", request.request_id, answer["error"]["message"]
+        )
         self._count("refusals", 1)
         self._refusals[request.request_id] = answer
         _cut(request, 1)
 
     def _lost(self, request: Request, reason: str) -> None:
-        _LOG.warning("%s: nothing to continue from: %s", request.request_id, reason)
+        _LOG.warning("request %s: no state to continue from: %s", request.request_id, reason)
         self._count("lost", 1)
         self._requests[request.request_id] = DecodeState(None)
 
@@ -260,7 +263,7 @@ class SchedulerSide:
         self, request_id: str, state: PrefillState, start: int, scheduled: int, tables: Any
     ) -> None:
         if start >= state.progress.tokens:
-            return  # a step scheduled ahead of the answer that ends the request
+            return  # a step scheduled before the request's end was known
         stop = start + scheduled
         try:
             moves = state.progress.step(start, stop, tables)
@@ -285,7 +288,7 @@ class SchedulerSide:
         return handed_off(state.asked)
 
     def _end(self, request_id: str) -> None:
-        """Nobody touches the request's pages any more."""
+        """Ends the lease: no worker uses the request's pages any more."""
         match self._requests.pop(request_id, None):
             case PrefillState() as state:
                 state.lease.abort("the request was aborted")
@@ -303,8 +306,9 @@ class SchedulerSide:
 
 
 def _cut(request: Request, tokens: int) -> None:
-    """The prompt's first `tokens` tokens, and one token of answer, which nobody reads: a linear
-    state is usable at exactly its own length, so nothing may be computed beyond the hand-off."""
+    """Cuts the prompt to its first `tokens` tokens and the answer to one token, which is not used.
+    A linear state is usable at exactly its length, so vLLM must compute nothing beyond the
+    hand-off."""
     assert request.prompt_token_ids is not None
     del request.prompt_token_ids[tokens:]
     del request._all_token_ids[tokens:]

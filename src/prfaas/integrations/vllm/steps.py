@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers with each step of the engine. Data only."""
+"""The orders of the scheduler's side to the workers for each step of the engine. Data only."""
 
 from __future__ import annotations
 

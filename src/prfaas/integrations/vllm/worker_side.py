@@ -1,9 +1,10 @@
 """A worker's side: copies finished blocks into kvd pages, and committed pages into blocks.
 
-Blocks are copied out before the step ends: vLLM reuses a window's block in the very next step. Of a
-layer whose attention reports itself they leave when it is done, of all others (linear states never
-report) at the end of the step: the sweep, states last. Loads run in a thread beside the engine's
-steps. A rank moves its own shard. Knows nothing of requests but their names.
+Blocks are copied out before the step ends, because vLLM may reuse a window's block in the next
+step. Where vLLM calls the hook of a layer, its blocks are copied when the layer is done. The blocks
+of all other layers (linear layers have no hook) are copied at the end of the step, states last.
+Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Knows only the
+ids of requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LayerSave(NamedTuple):
 
 
 class WorkerResults(NamedTuple):
-    ended: set[str]  # those asked about, of which no page is touched any more
+    ended: set[str]  # requests whose pages this worker no longer uses
     loaded: set[str]  # failed ones included
     failed: set[str]
 
@@ -51,10 +52,10 @@ class WorkerSide:
         self._writing: dict[str, WriteLease] = {}
         self._due: dict[str, list[LayerSave]] = {}  # of this step, by layer
         self._flush = False
-        self._ended: set[str] = set()  # asked about by the scheduler's side
+        self._ended: set[str] = set()  # requests whose end the scheduler's side wants confirmed
         self._counts: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prfaas-load")
-        self._lock = threading.Lock()  # of what the loading thread reports
+        self._lock = threading.Lock()  # guards the results of the loading thread
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
@@ -77,14 +78,14 @@ class WorkerSide:
         for save in self._due.pop(layer, ()):
             try:
                 tensors.save(blocks, save.block_ids, save.lease.buffers(save.segment))
-            except PrfaasError as error:  # the commit will find it incomplete
-                _LOG.error("%s cannot be saved: %s", save.segment.name, error)
+            except PrfaasError as error:  # the commit will report the segment as missing
+                _LOG.error("cannot save segment %s: %s", save.segment.name, error)
             else:
                 save.lease.ready(save.segment)
                 self._count("saved_bytes", len(save.block_ids) * blocks.shape[1])
 
     def end_step(self) -> None:
-        """Everything that is due has left this worker when it returns."""
+        """Copies everything due in this step before it returns."""
         for group in self._layout.groups:
             if group.kind != "state":
                 self._sweep(group.layer_names)
@@ -93,9 +94,9 @@ class WorkerSide:
                 self._sweep(group.layer_names)
         if self._flush:
             try:
-                self._kvd.flush()  # the scheduler's commit travels on another connection
+                self._kvd.flush()  # the scheduler commits on another connection
             except PrfaasError as error:
-                _LOG.warning("saves are lost: %s", error)
+                _LOG.warning("lost saved blocks: %s", error)
 
     def start_loads(self, orders: StepOrders) -> None:
         with self._lock:
@@ -105,7 +106,7 @@ class WorkerSide:
             self._threads.submit(self._load, order)
 
     def take_results(self, finished: set[str]) -> WorkerResults:
-        """`finished` requests have no unfinished step: steps come in order."""
+        """`finished` requests have no unfinished step, because steps run in order."""
         for request_id in finished:
             self._writing.pop(request_id, None)
         ended, self._ended = self._ended, set()
@@ -130,10 +131,10 @@ class WorkerSide:
             try:
                 self._writing[order.request_id] = self._kvd.join_write(order.ticket)
             except PrfaasError as error:
-                _LOG.warning("%s: cannot be saved: %s", order.request_id, error)
+                _LOG.warning("request %s: cannot save its state: %s", order.request_id, error)
         lease = self._writing.get(order.request_id)
         if lease is None:
-            return  # the commit will find it incomplete
+            return  # the commit will report the segment as missing
         for move in order.moves:
             if self._layout.writes(self._layout.of(move.group), self._rank):
                 for layer, segment in self._layout.segments(move, self._rank):
@@ -157,7 +158,7 @@ class WorkerSide:
             problem = None
         except PrfaasError as error:
             problem = error
-            _LOG.warning("%s: cannot be loaded: %s", order.request_id, error)
+            _LOG.warning("request %s: cannot load its state: %s", order.request_id, error)
         with self._lock:
             self._loaded.add(order.request_id)
             if problem is not None:
