@@ -122,10 +122,10 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
     [
         ([64], [], [1], "lengths: only one length; give at least two"),
         ([64, 64], [], [1], "lengths: a value is repeated"),
-        ([0, 64], [], [1], "lengths: 0; give 1 or more"),
+        ([0, 64], [], [1], "lengths: 0 is too small; use 1 or more"),
         ([64, 4000], [200], [1], "lengths: 4200 tokens are more than the model's 4096"),
-        ([64, 128], [], [9], "batches: 9 sequences at once; the engine runs 8"),
-        ([64, 128], [0], [1], "cached: 0; give 1 or more"),
+        ([64, 128], [], [9], "batches: 9 sequences at once are more than the engine's 8"),
+        ([64, 128], [0], [1], "cached: 0 is too small; use 1 or more"),
     ],
 )
 def test_what_cannot_be_measured(
