@@ -1,4 +1,4 @@
-"""Plays the engine: fills a lease with bytes only its units can have, and reads them back."""
+"""A fake engine: fills a lease with bytes that only its units can have, and reads them back."""
 
 from __future__ import annotations
 

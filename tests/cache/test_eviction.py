@@ -113,7 +113,7 @@ def test_spares_never_evict_and_go_first() -> None:
 
 
 class Scripted:
-    """Checkpoints as told, by prompt length."""
+    """Checkpoints given by prompt length."""
 
     def __init__(self, plans: dict[int, Checkpoints]) -> None:
         self.plans = plans

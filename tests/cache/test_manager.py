@@ -173,7 +173,7 @@ def test_only_the_hottest_are_looked_at(cluster: Cluster) -> None:
 
 
 def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
-    """Hottest first; to whoever prefills, else to whoever is there; not what is kept anyway."""
+    """Hottest first, to nodes that prefill, else to any node; not prefixes that others hold."""
     P2 = NodeId("p2")
     cluster.manager.join(NodeInfo(P2, PD, BLOCK, rules_for(SPEC)))
     for letters in ("ab", "cd", "ef"):

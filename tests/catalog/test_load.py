@@ -146,7 +146,10 @@ v_dim = 1
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("[0, 2]", r"groups.0.layers: \[2\] is not a list of this model's layers; list each layer once, from 0 to 1"),
+        (
+            "[0, 2]",
+            r"groups.0.layers: \[2\] is not a list of this model's layers; list each layer once, from 0 to 1",
+        ),
         ("[1, 1]", "list each layer once"),
         ("[]", "list each layer once"),
         ("'some'", "models.0.groups.0.layers: .*'some'"),

@@ -77,7 +77,7 @@ def test_a_step_is_timed_while_all_sequences_run() -> None:
     """From the moments of the sequence that came last, without its first steps, until the first
     sequence has ended."""
     steps = WARM_STEPS + 4
-    early = [0.5 * at for at in range(4 + steps)]  # alone: half a second per token
+    early = [0.5 * at for at in range(4 + steps)]  # one sequence only: half a second per token
     alone_until_s = early[3]
     late = [alone_until_s + 2.0 * at for at in range(1, steps + 3)]
     early[4:] = late[:steps]

@@ -32,7 +32,7 @@ def stored(group: str, hashes: list[BlockHash], action: Any = "stored") -> HashE
 
 
 class Reader:
-    """Whoever listens to vLLM's events: it has our names again."""
+    """A reader of vLLM's events, which recovers the block hashes."""
 
     def __init__(self) -> None:
         groups = {index: group.name for index, group in enumerate(SPEC.groups)}

@@ -41,7 +41,7 @@ def test_batches_are_numbered_and_replayed() -> None:
             with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
                 subscriber.subscribe(b"")
                 subscriber.connect(publisher.endpoint)
-                publisher.publish([])  # nothing to say: no number
+                publisher.publish([])  # an empty batch takes no number
                 first = asyncio.ensure_future(subscriber.recv_multipart())
                 while not first.done():  # a subscription takes effect some time after `connect`
                     publisher.publish([EVENT])

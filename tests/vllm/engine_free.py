@@ -146,7 +146,7 @@ class EngineFree:
                     )
         return steps
 
-    # What a model would leave behind --------------------------------------------------------------
+    # The state that a model would compute ---------------------------------------------------------
 
     def _content(self, name: str, tokens: int) -> dict[str, list[bytes]]:
         """What the request's blocks hold that a continuation after `tokens` tokens reads."""

@@ -1,9 +1,9 @@
 """From a Hugging Face `config.json` to attention geometry: what each layer caches.
 
 Pure: takes the parsed JSON, reads no file, needs neither torch nor transformers. A model type
-without a reader of its own is read as plain (grouped-query, perhaps sliding) attention, but only
-when no field hints at anything else; otherwise it is refused, because bytes counted wrongly would
-go unnoticed.
+without a separate reader is read as plain (grouped-query, perhaps sliding) attention, but only when
+no field suggests anything else; otherwise it is refused, because a wrong byte count would go
+unnoticed.
 """
 
 from __future__ import annotations

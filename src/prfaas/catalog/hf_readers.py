@@ -223,7 +223,7 @@ def falcon_h1(f: Fields) -> Sequence[Geometry]:
 def nemotron_h(f: Fields) -> Sequence[Geometry]:
     """Each layer is one of Mamba-2, attention, experts or a dense MLP; the last two cache nothing.
 
-    `hybrid_override_pattern` is NVIDIA's way to say it, `layers_block_type` transformers'.
+    NVIDIA's field is `hybrid_override_pattern`, transformers' is `layers_block_type`.
     """
     if f.has("layers_block_type"):
         key, kinds = "layers_block_type", _layer_types(f, key="layers_block_type")

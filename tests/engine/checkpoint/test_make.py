@@ -1,4 +1,5 @@
-"""Every architecture: loads with transformers, is read by the catalog, and tells states apart."""
+"""Every architecture: loads with transformers, is read by the catalog, and its output depends on
+its state."""
 
 from __future__ import annotations
 

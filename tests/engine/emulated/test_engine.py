@@ -90,7 +90,7 @@ class Stepped:
     def move(self, seconds: float) -> None:
         """In seconds of the profile."""
         self.clock.advance(seconds * 1000.0)
-        self.engine.cancel("nobody")  # wakes it
+        self.engine.cancel("unknown")  # wakes the engine
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_prompt_takes_what_the_profile_says(stepped: Stepped) -> None:
 
 
 class Known:
-    """The state of the usual prompt, computed by nobody: what an engine would have exported."""
+    """The state of the usual prompt as an engine would have exported it, without computing it."""
 
     def __init__(self, tokens: int) -> None:
         from prfaas.engine.emulated.content import Content

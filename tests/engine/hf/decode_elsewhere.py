@@ -1,4 +1,4 @@
-"""A process of its own: loads a checkpoint, imports states that came as bytes, decodes.
+"""A separate process: loads a checkpoint, imports states that came as bytes, decodes.
 
 python -m tests.engine.hf.decode_elsewhere CHECKPOINT CASES ANSWERS
 """

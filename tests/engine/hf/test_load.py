@@ -1,4 +1,4 @@
-"""What cannot be loaded says so in one line that names the directory and the fix."""
+"""Loading errors are one line that names the directory and the fix."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_weights_missing_or_cut_short(tmp_path: Path) -> None:
 
 
 def test_a_cache_layer_of_another_kind(tmp_path: Path) -> None:
-    """DeepSeek-V3.2's indexer keeps keys of its own beside the latents."""
+    """DeepSeek-V3.2's indexer keeps separate keys beside the latents."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY["deepseek_v32"]))
     message = refused(path, random_weights=True)
@@ -95,7 +95,7 @@ def test_a_config_alone_builds_a_random_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", models.ALL)
 def test_the_spec_is_the_configs_own(arch: str) -> None:
-    """What the model's code caches is what `prfaas kv` says of the same config."""
+    """The model's code caches the bytes that `prfaas kv` prints for the same config."""
     from prfaas.catalog.hf_file import read_hf_config
 
     config = read_hf_config(models.checkpoint(arch))

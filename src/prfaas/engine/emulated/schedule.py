@@ -29,7 +29,7 @@ class Schedule:
         return begin_s
 
     def abandon(self) -> None:
-        """The work under way ends now: the engine does not compute the rest."""
+        """The current work ends now: the engine does not compute the rest."""
         self.free_s = min(self.free_s, self._clock.now())
 
     def count_step(self, wanted_s: float) -> None:

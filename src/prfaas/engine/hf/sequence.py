@@ -43,7 +43,7 @@ class HFSequence:
     def accept(
         self, token: int, logits: torch.Tensor, eos_token_ids: frozenset[int]
     ) -> Finished | None:
-        """Emits the token. Returns how the job has ended, or None when it goes on."""
+        """Emits the token. Returns how the job has ended, or None when it continues."""
         sampling = self.job.sampling
         self.generated += 1
         self.last_token = token
