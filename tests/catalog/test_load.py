@@ -148,7 +148,7 @@ v_dim = 1
     [
         (
             "[0, 2]",
-            r"groups.0.layers: \[2\] is not a list of this model's layers; list each layer once, from 0 to 1",
+            r"groups.0.layers: \[2\] is not a list of this model's layers; list each layer once",
         ),
         ("[1, 1]", "list each layer once"),
         ("[]", "list each layer once"),

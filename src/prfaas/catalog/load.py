@@ -57,8 +57,7 @@ class Catalog:
         return _find(self.accelerators, name, "accelerator", advice)
 
     def profile(self, model: str, accelerator: str, gpus: int) -> ProfileRecord | None:
-        """The profile of one instance of exactly this size. Profiles are not scaled between sizes.
-        """
+        """The profile of one instance of exactly this size. Profiles are not scaled."""
         for record in self.profiles:
             if (record.model, record.accelerator, record.gpus) == (model, accelerator, gpus):
                 return record
