@@ -214,10 +214,10 @@ class EngineContract:
         state = MemorySegments(engine.spec)
         most = engine.limits.max_tokens
         for bad, message in (
-            (job(0), "empty prompt"),
+            (job(0), "prompt is empty"),
             (job(sampling=greedy(most)), "more than the model's"),
-            (job(prompt=[0, engine.limits.vocab_size]), "token id outside"),
-            (job(prompt=[0, -1]), "token id outside"),
+            (job(prompt=[0, engine.limits.vocab_size]), "token id is outside"),
+            (job(prompt=[0, -1]), "token id is outside"),
             (job(sampling=Sampling(temperature=-1.0)), "temperature"),
             (job(sampling=Sampling(top_p=0.0)), "top_p"),
             (job(resume=Resume(100, state)), "resume.tokens"),

@@ -60,13 +60,13 @@ def test_a_cache_layer_of_another_kind(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY["deepseek_v32"]))
     message = refused(path, random_weights=True)
-    assert "DynamicIndexedLayer, which this engine cannot move" in message
+    assert "DynamicIndexedLayer, which cannot be exported" in message
 
 
 def test_wrong_device_and_dtype() -> None:
     directory = models.checkpoint("qwen3")
     assert "use cpu, cuda or cuda:N" in refused(directory, device="tpu")
-    assert "CUDA devices here" in refused(directory, device=f"cuda:{torch.cuda.device_count()}")
+    assert "this host has" in refused(directory, device=f"cuda:{torch.cuda.device_count()}")
     assert "use one of: float32" in refused(directory, dtype="int3")
 
 
