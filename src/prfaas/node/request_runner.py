@@ -19,7 +19,7 @@ from prfaas.clock import Clock
 from prfaas.engine.api import Engine, Event, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.node import errors
-from prfaas.node.errors import RequestError
+from prfaas.node.errors import request_error
 from prfaas.node.job_builder import JobBuilder, PreparedJob, TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_schema import RemoteDecode
@@ -106,7 +106,7 @@ class RequestRunner:
 
     def start(self, request: TokenizedRequest) -> ActiveRequest:
         if self.draining:
-            raise RequestError("draining", "this node is shutting down", retry_after_s=RETRY_S)
+            raise request_error("draining", "this node is shutting down", retry_after_s=RETRY_S)
         active = ActiveRequest(request, self._clock.now(), self._engine.cancel)
         self._active.add(active)
         self._idle.clear()
@@ -144,7 +144,7 @@ class RequestRunner:
             self._metrics.succeeded(active.ended_by or ending.reason)
             if ending.reason == "cancelled":  # the handler must not take it for complete
                 ending = JobFailed(
-                    RequestError("draining", "cancelled: this node is shutting down")
+                    request_error("draining", "cancelled: this node is shutting down")
                 )
         active.over = True
         _LOG.info("%s %s", active, ending)
@@ -204,7 +204,7 @@ class RequestRunner:
                     self._engine.cancel(active.request.id)
                     while not isinstance(await inbox.get(), Finished | JobFailed):
                         pass
-                    return JobFailed(RequestError("transfer_lost", reason))
+                    return JobFailed(request_error("transfer_lost", reason))
                 case Prefilled():
                     await self._computed(active, prepared)
                     self._count_prompt(prepared, event)
@@ -224,7 +224,7 @@ class RequestRunner:
             await self._in_thread(prepared.computed)
         except PeerError as error:
             if isinstance(active.request.transfer, RemoteDecode):
-                raise RequestError("transfer_lost", str(error)) from error
+                raise request_error("transfer_lost", str(error)) from error
             _LOG.warning("the prefix was not kept: %s", error)
 
     def _count_prompt(self, prepared: PreparedJob, event: Prefilled) -> None:

@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
 from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Sampling, Token
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
-from prfaas.node.errors import RequestError
+from prfaas.node.errors import request_error
 from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_runner import ActiveRequest, RequestRunner
@@ -77,7 +77,7 @@ class NodeApi:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._runner.draining:
-            raise RequestError("draining", "this node is shutting down")
+            raise request_error("draining", "this node is shutting down")
         return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -149,7 +149,7 @@ class NodeApi:
 
     def _check_model(self, asked: GenerationRequest) -> None:
         if asked.model is not None and asked.model != self._model.name:
-            raise RequestError(
+            raise request_error(
                 "model_not_found",
                 f"this node serves {self._model.name!r}, not {asked.model!r}",
                 param="model",
@@ -268,7 +268,7 @@ class NodeApi:
                     await response.write(builder.piece(text, held))
                 case JobFailed(error):
                     failure = errors.of_job(error)
-                    await response.write(error_piece(failure.body()))
+                    await response.write(error_piece(errors.error_body(failure)))
                     break
         if builder.finish_reason is not None and asked.stream_options is not None:
             if asked.stream_options.include_usage:
@@ -287,11 +287,11 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except RequestError as error:
         failure = error
     except web.HTTPRequestEntityTooLarge:
-        failure = RequestError("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
+        failure = request_error("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
     headers = {}
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))
-    return _json(failure.body(), status=failure.status, headers=headers)
+    return _json(errors.error_body(failure), status=failure.status, headers=headers)
 
 
 def _json(
