@@ -19,7 +19,7 @@ from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_runner import RequestRunner, open_request_runner
-from prfaas.node.server import NodeApi, ServedModel
+from prfaas.node.server import NodeApi, NodeModel
 from prfaas.text import ModelTokenizer
 from prfaas.text.template import ChatTemplate
 from prfaas.types import Grant, NotNow, TransferId
@@ -78,7 +78,7 @@ async def local_api(
         async with open_request_runner(
             engine, builder, metrics, MonotonicClock(), lambda *_: None
         ) as runner:
-            model = ServedModel("made-up", tokenizer)
+            model = NodeModel("made-up", tokenizer)
             server = TestServer(
                 NodeApi(model, engine, runner, metrics).application(),
                 handler_cancellation=handler_cancellation,

@@ -23,7 +23,7 @@ from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.publisher import open_publisher
 from prfaas.node.request_runner import open_request_runner
-from prfaas.node.server import NodeApi, ServedModel
+from prfaas.node.server import NodeApi, NodeModel
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ async def run_node(
                 PromptListener(translator, publisher),
             )
         )
-        model = ServedModel(
+        model = NodeModel(
             settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
         )
         application = NodeApi(model, engine, request_runner, metrics).application()

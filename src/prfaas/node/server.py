@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class NodeModel:
     """The model that a node serves."""
 
     name: str
@@ -55,7 +55,7 @@ class ServedModel:
 
 class NodeApi:
     def __init__(
-        self, model: ServedModel, engine: Engine, runner: RequestRunner, metrics: NodeMetrics
+        self, model: NodeModel, engine: Engine, runner: RequestRunner, metrics: NodeMetrics
     ) -> None:
         self._model = model
         self._engine = engine
