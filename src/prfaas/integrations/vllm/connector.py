@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# vLLM's interface dictates the methods: that is why there are more than 20.
+# limits: vLLM's interface dictates the methods.
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
