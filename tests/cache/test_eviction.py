@@ -74,7 +74,9 @@ def test_cost_takes_the_run_that_only_the_lost_state_needed() -> None:
     serve(pool, "xy", now=100.0)
     serve(pool, "q", now=101.0)
     held = pool.holdings()
-    assert len(held["full0"]) == 3 and len(held["linear0"]) == 2, "abcd's blocks serve nobody now"
+    assert len(held["full0"]) == 3 and len(held["linear0"]) == 2, (
+        "abcd's blocks serve no prompt now"
+    )
 
 
 def test_cost_prefers_what_saves_more_time_per_byte() -> None:

@@ -179,10 +179,10 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     for letters in ("ab", "cd", "ef"):
         cluster.store(P0, letters)
     ask_for(cluster, "ab", "ab", "cd", "cd", "cd", "ef")
-    everybody = [P0, P1, P2, F0]
+    all_nodes = [P0, P1, P2, F0]
 
     def saved(waits_s: dict[NodeId, float | None]) -> list[tuple[NodeId, str]]:
-        found = cluster.manager.evacuations(P0, 0.0, everybody, waits_s)
+        found = cluster.manager.evacuations(P0, 0.0, all_nodes, waits_s)
         names = {tuple(prompt(x).at(BLOCK)): x for x in ("ab", "cd", "ef")}
         assert all(copy.source == P0 for copy in found)
         return [(copy.target, names[copy.hashes]) for copy in found]
@@ -190,6 +190,6 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0, F0: 0.0}) == [(P2, "cd"), (P2, "ab")]
     assert saved({P0: None, P1: 2.0, P2: None}) == [(P1, "cd"), (P1, "ab")]
     assert saved({P0: 0.0, P2: None}) == [(P2, "cd"), (P2, "ab")]
-    assert saved({P0: 0.0, F0: 0.0}) == [], "nobody is left in its cluster"
+    assert saved({P0: 0.0, F0: 0.0}) == [], "no node is left in its cluster"
     cluster.store(P1, "cd")
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0}) == [(P2, "ab")]

@@ -69,7 +69,7 @@ class GatedSegments(MemorySegments):
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         self.reached.set()
-        assert self._open.wait(PATIENCE_S), "nobody opened the gate"
+        assert self._open.wait(PATIENCE_S), "the test did not open the gate"
         return super().buffers(segment)
 
     def open(self) -> None:
