@@ -246,7 +246,7 @@ def test_a_manifest_that_is_not_what_was_granted_is_refused(tmp_path: Path) -> N
         for sizes, problem in (
             ({"full0/0/0-40": 8 * 40}, "missing"),
             ({"full0/0/0-40": 17}, "320 are expected"),
-            ({"nothing/0/0-40": 17}, "names no group"),
+            ({"nothing/0/0-40": 17}, "names an unknown group"),
             ({"../../etc/passwd": 17}, "not a segment name"),
         ):
             grant = there.grant(PROMPT)

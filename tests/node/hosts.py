@@ -146,7 +146,7 @@ class Host:
             if process.popen.poll() is None:
                 process.kill()
 
-    # What it says ---------------------------------------------------------------------------------
+    # Reports --------------------------------------------------------------------------------------
 
     def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""
@@ -181,7 +181,7 @@ class Host:
         return int(float(found[1]))
 
     def wait_until_idle(self, *, within_s: float = PATIENCE_S) -> None:
-        """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
+        """No lease holds a page, nothing is running; every page in use is evictable prefix."""
 
         def idle() -> bool:
             report = self.stats(check=False)

@@ -1,4 +1,4 @@
-"""A kvd in a process of its own, and what a gateway asks it."""
+"""A kvd in a separate process, and a gateway's requests to it."""
 
 from __future__ import annotations
 

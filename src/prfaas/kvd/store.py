@@ -20,6 +20,7 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.contracts.kvd_api import spec_of
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
@@ -120,12 +121,9 @@ class Store:
         pool = HybridPrefixPool(
             spec,
             register.block_tokens,
-            layout,
-            capacity_pages=pages,
+            PoolStorage(layout, pages, arena, ssd),
             eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
             checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
-            arena=arena,
-            ssd=ssd,
             journal=self._journal,
         )
         return Storage(

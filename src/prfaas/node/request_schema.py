@@ -1,8 +1,8 @@
-"""Bodies of `POST /v1/completions` and `/v1/chat/completions`: what is understood, and what is
-refused instead of ignored.
+"""Bodies of `POST /v1/completions` and `/v1/chat/completions`: the supported fields, and the fields
+that are refused instead of ignored.
 
-Field names and defaults are vLLM's. A field that would change the answer and is not served here is
-an error; fields that nobody knows are skipped, as vLLM does. Pure.
+Field names and defaults are vLLM's. A field that would change the answer and is not supported is an
+error; unknown fields are skipped, as in vLLM. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STOPS = 16
 T = TypeVar("T")
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
-# Served at these values only.
+# Supported with these values only.
 _FIXED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -45,17 +45,20 @@ _FIXED: dict[str, tuple[object, ...]] = {
 _FIXED_IN_CHAT: dict[str, tuple[object, ...]] = _FIXED | {
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "tool_choice": ("auto", "none"),  # tools are described to the model; nothing forces a call
+    "tool_choice": (
+        "auto",
+        "none",
+    ),  # calls cannot be forced
     "chat_template": (),
 }
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests of both kinds have in common."""
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields common to completions and chat completions."""
 
     model: str | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # of a chat: another name for it
+    max_completion_tokens: int | None = None  # a chat's name for max_tokens
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -86,13 +89,13 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Completion(Generation, frozen=True, kw_only=True):
-    prompt: str | list[TokenId | str | list[TokenId]]  # ids; or a list of one of either kind
+class Completion(GenerationRequest, frozen=True, kw_only=True):
+    prompt: str | list[TokenId | str | list[TokenId]]  # token ids, or a list of one prompt
     add_special_tokens: bool = True
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The prompt; several in one request are refused: a gateway sends them one by one."""
+        """The prompt. Several in one request are refused: a gateway sends them one by one."""
         if isinstance(self.prompt, str):
             return self.prompt
         ids = [part for part in self.prompt if isinstance(part, int)]
@@ -100,7 +103,9 @@ class Completion(Generation, frozen=True, kw_only=True):
             return ids
         if len(self.prompt) > 1:
             raise InputError(
-                f"{len(self.prompt)} prompts in one request", where="prompt", fix="send one each"
+                f"{len(self.prompt)} prompts in one request",
+                where="prompt",
+                fix="send one request per prompt",
             )
         (only,) = self.prompt
         assert not isinstance(only, int)
@@ -109,7 +114,7 @@ class Completion(Generation, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    asked: Generation
+    asked: GenerationRequest
     chat: Chat
 
 
@@ -123,7 +128,7 @@ def parse_completion(body: bytes) -> Completion:
 def parse_chat(body: bytes) -> ChatCompletion:
     """InputError names the field."""
     raw = _object(body, _FIXED_IN_CHAT)
-    request = ChatCompletion(_converted(raw, Generation), chat_of(raw))
+    request = ChatCompletion(_converted(raw, GenerationRequest), chat_of(raw))
     _check_stops(request.asked)
     return request
 
@@ -131,7 +136,9 @@ def parse_chat(body: bytes) -> ChatCompletion:
 def chat_of(raw: dict[str, Any]) -> Chat:
     chat = _converted(raw, Chat)
     if is_multimodal(chat.messages):
-        raise InputError("this node reads text only", where="messages", fix="leave the rest out")
+        raise InputError(
+            "this node supports text only", where="messages", fix="send text parts only"
+        )
     return chat
 
 
@@ -147,7 +154,7 @@ def _object(body: bytes, fixed: dict[str, tuple[object, ...]]) -> dict[str, Any]
         if value is not None and value not in served:
             allowed = " or ".join(msgspec.json.encode(one).decode() for one in served)
             fix = f"leave it out, or send {allowed}" if served else "leave it out"
-            raise InputError(f"{value!r} is not served", where=field, fix=fix)
+            raise InputError(f"{value!r} is not supported", where=field, fix=fix)
     return raw
 
 
@@ -159,10 +166,10 @@ def _converted(raw: dict[str, Any], kind: type[T]) -> T:
         raise InputError(problem, where=where.rstrip("`") or None) from None
 
 
-def _check_stops(request: Generation) -> None:
+def _check_stops(request: GenerationRequest) -> None:
     if len(request.stops) > MAX_STOPS or not all(request.stops):
         raise InputError(
             f"{len(request.stops)} stop strings",
             where="stop",
-            fix=f"give up to {MAX_STOPS}, none of them empty",
+            fix=f"send at most {MAX_STOPS}, none of them empty",
         )

@@ -19,6 +19,7 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import PrefillProfile
 from prfaas.scheduler.handoff import handoff
@@ -75,8 +76,10 @@ class Caches:
         pool = HybridPrefixPool(
             self._spec,
             self._config.block_tokens,
-            self._layout,
-            capacity_pages=None if math.isinf(size) else int(size // self._layout.page_bytes),
+            PoolStorage(
+                self._layout,
+                None if math.isinf(size) else int(size // self._layout.page_bytes),
+            ),
             eviction=CostAware(
                 self._rules, self._layout, self._config.block_tokens, profile.marginal_s
             ),
@@ -104,7 +107,6 @@ class Caches:
             hashes,
             len(hashes) * self._config.block_tokens,
             now=self._events.now_s,
-            ttl_s=math.inf,
             checkpoint_tokens=checkpoint_tokens,
         )
         self._publish(node)  # something may have been evicted for it

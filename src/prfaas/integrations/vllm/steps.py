@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers with each step of the engine. Data only."""
+"""The orders of the scheduler's side to the workers for each step of the engine. Data only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prfaas.kvd.engine_socket.messages import LeaseTicket
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveOrder:
     request_id: str
     ticket: LeaseTicket | None  # with the first save of a request
     moves: tuple[Move, ...]
@@ -19,15 +19,15 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOrder:
     request_id: str
     ticket: LeaseTicket
     moves: tuple[Move, ...]
 
 
 @dataclass(slots=True)
-class Steps(KVConnectorMetadata):
-    saves: list[Save] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+class StepOrders(KVConnectorMetadata):
+    saves: list[SaveOrder] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # requests whose transfer is lost
     ended: list[str] = field(default_factory=list)  # requests that save nothing more

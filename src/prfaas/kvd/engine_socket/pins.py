@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from prfaas.cache.lease import LeaseId
@@ -23,7 +22,7 @@ class PinnedPrefixes:
         if storage is None:
             return NO_ENGINE
         names = [BlockHash(name) for name in hashes]
-        lease = storage.pool.pin(names, now=self._clock.now(), ttl_s=math.inf)
+        lease = storage.pool.pin(names, now=self._clock.now())
         self._store.publish_changes()
         if isinstance(lease, NotNow):
             return bound_retry(lease)

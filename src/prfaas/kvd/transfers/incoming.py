@@ -88,7 +88,6 @@ class IncomingTransfers:
             hashes,
             request.handoff_tokens,
             now=self._clock.now(),
-            ttl_s=math.inf,
             checkpoint_tokens=wanted,
         )
         self._store.publish_changes()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -207,7 +206,7 @@ class OutgoingTransfers:
         storage = self._store.storage
         if storage is None:
             return NO_ENGINE
-        lease = storage.pool.pin(hashes, now=self._clock.now(), ttl_s=math.inf)
+        lease = storage.pool.pin(hashes, now=self._clock.now())
         if isinstance(lease, NotNow):
             return bound_retry(lease)
         state = OutgoingState(sending=True)
@@ -252,7 +251,7 @@ class OutgoingTransfers:
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:
             now = self._clock.now()
             return storage.pool.reserve(
-                hashes, request.tokens, now=now, ttl_s=math.inf, checkpoint_tokens=checkpoints
+                hashes, request.tokens, now=now, checkpoint_tokens=checkpoints
             )
 
         if request.checkpoint_tokens is not None:
