@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.waiting import HeldWork, Hold, WaitingRoom, length_class
+from prfaas.scheduler.waiting import MAX_REFUSALS, HeldWork, Hold, WaitingRoom, length_class
 from prfaas.types import ClusterId
 
 CLUSTERS = [ClusterId("far"), ClusterId("near"), None]
@@ -59,3 +59,37 @@ def test_somebody_may_leave_from_the_middle() -> None:
     assert [room.take(line) for _ in range(3)] == ["c", "a", None]
     room.put("d", Hold("test", line, 1.0, 0.0))
     assert room.remove("d") and not room.work and not list(room.lines())
+
+
+def waiting_room(**precedences: float) -> WaitingRoom[str]:
+    room: WaitingRoom[str] = WaitingRoom()
+    for item, precedence in precedences.items():
+        room.put(item, Hold("test", CLUSTERS[0], 1.0, precedence))
+    return room
+
+
+def test_retry_dispatches_in_order_while_there_is_room() -> None:
+    room, placed = waiting_room(a=2.0, b=1.0, c=3.0), list[str]()
+    room.retry(lambda item: None, lambda cluster: len(placed) < 2, placed.append)
+    assert placed == ["b", "a"]
+    assert room.take(CLUSTERS[0]) == "c"
+
+
+def test_retry_stops_after_a_few_refusals_and_keeps_every_item() -> None:
+    room = waiting_room(**{f"r{index}": float(index) for index in range(MAX_REFUSALS + 2)})
+    tried = []
+
+    def refuse(item: str) -> Hold:
+        tried.append(item)
+        return Hold("test", CLUSTERS[1], 1.0, 0.0)  # each waits for another cluster from now on
+
+    room.retry(refuse, lambda cluster: True)
+    assert tried == [f"r{index}" for index in range(MAX_REFUSALS)]
+    assert (room.count(CLUSTERS[0]), room.count(CLUSTERS[1])) == (2, MAX_REFUSALS)
+
+
+def test_items_without_a_cluster_are_retried_without_room() -> None:
+    room: WaitingRoom[str] = WaitingRoom()
+    room.put("a", Hold("test", None, 0.0, 0.0))
+    room.retry(lambda item: None, lambda cluster: False)
+    assert not len(room)

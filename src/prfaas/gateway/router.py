@@ -45,7 +45,6 @@ from prfaas.types import ClusterId, NodeId
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096  # requests that wait here; more are told to come back
-MAX_REFUSALS = 3  # of one line at one time: those behind are not likely to fare better
 FULL_RETRY_S = 5.0
 _LONGEST_LOOKUP = 262_144  # tokens; the times of longer prompts are computed
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
@@ -139,22 +138,12 @@ class Router:
             raise
 
     def ask_again(self) -> None:
-        """Tries those who wait, as far as there is room."""
-        for line in self.held.lines():
-            refused: list[tuple[PlacementRequest, Hold]] = []
-            while line is None or has_room(line, self._view({}), self.state):
-                seeker = self.held.take(line)
-                if seeker is None:
-                    break
-                hold = self._refused(seeker)
-                if hold is None:
-                    seeker.placed.set()
-                    continue
-                refused.append((seeker, hold))
-                if len(refused) == MAX_REFUSALS:
-                    break
-            for seeker, hold in refused:
-                self.held.put(seeker, hold)
+        """Retries the requests that wait, as far as there is room."""
+        self.held.retry(
+            self._refused,
+            lambda cluster: has_room(cluster, self._view({}), self.state),
+            lambda seeker: seeker.placed.set(),
+        )
 
     def _refused(self, seeker: PlacementRequest) -> Hold | None:
         """Routes and books a request, unless it is to wait."""

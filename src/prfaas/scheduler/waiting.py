@@ -8,11 +8,15 @@ decides, lowest first. Whoever keeps the room asks again with `route`: by then t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 from prfaas.types import ClusterId
+
+# `retry` stops scanning a queue after this many refusals: the requests further back in the queue
+# are unlikely to be placed either.
+MAX_REFUSALS = 3
 
 
 class Hold(NamedTuple):
@@ -100,6 +104,35 @@ class WaitingRoom(Generic[T]):
                     self._account(cluster, work_s, -1)
                     return True
         return False
+
+    def retry(
+        self,
+        try_dispatch: Callable[[T], Hold | None],
+        has_room: Callable[[ClusterId], bool],
+        on_placed: Callable[[T], None] | None = None,
+    ) -> None:
+        """Retries the waiting items, queue by queue, as long as the queue's cluster `has_room`.
+
+        `try_dispatch` dispatches an item and returns None, or returns the hold under which the item
+        waits again. `on_placed` is called for each dispatched item, before the next one is tried.
+        Items without a cluster are retried whether or not there is room anywhere.
+        """
+        for cluster in self.lines():
+            refused: list[tuple[T, Hold]] = []
+            while cluster is None or has_room(cluster):
+                item = self.take(cluster)
+                if item is None:
+                    break
+                hold = try_dispatch(item)
+                if hold is not None:
+                    refused.append((item, hold))
+                    if len(refused) == MAX_REFUSALS:
+                        break
+                elif on_placed is not None:
+                    on_placed(item)
+            # An item goes back only after the scan, so that no scan meets it twice.
+            for item, hold in refused:
+                self.put(item, hold)
 
     def _account(self, cluster: ClusterId | None, work_s: float, sign: int) -> None:
         if cluster is None:

@@ -38,7 +38,6 @@ from prfaas.sim.results.result import PlanChange, Span
 from prfaas.types import ClusterId, LinkStats, NodeId
 
 NOTHING: Mapping[NodeId, CachedPrefix] = {}
-MAX_REFUSALS = 3  # of one line at one time: those behind are not likely to fare better
 DULL_UTILISATION = 0.5  # well below where a verdict could change
 
 
@@ -134,38 +133,25 @@ class World:
         self.try_route(index)
 
     def try_route(self, index: int) -> None:
-        hold = self._refused(index)
+        hold = self._try_dispatch(index)
         if hold is None:
             return
         self.held.put(index, hold)
-        if hold.cluster is not None:
-            # Where there is room, it waits because others are before it: the free node is given to
-            # them now.
-            view = self.board.view(self.events.now_s, NOTHING, self.held.work)
-            if has_room(hold.cluster, view, self.state):
-                self.ask_again()
+        if hold.cluster is not None and self._has_room(hold.cluster):
+            # The request waits although there is room, because others have waited longer. They get
+            # the free node now.
+            self.retry_held()
 
-    def ask_again(self) -> None:
-        """Tries those who wait, as far as there is room."""
+    def retry_held(self) -> None:
+        """Retries the requests that the router holds, as far as there is room."""
+        self.held.retry(self._try_dispatch, self._has_room)
+
+    def _has_room(self, cluster: ClusterId) -> bool:
         view = self.board.view(self.events.now_s, NOTHING, self.held.work)
-        for line in self.held.lines():
-            refused: list[tuple[int, Hold]] = []
-            while line is None or has_room(line, view, self.state):
-                index = self.held.take(line)
-                if index is None:
-                    break
-                hold = self._refused(index)
-                if hold is None:
-                    view = self.board.view(self.events.now_s, NOTHING, self.held.work)
-                    continue
-                refused.append((index, hold))
-                if len(refused) == MAX_REFUSALS:
-                    break
-            for index, hold in refused:
-                self.held.put(index, hold)
+        return has_room(cluster, view, self.state)
 
-    def _refused(self, index: int) -> Hold | None:
-        """Routes and dispatches a request, unless it is to wait."""
+    def _try_dispatch(self, index: int) -> Hold | None:
+        """Routes and dispatches a request. Returns its hold if the router decides that it waits."""
         now = self.events.now_s
         if self.caches is not None and self._hashes is not None:
             cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
@@ -338,7 +324,7 @@ class World:
         self._told[node] = None
         self.drained(source)
         if self.held:
-            self.ask_again()
+            self.retry_held()
 
     def _decode(self, job: Job, node: SimNode) -> None:
         now = self.events.now_s
@@ -437,7 +423,7 @@ class World:
         view = self.board.view(now, NOTHING, self.held.work)
         self.state = adjust(self.state, view, now)
         if self.held:
-            self.ask_again()
+            self.retry_held()
 
     # Accounts -------------------------------------------------------------------------------------
 
