@@ -32,11 +32,11 @@ from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import PaperSection
 from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
-from prfaas.sim.results.service_level import Promise, idle_promise
+from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
@@ -101,9 +101,9 @@ class Ground:
         """Planned for the seed's window, calm."""
         return planned_for(self.hardware, self.arrivals(seed, 1.0))
 
-    def promise(self, problem: Problem, arrivals: Arrivals) -> Promise:
+    def promise(self, problem: Problem, arrivals: Arrivals) -> ServiceLevel:
         tpot_s = 1 / self.deployment.slo.output_tokens_per_s
-        return idle_promise(problem, arrivals, self.base, tpot_s)
+        return idle_service_level(problem, arrivals, self.base, tpot_s)
 
     def config(self, policy: Policy, base: SimConfig | None = None) -> SimConfig:
         return routed_by(policy, self.deployment.scheduler, base or self.base)
@@ -188,7 +188,7 @@ def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimC
         yield name, *trouble(ground.hardware, calm_arrivals, ground.base, rng)
 
 
-def _row(policy: str, result: Result, promise: Promise) -> dict[str, Any]:
+def _row(policy: str, result: Result, promise: ServiceLevel) -> dict[str, Any]:
     run = summarise(result, promise)
     return {
         "policy": policy,
@@ -314,7 +314,7 @@ def main(
         _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
         stress_rows = list(stressed(ground, drawn, stresses)) if stresses else []
         _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
-        planned = [best_for(ground.problem(seed)) for seed in drawn]
+        planned = [find_optimum(ground.problem(seed)) for seed in drawn]
         calm_found = differences(calm_rows, "load")
         stress_found = differences(stress_rows, "stress")
         report[name] = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.scheduler.congestion import DEFAULT_RULES, LinkHealth, Verdict, judge
+from prfaas.scheduler.congestion import DEFAULT_RULES, LinkHealth, LinkVerdict, judge
 from prfaas.types import LinkStats
 
-CLEAR, BUILDING, CONGESTED = Verdict
+CLEAR, BUILDING, CONGESTED = LinkVerdict
 CAPACITY_BPS = 1e9
 SEGMENT_BITS = 1448 * 8
 LADDERS = {
@@ -49,20 +49,20 @@ class Link:
         self.capacity_bps = capacity_bps
         self.now_s = 1000.0
         self.health = LinkHealth()
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[LinkVerdict] = []
 
-    def tell(self, **fields: Any) -> Verdict:
+    def tell(self, **fields: Any) -> LinkVerdict:
         self.now_s += self.every_s
         self.health = judge(self.health, report(self.now_s, **fields), self.capacity_bps)
         self.verdicts.append(self.health.verdict)
         return self.health.verdict
 
-    def tell_for(self, seconds: float, **fields: Any) -> Verdict:
+    def tell_for(self, seconds: float, **fields: Any) -> LinkVerdict:
         for _ in range(math.ceil(seconds / self.every_s)):
             self.tell(**fields)
         return self.health.verdict
 
-    def until(self, wanted: set[Verdict], limit_s: float, **fields: Any) -> float:
+    def until(self, wanted: set[LinkVerdict], limit_s: float, **fields: Any) -> float:
         """How long it takes to reach one of `wanted`."""
         began_s = self.now_s
         while self.now_s - began_s < limit_s:
@@ -82,7 +82,7 @@ def lost(share: float, every_s: float, goodput_bps: float = 0.5e9) -> int:
 @pytest.mark.parametrize("every_s", [0.25, 0.5])
 @pytest.mark.parametrize(("share", "wanted"), [(0.003, BUILDING), (0.01, CONGESTED)])
 def test_loss_turns_within_two_seconds_and_back(
-    every_s: float, share: float, wanted: Verdict
+    every_s: float, share: float, wanted: LinkVerdict
 ) -> None:
     link = Link(every_s)
     assert link.tell_for(5) is CLEAR
@@ -123,7 +123,7 @@ def test_one_lost_packet_is_no_trend() -> None:
 @pytest.mark.parametrize(
     ("rtt_s", "verdict"), [(0.070, CLEAR), (0.085, BUILDING), (0.150, CONGESTED)]
 )
-def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: Verdict) -> None:
+def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: LinkVerdict) -> None:
     link = Link()
     link.tell_for(2)
     assert link.tell(rtt_s=rtt_s) is CLEAR, "one report is no standing queue"

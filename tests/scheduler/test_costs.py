@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
 from prfaas.planner.profile import PrefillProfile, PrefillTime
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from tests.planner.builders import FAST, problem
 from tests.scheduler.views import COSTS, FAR, NEAR
 
@@ -28,7 +28,7 @@ MIXED = KVSpec(
         LinearState("linear0", (3,), 5000),
     )
 )
-MIXED_COSTS = costs_of(replace(problem(), spec=MIXED), 500)
+MIXED_COSTS = build_costs(replace(problem(), spec=MIXED), 500)
 TABLES = {profile: profile.table(5000) for profile in (FAST, PREFIXED)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.short_term import adjust
 from prfaas.scheduler.state import LinkState
 from prfaas.types import LinkStats
@@ -53,7 +53,7 @@ def named(part: str) -> list[Path]:
 def test_a_link_that_carries_everything_stays_clear(file: Path) -> None:
     _, found = replayed(file)
     assert sum(heard.report.goodput_bps > 0 for heard in found) > 20, "it was in use"
-    assert {heard.link.health.verdict for heard in found} == {Verdict.CLEAR}
+    assert {heard.link.health.verdict for heard in found} == {LinkVerdict.CLEAR}
 
 
 @pytest.mark.parametrize("file", named("throttled"), ids=lambda file: file.stem)
@@ -68,7 +68,7 @@ def test_a_throttled_link_is_known_two_seconds_after_its_bytes_begin_to_wait(fil
     for run in episodes:
         begun_s = run[0].report.at_s - run[0].report.waited_s
         then = [heard.link for heard in run if heard.report.at_s <= begun_s + 2.1]
-        assert max(link.health.verdict for link in then) > Verdict.CLEAR
+        assert max(link.health.verdict for link in then) > LinkVerdict.CLEAR
         rates = [link.bps for link in then if link.bps is not None]
         assert rates, "no rate was believed"
         assert head.throttled_bps / 2 <= rates[-1] <= head.throttled_bps * 2

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.deployment import AdaptiveSection, PaperSection, SchedulerSection
-from prfaas.scheduler.congestion import Verdict
-from prfaas.scheduler.request import Request, Route, offloadable
+from prfaas.scheduler.congestion import LinkVerdict
+from prfaas.scheduler.request import Request, Route, is_offloadable
 from prfaas.scheduler.short_term import adjust, has_room, route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
 from prfaas.sim.links import STANDING_S
@@ -32,7 +32,7 @@ from tests.scheduler.views import (
 THRESHOLD = PLAN.threshold_tokens
 
 
-def routed(request: Request, seen: View, how: State, threshold: int = THRESHOLD) -> Route:
+def routed(request: Request, seen: View, how: ShortTermState, threshold: int = THRESHOLD) -> Route:
     way = route(request, seen, replace(PLAN, threshold_tokens=threshold), how)
     assert isinstance(way, Route), way
     return way
@@ -41,16 +41,16 @@ def routed(request: Request, seen: View, how: State, threshold: int = THRESHOLD)
 # What holds whatever the state of the world -------------------------------------------------------
 
 
-@given(requests, views, policies, st.sampled_from(Verdict))
+@given(requests, views, policies, st.sampled_from(LinkVerdict))
 def test_never_to_a_dead_node_nor_over_a_cut_link(
-    request: Request, seen: View, policy: str, verdict: Verdict
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
     clusters = {c.cluster: {n.node: n for n in c.nodes} for c in (seen.local, *seen.remotes)}
     usable = {n for nodes in clusters.values() for n, v in nodes.items() if v.usable}
     prefills = [n for c in clusters.values() for n, v in c.items() if v.role == "prefill"]
     if isinstance(way, Hold):
-        far = seen.links[OUT].up and offloadable(request)
+        far = seen.links[OUT].up and is_offloadable(request)
         reach = [n for n in prefills if n in usable and (n in LOCAL or far)]
         if way.cluster is None:
             assert not reach or not usable & set(LOCAL[2:]), "nobody could take it"
@@ -70,9 +70,9 @@ def test_never_to_a_dead_node_nor_over_a_cut_link(
     assert 0 <= way.transfer_tokens <= request.prompt_tokens
 
 
-@given(requests, views, policies, st.sampled_from([Verdict.BUILDING, Verdict.CONGESTED]))
+@given(requests, views, policies, st.sampled_from([LinkVerdict.BUILDING, LinkVerdict.CONGESTED]))
 def test_no_copy_crosses_a_scarce_link(
-    request: Request, seen: View, policy: str, verdict: Verdict
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
     for copy in () if isinstance(way, Hold) else way.copies:
@@ -93,9 +93,9 @@ def test_a_higher_threshold_never_offloads_more(
         assert lower.offloaded or not local
 
 
-@given(st.integers(1, 4000), st.integers(0, 15), st.sampled_from(Verdict), free_times)
+@given(st.integers(1, 4000), st.integers(0, 15), st.sampled_from(LinkVerdict), free_times)
 def test_the_uncached_length_decides(
-    uncached: int, blocks: int, verdict: Verdict, free: dict
+    uncached: int, blocks: int, verdict: LinkVerdict, free: dict
 ) -> None:
     """However long the prompt: what the PD cluster has of it does not count."""
     held = blocks * 64
@@ -105,9 +105,9 @@ def test_the_uncached_length_decides(
     assert way.offloaded == (uncached > THRESHOLD)
 
 
-@given(requests, views, policies, st.sampled_from(Verdict))
+@given(requests, views, policies, st.sampled_from(LinkVerdict))
 def test_the_same_question_has_the_same_answer(
-    request: Request, seen: View, policy: str, verdict: Verdict
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     how = state(policy, verdict)
     assert route(request, seen, PLAN, how) == route(request, seen, PLAN, how)
@@ -122,7 +122,7 @@ def test_a_remote_prefix_counts_only_while_bandwidth_is_abundant() -> None:
     near = routed(Request(1, tokens), seen, state("paper"))
     assert not near.offloaded and near.cached_tokens == 640
     assert [(c.source, c.target) for c in near.copies] == [(REMOTE[0], near.prefill)]
-    far = routed(Request(1, tokens), seen, state("paper", Verdict.BUILDING))
+    far = routed(Request(1, tokens), seen, state("paper", LinkVerdict.BUILDING))
     assert far.offloaded and far.prefill == REMOTE[0] and not far.copies
 
 
@@ -132,7 +132,7 @@ def test_a_local_prefix_follows_a_long_request_while_bandwidth_is_abundant() -> 
     way = routed(request, seen, state("paper"))
     assert way.offloaded and way.cached_tokens == 1280
     assert [c.source for c in way.copies] == [LOCAL[0]]
-    alone = routed(request, seen, state("paper", Verdict.CONGESTED))
+    alone = routed(request, seen, state("paper", LinkVerdict.CONGESTED))
     assert alone.offloaded and alone.cached_tokens == 0
 
 
@@ -200,7 +200,9 @@ def told(seen: View, said: LinkStats) -> View:
     return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=said)})
 
 
-def after(seconds: int, how: State, *, goodput_bps: float, backlog_bytes: int = 0) -> State:
+def after(
+    seconds: int, how: ShortTermState, *, goodput_bps: float, backlog_bytes: int = 0
+) -> ShortTermState:
     start = int(how.links[OUT].health.at_s or 0.0) + 1
     for now in range(start, start + seconds):
         said = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
@@ -212,7 +214,7 @@ def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> N
     rules = PaperSection(step=1.5, limit=2.0, hold_s=5.0)
     how = replace(state("paper"), rules=SchedulerSection(policy="paper", paper=rules))
     full = after(3, how, goodput_bps=0.95e8, backlog_bytes=1_000_000)
-    assert full.links[OUT].health.verdict is Verdict.BUILDING
+    assert full.links[OUT].health.verdict is LinkVerdict.BUILDING
     assert full.threshold_factor == 1.5, "once, until it shows what that did"
     fuller = after(20, full, goodput_bps=0.95e8, backlog_bytes=1_000_000)
     assert fuller.threshold_factor == 2.0
@@ -246,14 +248,14 @@ def test_a_link_over_which_nothing_passes_is_believed_slow_at_once() -> None:
     stopped = LinkStats("near", 4.0, 1, 0.0, 1_000_000, 1_000_000, waited_s=1.0, rtt_s=0.01)
     how = adjust(calm, told(view(now_s=4.0), stopped), 4.0)
     bps = how.links[OUT].bps
-    assert how.links[OUT].health.verdict is not Verdict.CLEAR
+    assert how.links[OUT].health.verdict is not LinkVerdict.CLEAR
     assert bps is not None and bps <= 8e6
     assert not routed(Request(1, THRESHOLD * 2), view(pending_bytes=1e6), how).offloaded
 
 
 def test_a_few_bytes_on_a_clear_link_say_nothing_of_its_bandwidth() -> None:
     light = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000)
-    assert light.links[OUT].health.verdict is Verdict.CLEAR
+    assert light.links[OUT].health.verdict is LinkVerdict.CLEAR
     assert light.links[OUT].bps is None
 
 
@@ -331,7 +333,7 @@ def test_a_new_request_passes_a_line_until_its_first_is_overdue(
 ) -> None:
     """All nodes are idle, so there is room; the first in line decides who gets it."""
     adaptive = AdaptiveSection(overdue_share=share)
-    how = State(SchedulerSection(policy="adaptive", adaptive=adaptive))
+    how = ShortTermState(SchedulerSection(policy="adaptive", adaptive=adaptive))
     held = HeldWork(first=100.0 - overdue_s).more(length_class(work_s), work_s)
     way = route(Request(1, tokens, 100.0), view(held={NEAR: held, FAR: held}), PLAN, how)
     nodes = 2  # that prefill, in either cluster

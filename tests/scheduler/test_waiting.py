@@ -26,7 +26,7 @@ def test_each_line_in_its_order_and_all_work_counted(
             assert waiting[who] == min(waiting.values())
             del left[who]
         assert len(room) == len(left)
-        assert set(room.lines()) == {hold.cluster for hold in left.values()}
+        assert set(room.queues()) == {hold.cluster for hold in left.values()}
         for cluster, work in room.work.items():
             held = sum(hold.work_s for hold in left.values() if hold.cluster == cluster)
             assert abs(work.total_s - held) < 1e-6
@@ -58,7 +58,7 @@ def test_somebody_may_leave_from_the_middle() -> None:
     assert (len(room), room.work[line].total_s, room.work[line].first) == (2, 2.0, 2.0)
     assert [room.take(line) for _ in range(3)] == ["c", "a", None]
     room.put("d", Hold("test", line, 1.0, 0.0))
-    assert room.remove("d") and not room.work and not list(room.lines())
+    assert room.remove("d") and not room.work and not list(room.queues())
 
 
 def waiting_room(**precedences: float) -> WaitingRoom[str]:

@@ -12,8 +12,8 @@ import pytest
 
 from prfaas.config.deployment import PaperSection, SchedulerSection
 from prfaas.planner import baselines
+from prfaas.planner.comparison import Planner, Solution
 from prfaas.planner.latency import Prediction
-from prfaas.planner.plan import Planner, Solution
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import SimConfig

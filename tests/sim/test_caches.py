@@ -46,7 +46,7 @@ def test_a_copy_brings_the_state_with_it() -> None:
     subject, events = caches()
     prefilled(subject, A, NAMES)
     assert subject.holds(A, NAMES) and not subject.holds(A, NAMES[:4])
-    subject.copied(B, NAMES)
+    subject.store_copy(B, NAMES)
     events.run_before(1.0)
     assert subject.match(NAMES)[B].tokens == 6 * 64
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.sim.events import Events
-from prfaas.sim.links import Flow, FluidLink
+from prfaas.sim.links import FluidLink, LinkTransfer
 
 
 class Bench:
@@ -17,7 +17,7 @@ class Bench:
         self.events = Events()
         self.link = FluidLink(self.events, bps, bin_s=1.0)
         self.done: dict[str, float] = {}
-        self.flows: dict[str, Flow] = {}
+        self.flows: dict[str, LinkTransfer] = {}
 
     def prefill(self, name: str, at_s: float, seconds: float, bits: float, closing: float) -> None:
         def start(_: object) -> None:
@@ -40,7 +40,7 @@ class Bench:
         self.events.run_before(inf)
         return self.done
 
-    def _close(self, flow: Flow, closing: float) -> None:
+    def _close(self, flow: LinkTransfer, closing: float) -> None:
         if not flow.ended:
             self.link.drain(flow, closing)
 

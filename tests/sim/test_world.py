@@ -13,7 +13,7 @@ from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Path, Problem
 from prfaas.planner.profile import DecodeRate, DecodeStep
 from prfaas.planner.workload import lognormal
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import CacheConfig, NodeFault, RateChange, SimConfig, link_id
 from prfaas.sim.results.result import Result
@@ -84,7 +84,7 @@ def test_policy_local_serves_as_the_pd_cluster_alone_would() -> None:
     """Its split is not the one that leaves long prefills to PrfaaS: then most nodes would decode,
     and the few that prefill would fall behind for ever."""
     alone = replace(SMALL, remotes=())
-    carried_rps = 0.8 * best_for(alone).capacity_rps
+    carried_rps = 0.8 * find_optimum(alone).capacity_rps
     given = config("local", replans=True)
     local = simulate(SMALL, traffic(carried_rps), given)
     expected = simulate(alone, traffic(carried_rps), given)
@@ -92,7 +92,7 @@ def test_policy_local_serves_as_the_pd_cluster_alone_would() -> None:
         change.plan.roles for change in expected.plans
     ]
     assert local.requests.ttft_s == pytest.approx(expected.requests.ttft_s)
-    assert best_for(SMALL).n_prefill < best_for(alone).n_prefill
+    assert find_optimum(SMALL).n_prefill < find_optimum(alone).n_prefill
     half = len(local.requests.ttft_s) // 2
     first_s, second_s = local.requests.ttft_s[:half], local.requests.ttft_s[half:]
     assert second_s.mean() < 2 * first_s.mean(), "the queue does not grow"

@@ -21,7 +21,7 @@ from prfaas.errors import ConnectionLost, InputError, PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, PeerHttpError, calling
-from prfaas.scheduler.handoff import handoff as handoff_length
+from prfaas.scheduler.handoff import choose_handoff as handoff_length
 from prfaas.security.deployment_key import read_key
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
@@ -43,7 +43,7 @@ _MADE_UP_IDS = range(32, 127)
 @click.option("--salt", default="", help="The tenant's cache salt.")
 @click.option("--compare", is_flag=True, help="Also answer on the prefill node alone, and compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def handoff(
+def choose_handoff(
     prefill_url: str,
     decode_url: str,
     prompt: str | None,

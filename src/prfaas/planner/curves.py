@@ -46,7 +46,7 @@ class Cuts:
         return _ratio(head[self.first_long], 1 - self.p, otherwise=float(values[0]))
 
 
-def cut(workload: Workload) -> Cuts:
+def cut_workload(workload: Workload) -> Cuts:
     ends = np.flatnonzero(np.diff(workload.new)) + 1  # where one length's atoms end
     first_long = np.concatenate([[0], ends, [len(workload.new)]]).astype(np.int64)
     threshold = np.concatenate([[0], workload.new[first_long[1:] - 1]]).astype(np.int64)

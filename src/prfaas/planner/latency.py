@@ -19,7 +19,7 @@ import numpy as np
 
 from prfaas.planner.curves import Array, Atoms
 from prfaas.planner.problem import Path, Problem
-from prfaas.planner.queueing import Service, Wait, waiting
+from prfaas.planner.queueing import Service, Wait, predict_wait
 from prfaas.planner.workload import weighted_sum
 
 _BINS = 16_384
@@ -107,7 +107,7 @@ def predict(
         rate = load_rps * float(work.weight[short].sum())
         service = Service.of(prefill_s, work.weight[short])
         stages.append(StageLoad("pd_p", _load(rate, service.mean_s, n_prefill)))
-        wait = waiting(rate, n_prefill, service) if n_prefill else None
+        wait = predict_wait(rate, n_prefill, service) if n_prefill else None
         branches.append(Branch(short, 1.0, prefill_s + handoff_s + decode.t_decode_s, wait))
 
     if work.new[long].size:
@@ -123,7 +123,7 @@ def predict(
             stages.append(StageLoad(f"link {name}", link_load))
             if link_load < 1:
                 transfer_s = _exposed_s(atoms, long, prefill_s, remote.path, link_load)
-                wait = waiting(rate, remote.pool.instances, service)
+                wait = predict_wait(rate, remote.pool.instances, service)
                 seconds = prefill_s + transfer_s + remote.path.rtt_s + decode.t_decode_s
                 branches.append(Branch(long, share, seconds, wait))
 
@@ -134,7 +134,7 @@ def predict(
         meets = None if problem.goal is None else False
         return Prediction(load_rps, tuple(stages), None, None, meets)
 
-    slot_wait = waiting(load_rps, slots, hold)
+    slot_wait = predict_wait(load_rps, slots, hold)
     assert slot_wait is not None, "every stage is stable"
     distribution = _Distribution(problem, branches, slot_wait)
     meets = None

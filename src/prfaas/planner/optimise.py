@@ -47,7 +47,7 @@ class Rates:
         return sum(self.each_prfaas)
 
 
-def rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
+def stage_rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
     rows = np.array([choice.row])
     each = tuple(float(theta[0]) for theta in _theta_prfaas(problem, curves, rows))
     short_s = float(curves.prefill_short_s(problem.local.pool.profile)[choice.row])
@@ -71,7 +71,7 @@ def optimise(problem: Problem, curves: WorkCurves) -> Choice:
         else:
             low = middle + 1
     candidates = [producers.best(n) for n in (low - 1, low) if n >= 0]
-    return max(candidates, key=lambda choice: rates(problem, curves, choice).lambda_max)
+    return max(candidates, key=lambda choice: stage_rates(problem, curves, choice).lambda_max)
 
 
 class Producers:

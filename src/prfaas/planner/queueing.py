@@ -105,7 +105,7 @@ def mean_wait_s(arrival_rps: float, servers: int, service: Service) -> float:
     return (1 + cv2) / (2 * cv2 / markov + (1 - cv2) / constant)
 
 
-def waiting(arrival_rps: float, servers: int, service: Service) -> Wait | None:
+def predict_wait(arrival_rps: float, servers: int, service: Service) -> Wait | None:
     """The wait's distribution; None where there is no steady state."""
     load = arrival_rps * service.mean_s / servers
     if load >= 1:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prfaas.planner.plan import Comparison, Solution
+from prfaas.planner.comparison import DeploymentComparison, Solution
 
 SYSTEMS = ("prfaas_pd", "homogeneous", "naive", "equal_cost")
 
 
-def plan_as_dict(plan: Comparison) -> dict[str, Any]:
+def comparison_as_dict(plan: DeploymentComparison) -> dict[str, Any]:
     systems = {name: _solution(getattr(plan, name)) for name in SYSTEMS}
     return {"reading": plan.reading, **systems, "ratios": plan.ratios}
 

@@ -100,7 +100,7 @@ def empirical(requests: Sequence[TraceRequest], *, output_tokens: float | None =
     return Workload(table[:, 0], table[:, 1], weight, mean, variance / mean**2)
 
 
-def uncached(rows: Iterable[TraceRow], block_tokens: int) -> list[TraceRequest]:
+def uncached_requests(rows: Iterable[TraceRow], block_tokens: int) -> list[TraceRequest]:
     """Uncached lengths of a trace: each prompt is matched against all earlier ones (an infinite
     cache, the longest contiguous run of known blocks from the start). At least one token is always
     computed."""

@@ -8,28 +8,35 @@ one: good for each, worse for all. The plan knows the exchange rate: at its thre
 costs both clusters alike, so work is counted in units of T(threshold) of its cluster. The price of
 a unit is the wait it causes there, and that grows with the cluster's present wait. Idle clusters
 are thus used by own time, full ones by the plan, and a lost node or a slow link shifts the border
-at once. Where every queue is long enough, a request waits at the router (`wait_for`), and where a
+at once. Where every queue is long enough, a request waits at the router (`make_hold`), and where a
 node has room, a new request waits nevertheless if others have waited too long for that room
-(`is_behind_the_line`).
+(`others_are_overdue`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.forecast import forecast
-from prfaas.scheduler.options import Option, Prefix, across, believed_bps, best_option, within
+from prfaas.scheduler.options import (
+    Option,
+    PrefixSource,
+    best_option,
+    estimated_bps,
+    prefix_across,
+    prefix_within,
+)
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
 
-def cheapest(
-    request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
+def choose_cheapest(
+    request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
     options = alternatives(request, view, state, remotes)
     if not options:
@@ -59,20 +66,20 @@ def cheapest(
 
 
 def alternatives(
-    request: Request, view: View, state: State, remotes: Sequence[ClusterView]
+    request: Request, view: View, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> list[Option]:
     """The best node of every cluster, and again with a prefix of another cluster where its link is
     clear and the prefix is longer than the cluster's own."""
     clusters = [view.local, *remotes]
     found: list[Option] = []
     for cluster in clusters:
-        own = within(cluster, view)
+        own = prefix_within(cluster, view)
         option = best_option(request, cluster, view, own)
         if option is None:
             continue
         found.append(option)
         if view.cached:
-            foreign = _longer_elsewhere(own, cluster, clusters, view, state)
+            foreign = _longer_foreign_prefix(own, cluster, clusters, view, state)
             if foreign is not None:
                 copied = best_option(request, cluster, view, foreign)
                 if copied is not None and copied.copies:
@@ -80,7 +87,9 @@ def alternatives(
     return found
 
 
-def wait_for(request: Request, option: Option, view: View, state: State, reason: str) -> Hold:
+def make_hold(
+    request: Request, option: Option, view: View, state: ShortTermState, reason: str
+) -> Hold:
     """Late binding: a node is given little more than it needs to stay busy. Requests that wait go
     in order of arrival, except that a long prefill lets shorter ones pass that arrive soon after
     it: few long ones hold most of the work, so most requests wait less. How soon grows with the
@@ -88,7 +97,7 @@ def wait_for(request: Request, option: Option, view: View, state: State, reason:
     share of the wait that the request finds. In a burst many shorter requests follow, and without
     the bound the longest prefills would be the last of all."""
     rules = state.rules.adaptive
-    wait_s = option.start_s - view.now_s + _line_s(option.cluster, view)
+    wait_s = option.start_s - view.now_s + _queued_s_per_node(option.cluster, view)
     lead_s = min(rules.patience * option.prefill_s**2, rules.overtaken_share * wait_s)
     return Hold(
         reason,
@@ -98,7 +107,7 @@ def wait_for(request: Request, option: Option, view: View, state: State, reason:
     )
 
 
-def is_behind_the_line(request: Request, option: Option, view: View, state: State) -> bool:
+def others_are_overdue(request: Request, option: Option, view: View, state: ShortTermState) -> bool:
     """Whether a node that is free belongs to the requests that wait for its cluster, and not to
     this one. A new request may take the node: most requests are short, and then wait for nothing.
     But in a burst new requests come faster than nodes become free, and the line would stand still
@@ -111,10 +120,10 @@ def is_behind_the_line(request: Request, option: Option, view: View, state: Stat
     if held is None:
         return False
     overdue_s = request.arrived_s - held.first
-    return overdue_s > state.rules.adaptive.overdue_share * _line_s(option.cluster, view)
+    return overdue_s > state.rules.adaptive.overdue_share * _queued_s_per_node(option.cluster, view)
 
 
-def _line_s(cluster: ClusterId, view: View) -> float:
+def _queued_s_per_node(cluster: ClusterId, view: View) -> float:
     """The prefill time that the router holds back for each node of the cluster."""
     held = view.held.get(cluster)
     return 0.0 if held is None else held.total_s / _prefill_nodes(cluster, view)
@@ -125,28 +134,30 @@ def _prefill_nodes(cluster: ClusterId, view: View) -> int:
     return sum(node.usable and node.role == "prefill" for node in seen.nodes)
 
 
-def _longer_elsewhere(
-    own: Prefix | None,
+def _longer_foreign_prefix(
+    own: PrefixSource | None,
     cluster: ClusterView,
     clusters: Sequence[ClusterView],
     view: View,
-    state: State,
-) -> Prefix | None:
+    state: ShortTermState,
+) -> PrefixSource | None:
     best = own
     for other in clusters:
-        if other is cluster or not _has_room(other, cluster, view, state):
+        if other is cluster or not _link_has_room(other, cluster, view, state):
             continue
-        there = across(other, cluster, view, state)
+        there = prefix_across(other, cluster, view, state)
         if there is not None and (best is None or there.tokens > best.tokens):
             best = there
     return best if best is not own else None
 
 
-def _has_room(source: ClusterView, target: ClusterView, view: View, state: State) -> bool:
+def _link_has_room(
+    source: ClusterView, target: ClusterView, view: View, state: ShortTermState
+) -> bool:
     """Whether the link could take a copy beside the hand-offs it carries."""
     link_id = (source.cluster, target.cluster)
     link = view.links.get(link_id)
     known = state.links.get(link_id)
-    if link is None or (known is not None and known.health.verdict is not Verdict.CLEAR):
+    if link is None or (known is not None and known.health.verdict is not LinkVerdict.CLEAR):
         return False
-    return link.pending_bytes * 8 / believed_bps(link_id, link, state) < 1.0
+    return link.pending_bytes * 8 / estimated_bps(link_id, link, state) < 1.0

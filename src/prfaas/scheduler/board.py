@@ -32,20 +32,20 @@ class NodeReport(NamedTuple):
     decoding: int  # requests in its decode batch or waiting for it
 
 
-class _Given(NamedTuple):
+class _Dispatched(NamedTuple):
     at_s: float
     ready_s: float  # not before its copies are made
     work_s: float
 
 
-class _Node:
+class _BoardNode:
     __slots__ = ("cluster", "given", "others", "place", "started", "view")
 
-    def __init__(self, view: NodeView, cluster: _Cluster, place: int) -> None:
+    def __init__(self, view: NodeView, cluster: _BoardCluster, place: int) -> None:
         self.view = view
         self.cluster = cluster
         self.place = place
-        self.given: deque[_Given] = deque()
+        self.given: deque[_Dispatched] = deque()
         self.started = 0  # own requests whose KV is there and that have not ended
         self.others = 0  # requests it decodes for other routers
 
@@ -67,7 +67,7 @@ class _Node:
         )
 
 
-class _Cluster:
+class _BoardCluster:
     __slots__ = ("frozen", "name", "nodes")
 
     def __init__(self, name: ClusterId) -> None:
@@ -97,11 +97,11 @@ class Board:
         self._costs = costs
         self._slots = slots
         self._kv_bytes = kv_bytes
-        self._nodes: dict[NodeId, _Node] = {}
-        self._clusters: list[_Cluster] = []
+        self._nodes: dict[NodeId, _BoardNode] = {}
+        self._clusters: list[_BoardCluster] = []
         self._links = dict(links)
         for name, nodes in clusters:
-            self._clusters.append(_Cluster(name))
+            self._clusters.append(_BoardCluster(name))
             for node in nodes:
                 self.join(name, node)
 
@@ -122,7 +122,7 @@ class Board:
             held,
         )
 
-    def reprice(self, costs: Costs) -> None:
+    def set_costs(self, costs: Costs) -> None:
         """From the next view on."""
         self._costs = costs
 
@@ -142,7 +142,7 @@ class Board:
         assert name not in self._nodes, name
         cluster = next(cluster for cluster in self._clusters if cluster.name == cluster_name)
         view = NodeView(name, "prefill", True, -math.inf, 0, 0, self._slots, self._kv_bytes)
-        self._nodes[name] = _Node(view, cluster, len(cluster.nodes))
+        self._nodes[name] = _BoardNode(view, cluster, len(cluster.nodes))
         cluster.nodes.append(view)
         cluster.frozen = None
 
@@ -165,20 +165,20 @@ class Board:
 
     # What this router does ------------------------------------------------------------------------
 
-    def dispatched(self, route: Route, kv_bytes: float, now_s: float) -> None:
+    def record_dispatch(self, route: Route, kv_bytes: float, now_s: float) -> None:
         """`kv_bytes` are promised at the decode node."""
         ready_s = now_s
         if route.copies:
             ready_s += max(copy.seconds for copy in route.copies)
         node = self._nodes[route.prefill]
-        node.given.append(_Given(now_s, ready_s, route.prefill_s))
+        node.given.append(_Dispatched(now_s, ready_s, route.prefill_s))
         start = node.view.free_at_s
         node.work(max(start, ready_s) + route.prefill_s, +1)
         self._nodes[route.decode].promise(+1, kv_bytes)
         if route.offloaded:
             self._promise(route, route.nbytes)
 
-    def landed(self, route: Route) -> None:
+    def record_handoff(self, route: Route) -> None:
         """The hand-off is in place, and decoding can begin."""
         node = self._nodes[route.prefill]
         node.work(node.view.free_at_s, -1)
@@ -186,13 +186,13 @@ class Board:
         if route.offloaded:
             self._promise(route, -route.nbytes)
 
-    def ended(self, route: Route, kv_bytes: float) -> None:
+    def record_end(self, route: Route, kv_bytes: float) -> None:
         """The last token is out, or the stream broke after the hand-off."""
         decode = self._nodes[route.decode]
         decode.started -= 1
         decode.promise(-1, -kv_bytes)
 
-    def given_up(self, route: Route, kv_bytes: float) -> None:
+    def record_failure(self, route: Route, kv_bytes: float) -> None:
         """The attempt failed before the hand-off was in place."""
         node = self._nodes[route.prefill]
         node.work(node.view.free_at_s, -1)
@@ -207,7 +207,7 @@ class Board:
 
     # What others say ------------------------------------------------------------------------------
 
-    def reported(self, name: NodeId, report: NodeReport) -> None:
+    def record_report(self, name: NodeId, report: NodeReport) -> None:
         node = self._nodes[name]
         given = node.given
         while given and given[0].at_s <= report.at_s:
@@ -222,7 +222,7 @@ class Board:
             node.others = others
             node.put(view._replace(free_at_s=free_at, active=active))
 
-    def link_reported(self, link_id: LinkId, stats: LinkStats) -> None:
+    def record_link_report(self, link_id: LinkId, stats: LinkStats) -> None:
         link = self._links[link_id]
         self._put_link(link_id, link._replace(stats=stats, up=stats.connections > 0))
 
@@ -234,7 +234,7 @@ class Board:
         node = self._nodes[name]
         node.put(node.view._replace(role=role, usable=usable))
 
-    def emptied(self, name: NodeId) -> None:
+    def forget_work(self, name: NodeId) -> None:
         """A node lost all work it was given."""
         node = self._nodes[name]
         node.given.clear()

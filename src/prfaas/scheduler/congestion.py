@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from prfaas.types import LinkStats
 
 
-class Verdict(enum.IntEnum):
+class LinkVerdict(enum.IntEnum):
     """Worse is greater."""
 
     CLEAR = 0
@@ -34,7 +34,7 @@ class Verdict(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class Hysteresis:
     """Crossed upwards at `enter`, downwards at `leave`: noise between the two changes nothing."""
 
     enter: float
@@ -43,33 +43,33 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    building: Border
-    congested: Border
+    building: Hysteresis
+    congested: Hysteresis
 
-    def entered(self, value: float) -> Verdict:
+    def entered(self, value: float) -> LinkVerdict:
         return self._highest(value, self.congested.enter, self.building.enter)
 
-    def not_left(self, value: float) -> Verdict:
+    def not_left(self, value: float) -> LinkVerdict:
         return self._highest(value, self.congested.leave, self.building.leave)
 
     @staticmethod
-    def _highest(value: float, congested: float, building: float) -> Verdict:
+    def _highest(value: float, congested: float, building: float) -> LinkVerdict:
         if value >= congested:
-            return Verdict.CONGESTED
-        return Verdict.BUILDING if value >= building else Verdict.CLEAR
+            return LinkVerdict.CONGESTED
+        return LinkVerdict.BUILDING if value >= building else LinkVerdict.CLEAR
 
 
-_NEVER = Border(math.inf, math.inf)
+_NEVER = Hysteresis(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class CongestionRules:
     # Long paths lose up to 0.1% without being full, and BBR carries on: that stays clear. From 0.5%
     # on a loss-based sender is down to a few Mbit/s at WAN distances.
-    loss: Ladder = Ladder(Border(0.0015, 0.0008), Border(0.005, 0.0025))
+    loss: Ladder = Ladder(Hysteresis(0.0015, 0.0008), Hysteresis(0.005, 0.0025))
     # Queueing delay as a share of the minimum RTT. A quarter is a queue that is being built; a
     # whole RTT is a full bandwidth-delay product that stands in a buffer.
-    queueing: Ladder = Ladder(Border(0.25, 0.15), Border(1.0, 0.6))
+    queueing: Ladder = Ladder(Hysteresis(0.25, 0.15), Hysteresis(1.0, 0.6))
     # Short paths double their RTT by scheduling noise alone: this much is added to the minimum
     # before a share of it is taken.
     rtt_noise_s: float = 0.02
@@ -78,10 +78,10 @@ class CongestionRules:
     # BBR halts for 0.2 s every 10 s to measure the empty path, and a process on the path may stop
     # for a few tenths of a second: less than this is no evidence. Two seconds are felt in a
     # request's time to first token.
-    waiting_s: Ladder = Ladder(Border(0.75, 0.4), Border(2.0, 1.2))
+    waiting_s: Ladder = Ladder(Hysteresis(0.75, 0.4), Hysteresis(2.0, 1.2))
     # A full link is no congestion yet, so this signal alone never says so. Above 85% the wait for
     # a shared link grows steeply (at random arrivals, as 1 / (1 - utilisation)).
-    utilisation: Ladder = Ladder(Border(0.85, 0.75), _NEVER)
+    utilisation: Ladder = Ladder(Hysteresis(0.85, 0.75), _NEVER)
     # Loss and utilisation are averaged over so long: one odd report turns nothing, a real change
     # shows after two.
     smoothing_s: float = 0.5
@@ -107,7 +107,7 @@ DEFAULT_RULES = CongestionRules()
 class LinkHealth:
     """What is remembered of a link between reports. A new link is clear."""
 
-    verdict: Verdict = Verdict.CLEAR
+    verdict: LinkVerdict = LinkVerdict.CLEAR
     cause: str = ""  # the signal that holds the verdict; empty when clear
     changed_at_s: float | None = None
     at_s: float | None = None
@@ -228,7 +228,7 @@ def _conclude(
     held, held_by = _worst([(ladder.not_left(value), name) for name, value, ladder in signals])
     silent = heard_at_s is not None and now_s - heard_at_s > rules.silence_s
 
-    def below(level: Verdict, since_s: float | None) -> float | None:
+    def below(level: LinkVerdict, since_s: float | None) -> float | None:
         if held >= level:
             return None
         return now_s if since_s is None or silent else since_s
@@ -236,14 +236,14 @@ def _conclude(
     def calm(since_s: float | None) -> bool:
         return since_s is not None and now_s - since_s >= rules.calm_s
 
-    below_building_s = below(Verdict.BUILDING, seen.below_building_since_s)
-    below_congested_s = below(Verdict.CONGESTED, seen.below_congested_since_s)
+    below_building_s = below(LinkVerdict.BUILDING, seen.below_building_since_s)
+    below_congested_s = below(LinkVerdict.CONGESTED, seen.below_congested_since_s)
     if calm(below_building_s):
-        best = Verdict.CLEAR
+        best = LinkVerdict.CLEAR
     else:
-        best = Verdict.BUILDING if calm(below_congested_s) else Verdict.CONGESTED
+        best = LinkVerdict.BUILDING if calm(below_congested_s) else LinkVerdict.CONGESTED
     verdict = max(entered, min(seen.verdict, best))
-    if verdict is Verdict.CLEAR:
+    if verdict is LinkVerdict.CLEAR:
         cause = ""
     elif entered is verdict:
         cause = entered_by
@@ -259,5 +259,5 @@ def _conclude(
     )
 
 
-def _worst(found: list[tuple[Verdict, str]]) -> tuple[Verdict, str]:
-    return max(found, key=lambda pair: pair[0], default=(Verdict.CLEAR, ""))
+def _worst(found: list[tuple[LinkVerdict, str]]) -> tuple[LinkVerdict, str]:
+    return max(found, key=lambda pair: pair[0], default=(LinkVerdict.CLEAR, ""))

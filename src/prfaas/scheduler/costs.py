@@ -59,7 +59,7 @@ def _slowed(stated_s: PrefillSeconds, factor: float) -> PrefillSeconds:
     return lambda new_tokens, cached_tokens: factor * stated_s(new_tokens, cached_tokens)
 
 
-def costs_of(problem: Problem, max_tokens: int) -> Costs:
+def build_costs(problem: Problem, max_tokens: int) -> Costs:
     """`max_tokens`: the longest prompt whose time is looked up; longer ones are computed."""
     tables = {pool.profile: pool.profile.table(max_tokens) for pool in problem.pools}
     local = problem.local

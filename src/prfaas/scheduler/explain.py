@@ -11,8 +11,8 @@ from prfaas.scheduler.adaptive import alternatives
 from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
-from prfaas.scheduler.short_term import reachable, route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.short_term import reachable_remotes, route
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
@@ -32,8 +32,8 @@ class Explanation(NamedTuple):
     alternatives: tuple[Alternative, ...]  # soonest first token first
 
 
-def explain(request: Request, view: View, plan: Plan, state: State) -> Explanation:
-    options = alternatives(request, view, state, reachable(request, view))
+def explain(request: Request, view: View, plan: Plan, state: ShortTermState) -> Explanation:
+    options = alternatives(request, view, state, reachable_remotes(request, view))
     found = [
         Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
         for o in options

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prfaas.scheduler.options import Option, decode_node, handoff_bps
+from prfaas.scheduler.options import Option, choose_decode_node, handoff_bps
 from prfaas.scheduler.request import Request
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 
 
@@ -27,11 +27,11 @@ class Forecast(NamedTuple):
         return sum(self)
 
 
-def forecast(request: Request, option: Option, view: View, state: State) -> Forecast:
+def forecast(request: Request, option: Option, view: View, state: ShortTermState) -> Forecast:
     """What the request would see if it went this way now."""
     costs, now = view.costs, view.now_s
     bps = handoff_bps(option, view, state)
-    placed = decode_node(request, view, bps)
+    placed = choose_decode_node(request, view, bps)
     held = 0
     slot_s = 0.0
     if placed is not None:

@@ -21,7 +21,7 @@ class Handoff(NamedTuple):
     checkpoint_tokens: int | None  # states wanted at this boundary as well
 
 
-def handoff(prompt_tokens: int, block_tokens: int, *, resumable: bool) -> Handoff:
+def choose_handoff(prompt_tokens: int, block_tokens: int, *, resumable: bool) -> Handoff:
     """`resumable`: this prefix was seen before, or the request belongs to a conversation, so that
     somebody is likely to resume at its last boundary."""
     latest = prompt_tokens - 1

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from prfaas.scheduler.request import CacheCopy, Request, Route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId
 
 NO_COPIES: tuple[CacheCopy, ...] = ()
 
 
-class Prefix(NamedTuple):
+class PrefixSource(NamedTuple):
     """The longest prefix that can be brought to a cluster's nodes, and how."""
 
     tokens: int
@@ -40,7 +40,7 @@ class Option(NamedTuple):
         return self.start_s + self.prefill_s
 
 
-def cluster_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
+def longest_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
     """The longest prefix any living node of the cluster can resume from (the paper's l_pd and
     l_prfaas), whatever its role."""
     best, holder = 0, None
@@ -52,30 +52,32 @@ def cluster_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
     return best, holder
 
 
-def within(cluster: ClusterView, view: View) -> Prefix | None:
+def prefix_within(cluster: ClusterView, view: View) -> PrefixSource | None:
     """What the cluster itself holds, reachable over its fabric."""
     if not view.cached:
         return None
-    tokens, holder = cluster_hit(cluster, view)
+    tokens, holder = longest_hit(cluster, view)
     if holder is None:
         return None
-    return Prefix(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
+    return PrefixSource(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
 
 
-def across(source: ClusterView, target: ClusterView, view: View, state: State) -> Prefix | None:
+def prefix_across(
+    source: ClusterView, target: ClusterView, view: View, state: ShortTermState
+) -> PrefixSource | None:
     """What another cluster holds, where a link leads from it that is not cut."""
     link_id = (source.cluster, target.cluster)
     link = view.links.get(link_id)
     if link is None or not link.up or not view.cached:
         return None
-    tokens, holder = cluster_hit(source, view)
+    tokens, holder = longest_hit(source, view)
     if holder is None:
         return None
-    return Prefix(tokens, holder, believed_bps(link_id, link, state), link.rtt_s, True)
+    return PrefixSource(tokens, holder, estimated_bps(link_id, link, state), link.rtt_s, True)
 
 
 def best_option(
-    request: Request, cluster: ClusterView, view: View, prefix: Prefix | None
+    request: Request, cluster: ClusterView, view: View, prefix: PrefixSource | None
 ) -> Option | None:
     """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`;
     None when nobody there can prefill."""
@@ -126,7 +128,7 @@ def best_option(
     return best
 
 
-def decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
+def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
     """Where to decode, and how many tokens it holds already: the node with a free slot and memory
     whose hand-off over `bps` is shortest, the least busy of equals. None: nobody decodes."""
     best: NodeView | None = None
@@ -154,26 +156,26 @@ def decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int
     return None if best is None else (best, best_held)
 
 
-def believed_bps(link_id: LinkId, link: LinkView, state: State) -> float:
+def estimated_bps(link_id: LinkId, link: LinkView, state: ShortTermState) -> float:
     """The link's bandwidth as it last showed under load, else as configured."""
     known = state.links.get(link_id)
     return link.capacity_bps if known is None or known.bps is None else known.bps
 
 
-def handoff_bps(option: Option, view: View, state: State) -> float:
+def handoff_bps(option: Option, view: View, state: ShortTermState) -> float:
     """Of the way from the option's cluster to where it is decoded."""
     if option.cluster == view.local.cluster:
         return view.costs.fabric_bps(option.cluster)
     link_id = (option.cluster, view.local.cluster)
-    return believed_bps(link_id, view.links[link_id], state)
+    return estimated_bps(link_id, view.links[link_id], state)
 
 
-def as_route(
-    request: Request, option: Option, view: View, state: State, reason: str
+def make_route(
+    request: Request, option: Option, view: View, state: ShortTermState, reason: str
 ) -> Route | None:
     """The decode node is chosen last: the way there decides what its cache is worth. None when
     nobody decodes."""
-    placed = decode_node(request, view, handoff_bps(option, view, state))
+    placed = choose_decode_node(request, view, handoff_bps(option, view, state))
     if placed is None:
         return None
     decode, held = placed

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from prfaas.config.deployment import ReplanSection
-from prfaas.planner.curves import Atoms, WorkCurves, cut
-from prfaas.planner.optimise import optimise, rates
+from prfaas.planner.curves import Atoms, WorkCurves, cut_workload
+from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Pool, Problem
 from prfaas.types import ClusterId, NodeId
 
@@ -56,12 +56,12 @@ def first_plan(
 ) -> Plan:
     """The optimum for the traffic the deployment file states, on the hardware that the policy uses
     (`hardware_for`). `nodes`: of the PD cluster."""
-    return staffed(
+    return plan_for_nodes(
         problem, dict.fromkeys(nodes), rules, now_s, reason="the deployment's stated traffic"
     )
 
 
-def staffed(
+def plan_for_nodes(
     problem: Problem,
     roles: Mapping[NodeId, Role | None],
     rules: ReplanSection,
@@ -131,7 +131,7 @@ def with_paces(problem: Problem, paces: Mapping[ClusterId, float]) -> Problem:
     )
 
 
-def best_for(problem: Problem) -> Optimum:
+def find_optimum(problem: Problem) -> Optimum:
     return Solver(problem).best()
 
 
@@ -141,7 +141,7 @@ class Solver:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         work = problem.workload
-        self._curves = WorkCurves(cut(work), Atoms(work, problem.spec), reading="exact")
+        self._curves = WorkCurves(cut_workload(work), Atoms(work, problem.spec), reading="exact")
 
     def best(self, n_prefill: int | None = None) -> Optimum:
         """With `n_prefill` the split is given, and only the threshold is chosen."""
@@ -149,7 +149,7 @@ class Solver:
         if n_prefill is not None:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
         choice = optimise(problem, curves)
-        at = rates(problem, curves, choice)
+        at = stage_rates(problem, curves, choice)
         # Dead PrfaaS clusters alone: no share of nothing.
         shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
         threshold = int(curves.cuts.threshold[choice.row])

@@ -17,7 +17,7 @@ class Request(NamedTuple):
     prompt_logprobs: bool = False
     adapter: str = ""  # a LoRA; empty: the base model
     multimodal: bool = False
-    unhandable: bool = False  # a hand-off of it was refused by the engine that was to go on
+    decode_only: bool = False  # a hand-off of it was refused by the engine that was to go on
 
 
 class CacheCopy(NamedTuple):
@@ -45,12 +45,12 @@ class Route(NamedTuple):
     reason: str
 
 
-def offloadable(request: Request) -> bool:
+def is_offloadable(request: Request) -> bool:
     """Whether another cluster may prefill it."""
-    return stays_because(request) is None
+    return local_only_reason(request) is None
 
 
-def stays_because(request: Request) -> str | None:
+def local_only_reason(request: Request) -> str | None:
     """Why a request must be prefilled where it is decoded; None when it need not."""
     if request.prompt_logprobs:
         return "prompt log-probabilities are made by the prefill, and only KV travels"
@@ -58,6 +58,6 @@ def stays_because(request: Request) -> str | None:
         return "remote clusters serve the base model"
     if request.multimodal:
         return "image embeddings do not travel"
-    if request.unhandable:
+    if request.decode_only:
         return "its decode engine makes other tokens of it than the gateway"
     return None

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.scheduler.adaptive import cheapest, is_behind_the_line, wait_for
-from prfaas.scheduler.congestion import DEFAULT_RULES, Verdict, judge
+from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
+from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
-from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
+from prfaas.scheduler.options import (
+    Option,
+    PrefixSource,
+    best_option,
+    make_route,
+    prefix_across,
+    prefix_within,
+)
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, Route, offloadable, stays_because
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.request import Request, Route, is_offloadable, local_only_reason
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
@@ -27,15 +34,15 @@ _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
 
 
-def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hold:
+def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
     """Where `request` goes, or that it had better wait. Reserves nothing: whoever acts on it tells
     the board, or puts it into the waiting room."""
-    remotes = reachable(request, view)
+    remotes = reachable_remotes(request, view)
     match state.rules.policy:
         case "paper":
             option, reason = _paper(request, view, plan, state, remotes)
         case "adaptive":
-            option, reason = cheapest(request, view, plan, state, remotes)
+            option, reason = choose_cheapest(request, view, plan, state, remotes)
         case "local":
             option, reason = _first(request, view, [view.local, *remotes], "policy local")
         case "remote":
@@ -46,14 +53,14 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
         if option.start_s - view.now_s > state.rules.adaptive.queue_s and not has_room(
             option.cluster, view, state
         ):
-            return wait_for(request, option, view, state, "every queue there is long enough")
-        if is_behind_the_line(request, option, view, state):
-            return wait_for(request, option, view, state, "other requests have waited longer")
-    way = as_route(request, option, view, state, reason)
+            return make_hold(request, option, view, state, "every queue there is long enough")
+        if others_are_overdue(request, option, view, state):
+            return make_hold(request, option, view, state, "other requests have waited longer")
+    way = make_route(request, option, view, state, reason)
     return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
 
 
-def has_room(cluster: ClusterId, view: View, state: State) -> bool:
+def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
     """Whether asking again for those held for `cluster` is worth it now."""
     seen = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
     wait_s = shortest_wait_s(seen, view.now_s)
@@ -64,22 +71,22 @@ def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
     return next(remote for remote in remotes if remote.cluster == cluster)
 
 
-def reachable(request: Request, view: View) -> list[ClusterView]:
+def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
     """PrfaaS clusters that may prefill this request and whose link is not cut."""
-    if not offloadable(request):
+    if not is_offloadable(request):
         return []
     to = view.local.cluster
     return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
 
 
 def _paper(
-    request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
+    request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
     """Short requests stay local, long ones are offloaded (section 3.4.3). A raised threshold keeps
     a request local only if its forecast TTFT there is at most the forecast of the remote option
     that the plan's own threshold would have chosen. So raising the threshold never makes a request
     later than leaving it alone would, whatever made the loop raise it."""
-    prefixes: dict[ClusterId, Prefix | None] = {}
+    prefixes: dict[ClusterId, PrefixSource | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
     uncached = request.prompt_tokens - counted
     if uncached <= plan.threshold_tokens:
@@ -101,7 +108,7 @@ def _preferred(
     view: View,
     wanted: Sequence[ClusterView],
     other: Sequence[ClusterView],
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
     reason: str,
 ) -> tuple[Option | None, str]:
     """The soonest option of the wanted clusters. Locality is a preference, never a reason to
@@ -112,37 +119,39 @@ def _preferred(
     found = _soonest(request, view, other, prefixes)
     if found is None:
         return None, "no node prefills"
-    return found, stays_because(request) or f"{reason}, but no node there can take it"
+    return found, local_only_reason(request) or f"{reason}, but no node there can take it"
 
 
 def _count_prefixes(
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
     view: View,
-    state: State,
+    state: ShortTermState,
     remotes: Sequence[ClusterView],
 ) -> int:
     """Fills in what each cluster may resume from; the cached length that counts against the
     threshold. A scarce link is not spent on moving prefixes: then each counts only its own."""
     home = view.local
-    best = within(home, view)
+    best = prefix_within(home, view)
     for remote in remotes:
         abundant = _clear((remote.cluster, home.cluster), state)
         if abundant:
-            best = _longer(best, across(remote, home, view, state))
+            best = _longer(best, prefix_across(remote, home, view, state))
         prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=abundant)
     prefixes[home.cluster] = best
     return 0 if best is None else best.tokens
 
 
-def _prefix_at(remote: ClusterView, view: View, state: State, *, abundant: bool) -> Prefix | None:
+def _prefix_at(
+    remote: ClusterView, view: View, state: ShortTermState, *, abundant: bool
+) -> PrefixSource | None:
     """The best prefix for a prefill at `remote`."""
-    own = within(remote, view)
+    own = prefix_within(remote, view)
     if abundant and _clear((view.local.cluster, remote.cluster), state):
-        return _longer(own, across(view.local, remote, view, state))
+        return _longer(own, prefix_across(view.local, remote, view, state))
     return own
 
 
-def _longer(one: Prefix | None, other: Prefix | None) -> Prefix | None:
+def _longer(one: PrefixSource | None, other: PrefixSource | None) -> PrefixSource | None:
     if one is None or other is None:
         return one or other
     return other if other.tokens > one.tokens else one
@@ -152,7 +161,7 @@ def _soonest(
     request: Request,
     view: View,
     clusters: Sequence[ClusterView],
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
 ) -> Option | None:
     best: Option | None = None
     for cluster in clusters:
@@ -166,31 +175,31 @@ def _first(
     request: Request, view: View, clusters: Sequence[ClusterView], reason: str
 ) -> tuple[Option | None, str]:
     for cluster in clusters:
-        option = best_option(request, cluster, view, within(cluster, view))
+        option = best_option(request, cluster, view, prefix_within(cluster, view))
         if option is not None:
             return option, reason
     return None, "no node prefills"
 
 
-def _clear(link: LinkId, state: State) -> bool:
+def _clear(link: LinkId, state: ShortTermState) -> bool:
     known = state.links.get(link)
-    return known is None or known.health.verdict is Verdict.CLEAR
+    return known is None or known.health.verdict is LinkVerdict.CLEAR
 
 
 # The loop's memory -------------------------------------------------------------------------------
 
 
-def adjust(state: State, view: View, now_s: float) -> State:
+def adjust(state: ShortTermState, view: View, now_s: float) -> ShortTermState:
     """The state after a round of reports: a verdict on every link, and the threshold raised while
     PrfaaS' egress or queue surges, back to the plan's when it is calm."""
     links = {link_id: _heard(link_id, link, state) for link_id, link in view.links.items()}
     factor, cause = _factor(state, links, view, now_s)
     if factor == state.threshold_factor:
-        return State(state.rules, links, factor, state.changed_s, state.cause)
-    return State(state.rules, links, factor, now_s, cause)
+        return ShortTermState(state.rules, links, factor, state.changed_s, state.cause)
+    return ShortTermState(state.rules, links, factor, now_s, cause)
 
 
-def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
+def _heard(link_id: LinkId, link: LinkView, state: ShortTermState) -> LinkState:
     known = state.links.get(link_id) or LinkState()
     stats = link.stats
     if stats is None or stats.at_s == known.health.at_s:
@@ -207,14 +216,15 @@ def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
     # A slow link is not forgotten in the first quiet second: it is believed to be slow until the
     # verdict is clear and nothing has stood waiting for as long as a verdict needs to improve.
     if known.bps_at_s is not None and (
-        health.verdict is not Verdict.CLEAR or stats.at_s - known.bps_at_s < DEFAULT_RULES.calm_s
+        health.verdict is not LinkVerdict.CLEAR
+        or stats.at_s - known.bps_at_s < DEFAULT_RULES.calm_s
     ):
         return LinkState(health, known.bps, known.bps_at_s)
     return LinkState(health)
 
 
 def _factor(
-    state: State, links: dict[LinkId, LinkState], view: View, now_s: float
+    state: ShortTermState, links: dict[LinkId, LinkState], view: View, now_s: float
 ) -> tuple[float, str]:
     """What the plan's threshold is multiplied by, and why."""
     rules = state.rules.paper
@@ -224,7 +234,7 @@ def _factor(
     surging = [
         remote.cluster
         for remote in view.remotes
-        if links[remote.cluster, to].health.verdict is not Verdict.CLEAR
+        if links[remote.cluster, to].health.verdict is not LinkVerdict.CLEAR
     ]
     waits = [
         wait for remote in view.remotes if (wait := shortest_wait_s(remote, now_s)) is not None

@@ -20,7 +20,7 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ShortTermState:
     """`SchedulerSection` names the policy and holds its constants."""
 
     rules: SchedulerSection

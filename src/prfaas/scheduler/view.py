@@ -70,7 +70,7 @@ class View(NamedTuple):
     held: Mapping[ClusterId, HeldWork]  # what the router holds back, per cluster it is for
 
 
-def without(view: View, nodes: Collection[NodeId]) -> View:
+def exclude_nodes(view: View, nodes: Collection[NodeId]) -> View:
     """The same world, had these nodes no use: for a request that has failed there."""
     if not nodes:
         return view

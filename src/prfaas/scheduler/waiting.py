@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 class WaitingRoom(Generic[T]):
     def __init__(self) -> None:
-        self._lines: dict[ClusterId | None, list[tuple[float, int, float, T]]] = {}
+        self._queues: dict[ClusterId | None, list[tuple[float, int, float, T]]] = {}
         self._work: dict[ClusterId, HeldWork] = {}
         self._serial = 0
         self._count = 0
@@ -71,21 +71,21 @@ class WaitingRoom(Generic[T]):
         return self._work
 
     def count(self, cluster: ClusterId | None) -> int:
-        return len(self._lines.get(cluster, ()))
+        return len(self._queues.get(cluster, ()))
 
     def put(self, who: T, hold: Hold) -> None:
         self._serial += 1
         self._count += 1
-        line = self._lines.setdefault(hold.cluster, [])
+        line = self._queues.setdefault(hold.cluster, [])
         heappush(line, (hold.precedence, self._serial, hold.work_s, who))
         self._account(hold.cluster, hold.work_s, +1)
 
-    def lines(self) -> Iterator[ClusterId | None]:
-        return iter([cluster for cluster, line in self._lines.items() if line])
+    def queues(self) -> Iterator[ClusterId | None]:
+        return iter([cluster for cluster, line in self._queues.items() if line])
 
     def take(self, cluster: ClusterId | None) -> T | None:
         """The next in line; None when nobody is."""
-        line = self._lines.get(cluster)
+        line = self._queues.get(cluster)
         if not line:
             return None
         _, _, work_s, who = heappop(line)
@@ -95,7 +95,7 @@ class WaitingRoom(Generic[T]):
 
     def remove(self, who: T) -> bool:
         """Somebody does not wait any more. Whether it was there."""
-        for cluster, line in self._lines.items():
+        for cluster, line in self._queues.items():
             for place, (_, _, work_s, waiting) in enumerate(line):
                 if waiting is who:
                     del line[place]
@@ -117,7 +117,7 @@ class WaitingRoom(Generic[T]):
         waits again. `on_placed` is called for each dispatched item, before the next one is tried.
         Items without a cluster are retried whether or not there is room anywhere.
         """
-        for cluster in self.lines():
+        for cluster in self.queues():
             refused: list[tuple[T, Hold]] = []
             while cluster is None or has_room(cluster):
                 item = self.take(cluster)
@@ -139,7 +139,7 @@ class WaitingRoom(Generic[T]):
             return
         # Replaced, not changed: views in use keep what they saw.
         work = dict(self._work)
-        if line := self._lines[cluster]:
+        if line := self._queues[cluster]:
             known = work.get(cluster, HeldWork())
             changed = known.more(length_class(work_s), sign * work_s)
             work[cluster] = changed._replace(first=line[0][0])

@@ -13,7 +13,7 @@ import pytest
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.decision_log import replay
 from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, StreamBroken
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route
 from prfaas.text import Chat, load_tokenizer
@@ -104,7 +104,7 @@ def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None
     solved = problem(made)
     lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
     lines = record.read_bytes().splitlines()
-    replayed = list(replay(lines, costs_of(solved, 10_000), lent))
+    replayed = list(replay(lines, build_costs(solved, 10_000), lent))
     assert len(replayed) >= 48
     assert {taken.offloaded for d, taken in replayed if isinstance(taken, Route)} == {True, False}
     for decision, again in replayed:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
-from prfaas.planner.plan import Planner
+from prfaas.planner.comparison import Planner
 from prfaas.planner.workload import Workload, lognormal
-from prfaas.scheduler.plan import Solver, best_for
+from prfaas.scheduler.plan import Solver, find_optimum
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
@@ -49,7 +49,7 @@ def test_longer_answers_turn_prefill_nodes_into_decode_nodes() -> None:
     loop = Loop(CASE_STUDY)
     chatty = prompts(9.9, output_tokens=2000)
     loop.serve(chatty, HOUR_S, rps=2.0)
-    assert loop.plan.n_prefill == best_for(replace(CASE_STUDY, workload=chatty)).n_prefill
+    assert loop.plan.n_prefill == find_optimum(replace(CASE_STUDY, workload=chatty)).n_prefill
     assert loop.plan.n_prefill < loop.plans[0].n_prefill
 
 
@@ -57,7 +57,7 @@ def test_a_cached_prefix_counts() -> None:
     loop = Loop(CASE_STUDY)
     warm = prompts(9.9, cached_tokens=60_000)
     loop.serve(warm, HOUR_S)
-    best = best_for(replace(CASE_STUDY, workload=warm))
+    best = find_optimum(replace(CASE_STUDY, workload=warm))
     assert loop.plan.threshold_tokens == pytest.approx(best.threshold_tokens, rel=0.05)
     assert best.threshold_tokens != pytest.approx(loop.plans[0].threshold_tokens, rel=0.1)
 
@@ -143,7 +143,7 @@ def test_steady_traffic_converts_no_node_twice(mu: float, output_tokens: float, 
     loop.serve(workload, 2 * HOUR_S)
     counts = Counter(loop.conversions)
     assert not counts or max(counts.values()) == 1
-    best = best_for(replace(CASE_STUDY, workload=workload))
+    best = find_optimum(replace(CASE_STUDY, workload=workload))
     here = Solver(replace(CASE_STUDY, workload=workload)).best(loop.plan.n_prefill)
     assert here.capacity_rps >= 0.95 * best.capacity_rps
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from prfaas.sim.results.result import Span
+from prfaas.sim.results.result import TimelineSpan
 from prfaas.sim.results.timeline import chrome_trace
 from tests.sim.made_results import result
 
 SPANS = (
-    Span("far-0", "prefill", 1.0, 2.5, 7, "long"),
-    Span("near-1", "decode", 2.5, 9.0, 7, ""),
-    Span("near-1", "decode", 3.0, 8.0, 8, ""),
+    TimelineSpan("far-0", "prefill", 1.0, 2.5, 7, "long"),
+    TimelineSpan("near-1", "decode", 2.5, 9.0, 7, ""),
+    TimelineSpan("near-1", "decode", 3.0, 8.0, 8, ""),
 )
 
 

@@ -16,7 +16,7 @@ from prfaas.config.deployment import CorrectionSection
 from prfaas.types import ClusterId, NodeId
 
 
-def corrected(factor: float, ratios: Sequence[float], rules: CorrectionSection) -> float:
+def next_factor(factor: float, ratios: Sequence[float], rules: CorrectionSection) -> float:
     """The factor that follows `factor` when the newest prefills took `ratios` of what was stated.
     It moves only when it is off by more than chance, so that plans do not follow noise."""
     if not rules.correct or len(ratios) < rules.least_prefills:
@@ -25,7 +25,7 @@ def corrected(factor: float, ratios: Sequence[float], rules: CorrectionSection) 
     return factor if abs(target / factor - 1) <= rules.step else target
 
 
-class Paces:
+class ProfileCorrection:
     """A node serves one prefill after the other, in the order in which it got them: each begins
     when it was sent or when the one before it ended. What other routers send there counts as
     slowness; a request of ours will find it there as well."""
@@ -37,12 +37,12 @@ class Paces:
         self._free_s: dict[NodeId, float] = {}  # when the last prefill there ended
         self.factors: Mapping[ClusterId, float] = {}  # replaced, never changed
 
-    def started(self, node: NodeId) -> None:
+    def reset_node(self, node: NodeId) -> None:
         """A process that has just begun, or has gone: what it does first is no measure."""
         self._answers.pop(node, None)
         self._free_s.pop(node, None)
 
-    def answered(
+    def record_prefill(
         self, cluster: ClusterId, node: NodeId, stated_s: float, sent_s: float, now_s: float
     ) -> float:
         """A prefill has ended that should have taken `stated_s`. How long it took, its time in the
@@ -56,7 +56,7 @@ class Paces:
             ratios = self._ratios.setdefault(cluster, deque(maxlen=self._rules.window_prefills))
             ratios.append(took_s / stated_s)
             factor = self.factors.get(cluster, 1.0)
-            moved = corrected(factor, ratios, self._rules)
+            moved = next_factor(factor, ratios, self._rules)
             if moved != factor:
                 self.factors = {**self.factors, cluster: moved}
         return took_s

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.long_term.traffic import Window
+from prfaas.scheduler.long_term.traffic import TrafficWindow
 from prfaas.scheduler.plan import Plan, Role, Solver, with_instances, with_paces
 from prfaas.types import NodeId
 
@@ -28,7 +28,7 @@ _DIFFERS = math.sqrt(-math.log(0.001 / 2) / 2)
 _QUANTILES = 64  # fine enough for blocks of some hundred
 
 
-def replan(window: Window, plan: Plan) -> Plan | None:
+def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
     """A better plan, or None: keep the one there is. At most an eighth of the PD nodes change their
     role at a time, none twice within `dwell_s`."""
     if not window.live_local:
@@ -82,7 +82,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
 # Fitting -----------------------------------------------------------------------------------------
 
 
-def _steady(window: Window, rules: ReplanSection) -> tuple[int, Workload | None]:
+def _steady(window: TrafficWindow, rules: ReplanSection) -> tuple[int, Workload | None]:
     """How many of the newest blocks of requests look alike, and the traffic of all of them."""
     warm = int(np.searchsorted(window.at_s, window.started_s + rules.warmup_s))
     total = len(window.at_s) - warm
@@ -112,7 +112,7 @@ def _like_newest(values: Array, size: int) -> npt.NDArray[np.bool_]:
     return np.asarray(distance <= _DIFFERS * math.sqrt(2 / size))
 
 
-def _fit(window: Window, chosen: slice) -> Workload:
+def _fit(window: TrafficWindow, chosen: slice) -> Workload:
     """The requests themselves, each of equal weight, as the planner takes a trace."""
     order = np.argsort(window.new_tokens[chosen], kind="stable")
     output = window.output_tokens[chosen]

@@ -1,6 +1,6 @@
 """The traffic of the last while, as the long-term loop sees it.
 
-A shell tells a `Traffic` every finished request and takes a `Window` when it is time to plan.
+A shell tells a `TrafficHistory` every finished request and takes a `TrafficWindow` when it is time to plan.
 Bookkeeping only: the time comes from outside. Paper: section 3.4.3, "Long-term".
 """
 
@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class TrafficWindow:
     """Requests in the order they were seen, and what is alive."""
 
     now_s: float
@@ -34,7 +34,7 @@ class Window:
     paces: Mapping[ClusterId, float] = field(default_factory=dict)  # of prefills; none: as stated
 
 
-class Seen(NamedTuple):
+class TrafficSummary(NamedTuple):
     """What a window's requests were like, for people."""
 
     requests: int
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     p90_wait_s: float
 
 
-class Traffic:
+class TrafficHistory:
     """Remembers requests for `window_s`. Memory is bounded by the traffic of two windows."""
 
     def __init__(self, started_s: float, window_s: float) -> None:
@@ -73,13 +73,13 @@ class Traffic:
         live_remotes: tuple[int, ...],
         live_local: Set[NodeId],
         paces: Mapping[ClusterId, float] | None = None,
-    ) -> Window:
+    ) -> TrafficWindow:
         at, new, cached, output, _ = self._recent(now_s)
-        return Window(
+        return TrafficWindow(
             now_s, self._started_s, at, new, cached, output, live_remotes, live_local, paces or {}
         )
 
-    def seen(self, now_s: float) -> Seen | None:
+    def summarise(self, now_s: float) -> TrafficSummary | None:
         """None: nothing has been."""
         at, *lengths, wait = self._recent(now_s)
         if not len(at):
@@ -87,7 +87,7 @@ class Traffic:
         since_s = max(self._started_s, now_s - self._window_s)
         new, cached, output = (float(column.mean()) for column in lengths)
         rps = len(at) / max(now_s - since_s, 1e-9)
-        return Seen(
+        return TrafficSummary(
             len(at), rps, new, cached, output, float(wait.mean()), float(np.quantile(wait, 0.9))
         )
 

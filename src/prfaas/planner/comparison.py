@@ -1,4 +1,4 @@
-"""One deployment solved, and the comparison an architect asks for: `solve` and `make_plan`."""
+"""One deployment solved, and the comparison an architect asks for: `solve` and `compare`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from prfaas.errors import InputError
 from prfaas.planner import baselines
-from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut
+from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut_workload
 from prfaas.planner.equations import eq7_threshold_imbalance, eq8_split_imbalance
 from prfaas.planner.latency import TTFT, Prediction, paper_ttft, predict
-from prfaas.planner.optimise import Choice, optimise, rates
+from prfaas.planner.optimise import Choice, optimise, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import weighted_sum
 
@@ -61,7 +61,7 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DeploymentComparison:
     reading: Reading
     prfaas_pd: Solution
     homogeneous: Solution | None
@@ -87,7 +87,7 @@ class Planner:
     """Solves problems that share one workload and one model, under one reading."""
 
     def __init__(self, problem: Problem, reading: Reading) -> None:
-        self._cuts: Cuts = cut(problem.workload)
+        self._cuts: Cuts = cut_workload(problem.workload)
         self._atoms = Atoms(problem.workload, problem.spec)
         self._paper = WorkCurves(self._cuts, self._atoms, "paper")
         self._exact = WorkCurves(self._cuts, self._atoms, "exact") if reading == "exact" else None
@@ -95,13 +95,13 @@ class Planner:
         # Points of a sweep often share baselines: a link's speed is nothing to homogeneous PD.
         self._solved: dict[tuple[Problem, float | None], Solution] = {}
 
-    def plan(self, problem: Problem, load_rps: float | None = None) -> Comparison:
+    def plan(self, problem: Problem, load_rps: float | None = None) -> DeploymentComparison:
         assert problem.workload is self._cuts.workload, "a planner serves one workload"
 
         def solved(other: Problem | None) -> Solution | None:
             return None if other is None else self.solve(other, load_rps)
 
-        return Comparison(
+        return DeploymentComparison(
             reading=self._reading,
             prfaas_pd=self.solve(problem, load_rps),
             homogeneous=solved(baselines.homogeneous(problem)),
@@ -138,7 +138,7 @@ class Planner:
 
     def _describe(self, problem: Problem, choice: Choice) -> Solution:
         row, n_prefill = choice
-        stage = rates(problem, self.curves, choice)
+        stage = stage_rates(problem, self.curves, choice)
         p = float(self._cuts.p[row])
         prfaas = stage.prfaas if problem.remotes and p > 0 else None
         pd_p = stage.pd_p if n_prefill else None
@@ -180,7 +180,7 @@ class Planner:
                 middle = (low + high) / 2
                 low, high = (middle, high) if at(middle).meets_goal else (low, middle)
             slo_capacity = low
-        paper_rates = rates(problem, self._paper, optimise(problem, self._paper))
+        paper_rates = stage_rates(problem, self._paper, optimise(problem, self._paper))
         return replace(
             solution,
             ttft=prediction.ttft,
@@ -190,13 +190,15 @@ class Planner:
         )
 
 
-def make_plan(problem: Problem, reading: Reading, load_rps: float | None = None) -> Comparison:
+def compare(
+    problem: Problem, reading: Reading, load_rps: float | None = None
+) -> DeploymentComparison:
     return Planner(problem, reading).plan(problem, load_rps)
 
 
 def _bottleneck(problem: Problem, curves: WorkCurves, choice: Choice) -> str:
     """The stage that stops Lambda_max from growing, in the paper's words."""
-    stage = rates(problem, curves, choice)
+    stage = stage_rates(problem, curves, choice)
     p = float(curves.cuts.p[choice.row])
     headroom = {"PD-D decode": stage.pd_d}
     if choice.n_prefill and p < 1:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.journal import Journal
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
-from prfaas.sim.shelf import Shelf
+from prfaas.sim.decode_cache import DecodeCache
 from prfaas.types import BlockHash, NodeId
 
 SPEC = KVSpec(
@@ -18,9 +18,9 @@ SPEC = KVSpec(
 NAMES = tuple(BlockHash(bytes([k])) for k in range(8))
 
 
-def shelf(capacity_bytes: float = 1e9) -> tuple[Shelf, Journal]:
+def shelf(capacity_bytes: float = 1e9) -> tuple[DecodeCache, Journal]:
     journal = Journal()
-    return Shelf(rules_for(SPEC), unit_bytes(SPEC, 64), 64, capacity_bytes, journal), journal
+    return DecodeCache(rules_for(SPEC), unit_bytes(SPEC, 64), 64, capacity_bytes, journal), journal
 
 
 def test_attention_alone_saves_bytes_but_resumes_nothing() -> None:
