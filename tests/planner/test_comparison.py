@@ -109,5 +109,5 @@ def test_a_slow_link_raises_the_threshold_and_becomes_the_limit() -> None:
 
 
 def test_nothing_could_prefill() -> None:
-    with pytest.raises(InputError, match="nothing could prefill"):
+    with pytest.raises(InputError, match="no instance can prefill"):
         compare(problem(prfaas=0, fixed_prefill=0), "paper")

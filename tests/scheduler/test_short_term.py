@@ -303,7 +303,7 @@ def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
     tokens: int, free_at_s: float, held_s: dict[ClusterId, float]
 ) -> None:
     """However long it is, and however many shorter ones follow."""
-    held = {cluster: HeldWork().more(7, work_s) for cluster, work_s in held_s.items()}
+    held = {cluster: HeldWork().add(7, work_s) for cluster, work_s in held_s.items()}
     busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, free_at_s), held=held)
     how = state("adaptive")
     hold = route(Request(1, tokens, 90.0), busy, PLAN, how)
@@ -317,7 +317,7 @@ def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
 
 def test_what_is_held_back_counts_as_a_queue() -> None:
     request = Request(1, THRESHOLD * 2)
-    held = HeldWork().more(length_class(0.2), 400.0)
+    held = HeldWork().add(length_class(0.2), 400.0)
     assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
     assert not routed(request, view(held={FAR: held}), state("adaptive")).offloaded
 
@@ -334,7 +334,7 @@ def test_a_new_request_passes_a_line_until_its_first_is_overdue(
     """All nodes are idle, so there is room; the first in line decides who gets it."""
     adaptive = AdaptiveSection(overdue_share=share)
     how = ShortTermState(SchedulerSection(policy="adaptive", adaptive=adaptive))
-    held = HeldWork(first=100.0 - overdue_s).more(length_class(work_s), work_s)
+    held = HeldWork(first=100.0 - overdue_s).add(length_class(work_s), work_s)
     way = route(Request(1, tokens, 100.0), view(held={NEAR: held, FAR: held}), PLAN, how)
     nodes = 2  # that prefill, in either cluster
     assert isinstance(way, Hold) == (100.0 - held.first > share * work_s / nodes)
@@ -348,13 +348,13 @@ def test_a_request_from_the_line_is_not_sent_back_for_those_behind_it(
     tokens: int, arrived_s: float, later_s: float, work_s: float
 ) -> None:
     """Otherwise a node would stay idle although requests wait for it."""
-    behind = HeldWork(first=arrived_s + later_s).more(length_class(work_s), work_s)
+    behind = HeldWork(first=arrived_s + later_s).add(length_class(work_s), work_s)
     seen = view(held={NEAR: behind, FAR: behind})
     assert isinstance(route(Request(1, tokens, arrived_s), seen, PLAN, state("adaptive")), Route)
 
 
 def test_other_policies_know_no_line() -> None:
-    held = HeldWork(first=0.0).more(0, 0.1)
+    held = HeldWork(first=0.0).add(0, 0.1)
     for policy in ("paper", "local", "remote"):
         routed(Request(1, THRESHOLD, 100.0), view(held={NEAR: held, FAR: held}), state(policy))
 

@@ -43,7 +43,7 @@ def test_the_first_of_equals_goes_first() -> None:
 
 @given(st.floats(0.001, 100), st.floats(0.001, 100))
 def test_longer_prefills_do_not_count_for_shorter_ones(one: float, other: float) -> None:
-    held = HeldWork().more(length_class(one), one)
+    held = HeldWork().add(length_class(one), one)
     counts = length_class(one) <= length_class(other)
     assert held.up_to(other) == (one if counts else 0.0)
     assert counts or one > other

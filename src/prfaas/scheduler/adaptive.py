@@ -1,15 +1,17 @@
-"""Policy `adaptive`: the way of least predicted cost under the live state of queues and links.
+"""Policy `adaptive`: the option of least predicted cost, given the present queues and links.
 
     cost = the request's own time to first token          waits, prefill, link drain, round trip
-         + price * prefill seconds / T(threshold) there    what it takes from those behind it
+         + price * prefill seconds / T(threshold) there    the delay of later requests
 
-Own time alone would fill the faster cluster with whatever comes and leave long prompts to the slow
-one: good for each, worse for all. The plan knows the exchange rate: at its threshold a prefill
-costs both clusters alike, so work is counted in units of T(threshold) of its cluster. The price of
-a unit is the wait it causes there, and that grows with the cluster's present wait. Idle clusters
-are thus used by own time, full ones by the plan, and a lost node or a slow link shifts the border
-at once. Where every queue is long enough, a request waits at the router (`make_hold`), and where a
-node has room, a new request waits nevertheless if others have waited too long for that room
+A policy that minimises only the request's own time fills the faster cluster with every prompt and
+leaves long prompts to the slow one. That is good for each request and worse for all. The plan gives
+the exchange rate: at its threshold a prefill costs both clusters alike, so work is counted in units
+of T(threshold) of its cluster. The price of a unit is the wait that it causes at the cluster, and
+this grows with the cluster's present wait. Thus own time decides between idle clusters, the plan
+decides between full ones, and a lost node or a slow link moves the boundary at once.
+
+Where every queue is long enough, a request waits at the router (`make_hold`). Where a node has
+room, a new request waits nevertheless if other requests have waited too long for that room
 (`others_are_overdue`).
 """
 
@@ -54,8 +56,8 @@ def choose_cheapest(
             nodes = _prefill_nodes(option.cluster, view)
             cost += held.up_to(option.prefill_s) / nodes
             wait_s += held.total_s / nodes
-        # About as many come during a wait as there are waiting: the present wait is the measure of
-        # what one more unit of work costs those who come next.
+        # During a wait, about as many requests arrive as are waiting now. So the present wait
+        # measures what one more unit of work costs the next requests.
         price_s = rules.least_price_s + rules.congestion_price * wait_s
         cost += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
         if option.copies:
@@ -68,8 +70,8 @@ def choose_cheapest(
 def alternatives(
     request: Request, view: View, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> list[Option]:
-    """The best node of every cluster, and again with a prefix of another cluster where its link is
-    clear and the prefix is longer than the cluster's own."""
+    """The best node of every cluster. Where another cluster holds a longer prefix and the link from
+    it is clear, also the best node with a copy of that prefix."""
     clusters = [view.local, *remotes]
     found: list[Option] = []
     for cluster in clusters:
@@ -90,12 +92,12 @@ def alternatives(
 def make_hold(
     request: Request, option: Option, view: View, state: ShortTermState, reason: str
 ) -> Hold:
-    """Late binding: a node is given little more than it needs to stay busy. Requests that wait go
-    in order of arrival, except that a long prefill lets shorter ones pass that arrive soon after
-    it: few long ones hold most of the work, so most requests wait less. How soon grows with the
-    square of the prefill's length, so that ordinary requests keep their order. It is bounded by a
-    share of the wait that the request finds. In a burst many shorter requests follow, and without
-    the bound the longest prefills would be the last of all."""
+    """Late binding: a node gets little more work than it needs to stay busy. Waiting requests go in
+    order of arrival, with one exception: shorter prefills that arrive soon after a long one
+    overtake it. Few long prefills hold most of the work, so most requests wait less. The time
+    within which a prefill may be overtaken grows with the square of its length, so that ordinary
+    requests keep their order, and is bounded by a share of the wait that the request finds. In a
+    burst many shorter requests follow, and without the bound the longest prefills would be last."""
     rules = state.rules.adaptive
     wait_s = option.start_s - view.now_s + _queued_s_per_node(option.cluster, view)
     lead_s = min(rules.patience * option.prefill_s**2, rules.overtaken_share * wait_s)
@@ -108,14 +110,15 @@ def make_hold(
 
 
 def others_are_overdue(request: Request, option: Option, view: View, state: ShortTermState) -> bool:
-    """Whether a node that is free belongs to the requests that wait for its cluster, and not to
-    this one. A new request may take the node: most requests are short, and then wait for nothing.
-    But in a burst new requests come faster than nodes become free, and the line would stand still
-    while they pass. So the first request in the line may be overdue (beyond its arrival and its
-    lead) only by a share of the wait that the whole line stands for.
+    """Whether a free node is for the requests that wait for its cluster, and not for this one.
 
-    The comparison is with the time of arrival, so a request that comes from the line is never
-    behind those that are left in it, and a request that changes clusters keeps its age."""
+    A new request may take a free node: most requests are short, and then they do not wait. But in a
+    burst new requests come faster than nodes become free, and the queue would not move while they
+    overtake it. So the first request of the queue may be overdue (later than its arrival plus its
+    lead) only by a share of the wait that the whole queue amounts to.
+
+    The rule compares times of arrival. So a request from the queue never waits for the requests
+    left in the queue, and a request that changes clusters keeps its age."""
     held = view.held.get(option.cluster)
     if held is None:
         return False
@@ -124,14 +127,14 @@ def others_are_overdue(request: Request, option: Option, view: View, state: Shor
 
 
 def _queued_s_per_node(cluster: ClusterId, view: View) -> float:
-    """The prefill time that the router holds back for each node of the cluster."""
+    """Prefill seconds that wait at the router, per prefill node of the cluster."""
     held = view.held.get(cluster)
     return 0.0 if held is None else held.total_s / _prefill_nodes(cluster, view)
 
 
 def _prefill_nodes(cluster: ClusterId, view: View) -> int:
-    seen = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
-    return sum(node.usable and node.role == "prefill" for node in seen.nodes)
+    found = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
+    return sum(node.usable and node.role == "prefill" for node in found.nodes)
 
 
 def _longer_foreign_prefix(
@@ -145,16 +148,16 @@ def _longer_foreign_prefix(
     for other in clusters:
         if other is cluster or not _link_has_room(other, cluster, view, state):
             continue
-        there = prefix_across(other, cluster, view, state)
-        if there is not None and (best is None or there.tokens > best.tokens):
-            best = there
+        foreign = prefix_across(other, cluster, view, state)
+        if foreign is not None and (best is None or foreign.tokens > best.tokens):
+            best = foreign
     return best if best is not own else None
 
 
 def _link_has_room(
     source: ClusterView, target: ClusterView, view: View, state: ShortTermState
 ) -> bool:
-    """Whether the link could take a copy beside the hand-offs it carries."""
+    """Whether the link can carry a copy in addition to its hand-offs."""
     link_id = (source.cluster, target.cluster)
     link = view.links.get(link_id)
     known = state.links.get(link_id)

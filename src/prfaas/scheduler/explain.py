@@ -1,6 +1,6 @@
-"""Why a request would go where it goes: every alternative with its predicted time to first token.
+"""Explains the route of a request: every alternative with its predicted time to first token.
 
-Computed when somebody asks; `route` itself does not build this.
+This is computed on demand; `route` itself does not build it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Alternative(NamedTuple):
 
 class Explanation(NamedTuple):
     chosen: Route | Hold
-    threshold_tokens: float  # that counts now, the short-term factor included
-    alternatives: tuple[Alternative, ...]  # soonest first token first
+    threshold_tokens: float  # in effect now, with the short-term factor
+    alternatives: tuple[Alternative, ...]  # ordered by predicted time to first token
 
 
 def explain(request: Request, view: View, plan: Plan, state: ShortTermState) -> Explanation:

@@ -95,7 +95,7 @@ def replay(
     """A trace's requests. `window_s` (in the trace's time) selects a part of the trace whose start
     the seed draws. `bucket_s` is the width over which equal time stamps are spread."""
     if not rows:
-        raise InputError("the trace holds no request")
+        raise InputError("the trace has no requests")
     rng = np.random.default_rng(seed)
     stamps = np.array([row.timestamp for row in rows]) / 1e3
     backwards = np.flatnonzero(np.diff(stamps) < 0)

@@ -65,7 +65,7 @@ class FluidLink:
     # Transfers ------------------------------------------------------------------------------------
 
     def produce(self, bits: float, seconds: float, done: Callable[[], None]) -> LinkTransfer:
-        """A prefill begins: `bits` become ready evenly over `seconds`. `drain` ends it."""
+        """A prefill begins: `bits` become ready evenly over `seconds`."""
         transfer = LinkTransfer(done)
         transfer.rate_bps = bits / seconds if seconds > 0 else 0.0
         self._advance()
@@ -74,7 +74,7 @@ class FluidLink:
         return transfer
 
     def drain(self, transfer: LinkTransfer, closing_bits: float) -> None:
-        """The prefill has ended: the backlog and `closing_bits`, final only now, are left to send."""
+        """The prefill has ended: the backlog and `closing_bits` are left to send."""
         self._advance()
         self._producing.remove(transfer)
         self._start_draining(transfer, transfer.backlog_bits + closing_bits)

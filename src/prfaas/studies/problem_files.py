@@ -33,7 +33,7 @@ class Study:
 
     def plan(self, deployment: Deployment, load_rps: float | None = None) -> DeploymentComparison:
         problem = self.problem(deployment)
-        return self.planner(problem).plan(problem, load_rps)
+        return self.planner(problem).compare(problem, load_rps)
 
     def planner(self, problem: Problem) -> Planner:
         key = (id(problem.workload), problem.spec)  # workloads live as long as this study

@@ -276,7 +276,7 @@ def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
             usage = json.loads(body)["usage"]
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
             assert (story.attempts, story.prefill) == (2, story.decode)
-            assert "other tokens" in story.reason
+            assert "tokenised this chat differently" in story.reason
             await until(lambda: is_clean(back))
 
     asyncio.run(main())

@@ -40,7 +40,7 @@ def test_what_a_window_was_like() -> None:
     assert seen == (10, 1.0, 100.0, 5.0, 7.0, 0.5, 1.0)
     young = TrafficHistory(started_s=50.0, window_s=100.0)
     young.observe(51.0, 1, 0, 1, 0.0)
-    found = young.seen(52.0)
+    found = young.summarise(52.0)
     assert found is not None and found.rps == 0.5, "it has not been there for a whole window"
 
 
