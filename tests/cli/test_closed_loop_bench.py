@@ -48,7 +48,7 @@ def test_rounds_are_added_up() -> None:
     assert closed_loop.ratio([], [1.0]) is None
 
 
-def test_no_more_requests_than_streams_are_under_way() -> None:
+async def test_no_more_requests_than_streams_are_under_way() -> None:
     under_way, most, prompts = 0, 0, set()
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -62,9 +62,7 @@ def test_no_more_requests_than_streams_are_under_way() -> None:
         await response.write(DONE)
         return response
 
-    async def run() -> int:
-        load = closed_loop.Load(3, 20, 50, 4)
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            return len(await closed_loop.closed_loop(target, load))
-
-    assert asyncio.run(run()) == 20 and len(prompts) == 20 and most <= 3
+    load = closed_loop.Load(3, 20, 50, 4)
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        answers = await closed_loop.closed_loop(target, load)
+    assert len(answers) == 20 and len(prompts) == 20 and most <= 3

@@ -23,7 +23,7 @@ from prfaas.scheduler.plan import find_optimum
 from prfaas.studies.problem_files import Study
 from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
-from tests.launch.test_stories import line
+from tests.launch.test_request_outcomes import line
 
 Run = Callable[..., Result]
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -71,29 +71,22 @@ def test_claims_about_served_prompts() -> None:
     assert not any(check.held for check in serving_checks(wrong, wrong))
 
 
-def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
+async def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
     ear = RelayEar()
 
-    async def run() -> list[int]:
-        async with Children(tmp_path, ["/bin/sh"]) as children:
-            stats = msgspec.json.encode(RelayStats(1, 1, 0, 70, 0, 0, 0, 0)).decode()
-            script = (
-                'echo up at x; echo \'{"event":"other"}\'; '
-                f"while read w; do n=$((n+1)); echo '{stats}' | sed s/70/${{n}}000/; done"
-            )
-            relay = await children.start(
-                Command("relay", ["-c", script], r"at (\S+)", heard=ear.heard)
-            )
-            return [await ear.carried_bytes(relay), await ear.carried_bytes(relay)]
-
-    assert asyncio.run(run()) == [1000, 2000]
+    async with Children(tmp_path, ["/bin/sh"]) as children:
+        stats = msgspec.json.encode(RelayStats(1, 1, 0, 70, 0, 0, 0, 0)).decode()
+        script = (
+            'echo up at x; echo \'{"event":"other"}\'; '
+            f"while read w; do n=$((n+1)); echo '{stats}' | sed s/70/${{n}}000/; done"
+        )
+        relay = await children.start(Command("relay", ["-c", script], r"at (\S+)", heard=ear.heard))
+        assert await ear.carried_bytes(relay) == 1000
+        assert await ear.carried_bytes(relay) == 2000
 
 
-def test_work_ends_when_a_process_does(tmp_path: Path) -> None:
-    async def run() -> None:
+async def test_work_ends_when_a_process_does(tmp_path: Path) -> None:
+    with pytest.raises(ChildDied, match="one ended with code 4"):
         async with Children(tmp_path, ["/bin/sh"]) as children:
             await children.start(Command("one", ["-c", "exit 4"], r"at (\S+)"))
             await watched(children, asyncio.sleep(1000))
-
-    with pytest.raises(ChildDied, match="one ended with code 4"):
-        asyncio.run(run())

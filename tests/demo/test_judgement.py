@@ -126,12 +126,8 @@ def test_without_a_single_step_nothing_can_be_judged() -> None:
     assert math.isinf(disturbance(still, still, 0.0, 0.0).share)
 
 
-def test_a_probe_takes_samples_while_something_else_runs() -> None:
-    async def run() -> Probe:
-        async with probing() as probe:
-            await asyncio.to_thread(wait_until, lambda: bool(probe.late_s))
-        return probe
-
-    probe = asyncio.run(run())
+async def test_a_probe_takes_samples_while_something_else_runs() -> None:
+    async with probing() as probe:
+        await asyncio.to_thread(wait_until, lambda: bool(probe.late_s))
     assert probe.late_s and probe.mean_late_s >= 0.0
     assert Probe().mean_late_s == 0.0 and Probe([0.1, 0.3]).mean_late_s == pytest.approx(0.2)

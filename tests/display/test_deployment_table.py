@@ -7,7 +7,7 @@ from rich.console import Console
 
 from prfaas.display.deployment_table import links_line, live_view, node_row, plan_lines
 from prfaas.launch.request_outcomes import RequestOutcomes
-from tests.launch.test_stories import line
+from tests.launch.test_request_outcomes import line
 
 NODE: dict[str, Any] = {
     "node": "pd-0", "kvd_url": "http://k", "alive": True, "incompatible": [], "role": "decode",

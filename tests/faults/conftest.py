@@ -65,6 +65,8 @@ async def sockets(stage: FaultDeployment) -> dict[str, int]:
 
 def burning(engine: FireEngine, folder: Path) -> Iterator[Fire]:
     ready, lengths = fire(engine, CASE_STUDY, folder, folder / "cache", print)
+    # Not async fixtures and tests: the stage outlives a test, and with it its event loop, which is
+    # that of the services.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         started = staged(ready.deployment, ready.engines, folder, tether(), print)
         stage = runner.run(started.__aenter__())

@@ -95,22 +95,19 @@ async def converse(back: GatewayBackend, seed: int) -> list[tuple[list[int], lis
     ],
     indirect=["hosts"],
 )
-def test_mixed_requests_at_once_are_answered_as_by_one_process(
+async def test_mixed_requests_at_once_are_answered_as_by_one_process(
     hosts: Hosts, conversations: int
 ) -> None:
     made = hosts.deployment(threshold_tokens=THRESHOLD // 5)
 
-    async def main() -> list[tuple[list[int], list[int], bool]]:
-        async with serving(made) as back:
-            async with asyncio.TaskGroup() as group:
-                talks = [group.create_task(converse(back, seed)) for seed in range(conversations)]
-            await until(lambda: is_clean(back))
-            assert back.state()["retries"]["spent"] == 0
-            return [turn for talk in talks for turn in talk.result()]
-
-    turns = asyncio.run(main())
+    async with serving(made) as back:
+        async with asyncio.TaskGroup() as group:
+            talks = [group.create_task(converse(back, seed)) for seed in range(conversations)]
+        await until(lambda: is_clean(back))
+        assert back.state()["retries"]["spent"] == 0
+        turns = [turn for talk in talks for turn in talk.result()]
     for host in hosts.all:
-        host.wait_until_idle()
+        await asyncio.to_thread(host.wait_until_idle)
     assert {offloaded for *_, offloaded in turns} == {True, False}
     for ids, tokens, _ in turns:
         assert tokens == alone(hosts.home[0], ids), f"{len(ids)} tokens"
@@ -122,7 +119,7 @@ TURNS = [(300, FAR, 0), (130, HOME, 256), (300, FAR, 384), (50, HOME, 704)]
 
 
 @pytest.mark.parametrize("hosts", ["kimi-linear"], indirect=True)
-def test_a_conversation_takes_its_cache_along(hosts: Hosts) -> None:
+async def test_a_conversation_takes_its_cache_along(hosts: Hosts) -> None:
     """Each turn resumes after the last one, wherever that was prefilled; only blocks that the
     cluster lacks travel, with the states at their end; the tokens are those of one process."""
     made = hosts.deployment(
@@ -132,34 +129,30 @@ def test_a_conversation_takes_its_cache_along(hosts: Hosts) -> None:
     (far,) = hosts.far
     spec = far.spec()
 
-    async def main() -> list[tuple[list[int], list[int]]]:
-        async with serving(made) as back:
-            (name,) = with_role(back, "prefill")
-            at = {HOME: hosts.named(name), FAR: far}
-            held = {HOME: 0, FAR: 0}  # by the node that prefills there
-            ids: list[int] = []
-            turns = []
-            for number, (more, cluster, cached) in enumerate(TURNS):
-                ids = [*ids, *prompt(more, number)]
-                asked = ask(ids, NEW_TOKENS, conversation=True)
-                await until_it_would_resume(back, asked, cached)
-                before = {c: (at[c].hit_tokens(), at[c].received_bytes()) for c in at}
-                found = await answered(back, asked)
-                await until(lambda n=number: moved(back, "route") == (n, 0))  # type: ignore[misc]
-                assert (found.story.cluster, found.story.attempts) == (cluster, 1)
-                hits, received = before[cluster]
-                assert at[cluster].hit_tokens() - hits == cached
-                copied = spec.kv_bytes(cached, held[cluster]) if cached else 0
-                assert at[cluster].received_bytes() - received == copied
-                await until(lambda s=found.story, c=cached: s.cached_tokens == c)  # type: ignore[misc]
-                held[cluster] = len(ids) // 64 * 64
-                turns.append((ids, found.tokens))
-                ids = [*ids, *found.tokens]
-            await until(lambda: is_clean(back))
-            return turns
-
-    turns = asyncio.run(main())
+    async with serving(made) as back:
+        (name,) = with_role(back, "prefill")
+        at = {HOME: hosts.named(name), FAR: far}
+        held = {HOME: 0, FAR: 0}  # by the node that prefills there
+        ids: list[int] = []
+        turns = []
+        for number, (more, cluster, cached) in enumerate(TURNS):
+            ids = [*ids, *prompt(more, number)]
+            asked = ask(ids, NEW_TOKENS, conversation=True)
+            await until_it_would_resume(back, asked, cached)
+            before = {c: (at[c].hit_tokens(), at[c].received_bytes()) for c in at}
+            found = await answered(back, asked)
+            await until(lambda n=number: moved(back, "route") == (n, 0))  # type: ignore[misc]
+            assert (found.story.cluster, found.story.attempts) == (cluster, 1)
+            hits, received = before[cluster]
+            assert at[cluster].hit_tokens() - hits == cached
+            copied = spec.kv_bytes(cached, held[cluster]) if cached else 0
+            assert at[cluster].received_bytes() - received == copied
+            await until(lambda s=found.story, c=cached: s.cached_tokens == c)  # type: ignore[misc]
+            held[cluster] = len(ids) // 64 * 64
+            turns.append((ids, found.tokens))
+            ids = [*ids, *found.tokens]
+        await until(lambda: is_clean(back))
     for host in hosts.all:
-        host.wait_until_idle()
+        await asyncio.to_thread(host.wait_until_idle)
     for ids, tokens in turns:
         assert tokens == alone(hosts.home[0], ids), f"{len(ids)} tokens"

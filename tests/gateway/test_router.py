@@ -46,16 +46,16 @@ def seeker(tokens: int, clock: FakeClock, *avoid: NodeId) -> PlacementRequest:
     return PlacementRequest(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
 
 
-def placed(subject: Router, who: PlacementRequest) -> tuple[str, str]:
-    route = asyncio.run(subject.place(who, 1.0)).route
+async def placed(subject: Router, who: PlacementRequest) -> tuple[str, str]:
+    route = (await subject.place(who, 1.0)).route
     return route.prefill, route.decode
 
 
-def test_routes_as_the_scheduler_says() -> None:
+async def test_routes_as_the_scheduler_says() -> None:
     clock = FakeClock()
     subject = router(clock)
-    assert placed(subject, seeker(LONG, clock)) == (F, B)
-    assert placed(subject, seeker(SHORT, clock)) == (A, C), "b has one already"
+    assert await placed(subject, seeker(LONG, clock)) == (F, B)
+    assert await placed(subject, seeker(SHORT, clock)) == (A, C), "b has one already"
 
 
 def test_whoever_waits_for_a_node_that_has_hung_gives_up_once() -> None:
@@ -86,33 +86,33 @@ def test_whoever_waits_for_a_node_that_has_hung_gives_up_once() -> None:
         assert gave_up == ["b", "b streams"]
 
 
-def test_one_token_is_nothing_to_hand_off() -> None:
+async def test_one_token_is_nothing_to_hand_off() -> None:
     clock = FakeClock()
-    assert placed(router(clock), seeker(1, clock)) == (B, B)
+    assert await placed(router(clock), seeker(1, clock)) == (B, B)
 
 
-def test_to_avoid_somebody_is_a_preference() -> None:
+async def test_to_avoid_somebody_is_a_preference() -> None:
     clock = FakeClock()
     subject = router(clock)
-    assert placed(subject, seeker(LONG, clock, F)) == (A, B)
-    assert placed(subject, seeker(LONG, clock, B, C))[1] in (B, C)
-    assert placed(subject, seeker(LONG, clock, A, F))[0] in (A, F)
+    assert await placed(subject, seeker(LONG, clock, F)) == (A, B)
+    assert (await placed(subject, seeker(LONG, clock, B, C)))[1] in (B, C)
+    assert (await placed(subject, seeker(LONG, clock, A, F)))[0] in (A, F)
 
 
-def test_who_failed_gets_nothing_until_it_answers() -> None:
+async def test_who_failed_gets_nothing_until_it_answers() -> None:
     clock = FakeClock()
     subject = router(clock)
     clock.advance(0.1)
     subject.engine_failed(F)
-    assert placed(subject, seeker(LONG, clock))[0] == A
+    assert (await placed(subject, seeker(LONG, clock)))[0] == A
     clock.advance(0.1)
     far = subject.members.named(F)
     assert far is not None
     subject.loaded(far, Load(0, 0), clock.now(), 0)
-    assert placed(subject, seeker(LONG, clock))[0] == F
+    assert (await placed(subject, seeker(LONG, clock)))[0] == F
 
 
-def test_silence_ends_a_nodes_use() -> None:
+async def test_silence_ends_a_nodes_use() -> None:
     clock = FakeClock()
     subject = router(clock)
     clock.advance(100.0)
@@ -121,37 +121,34 @@ def test_silence_ends_a_nodes_use() -> None:
             appear(subject, member, str(member.node), clock.now())
     subject.tick()
     assert subject.live(subject.remotes[0]) == []
-    assert placed(subject, seeker(LONG, clock))[0] == A
+    assert (await placed(subject, seeker(LONG, clock)))[0] == A
 
 
-def test_incompatible_nodes_are_shown_and_not_used() -> None:
+async def test_incompatible_nodes_are_shown_and_not_used() -> None:
     clock = FakeClock()
     subject = router(clock)
     far = subject.members.named(F)
     assert far is not None
     subject.heard(far, report("f", revision="2"))
     assert subject.members.differences(far)
-    assert placed(subject, seeker(LONG, clock))[0] == A
+    assert (await placed(subject, seeker(LONG, clock)))[0] == A
 
 
-def test_nobody_decodes_so_it_waits_and_is_woken() -> None:
+async def test_nobody_decodes_so_it_waits_and_is_woken() -> None:
     clock = FakeClock()
     subject = router(clock)
     subject.draining |= {B, C}
     subject.refresh()
 
-    async def main() -> None:
-        waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
-        await until(lambda: len(subject.held) == 1)
-        subject.draining.clear()
-        subject.refresh()
-        assert (await waiting).route.decode == B
-        assert not subject.held
-
-    asyncio.run(main())
+    waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
+    await until(lambda: len(subject.held) == 1)
+    subject.draining.clear()
+    subject.refresh()
+    assert (await waiting).route.decode == B
+    assert not subject.held
 
 
-def test_a_free_node_goes_to_the_first_in_line_before_a_new_request() -> None:
+async def test_a_free_node_goes_to_the_first_in_line_before_a_new_request() -> None:
     """The line gets it in the moment in which the new request comes: no report, and no end of a
     prefill, has to come first."""
     clock = FakeClock()
@@ -161,32 +158,29 @@ def test_a_free_node_goes_to_the_first_in_line_before_a_new_request() -> None:
     subject.held.put(first, Hold("test", subject.remotes[0], 0.1, clock.now()))
     clock.advance(10.0)
 
-    async def main() -> None:
-        new = seeker(LONG, clock)
-        waiting = asyncio.create_task(subject.place(new, 30.0))
-        await until(lambda: first.placed.is_set())
-        assert first.booking is not None and first.booking.route.prefill == F
-        assert new.booking is None and len(subject.held) == 1
-        clock.advance(first.booking.route.prefill_s)
-        first.booking.prefilled(clock.now())
-        first.booking.close(clock.now())
-        assert await waiting is new.booking and not subject.held
-
-    asyncio.run(main())
+    new = seeker(LONG, clock)
+    waiting = asyncio.create_task(subject.place(new, 30.0))
+    await until(lambda: first.placed.is_set())
+    assert first.booking is not None and first.booking.route.prefill == F
+    assert new.booking is None and len(subject.held) == 1
+    clock.advance(first.booking.route.prefill_s)
+    first.booking.prefilled(clock.now())
+    first.booking.close(clock.now())
+    assert await waiting is new.booking and not subject.held
 
 
-def test_waiting_is_bounded() -> None:
+async def test_waiting_is_bounded() -> None:
     clock = FakeClock()
     subject = router(clock)
     subject.draining |= {B, C}
     subject.refresh()
     with pytest.raises(RequestError) as refused:
-        asyncio.run(subject.place(seeker(LONG, clock), 0.0))
+        await subject.place(seeker(LONG, clock), 0.0)
     assert refused.value.status == 503 and refused.value.retry_after_s
     assert not subject.held
 
 
-def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
+async def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
     """Also when it is placed in the moment in which it is cancelled."""
     clock = FakeClock()
     subject = router(clock)
@@ -194,19 +188,16 @@ def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
     subject.refresh()
     before = subject.board.view(0.0, {}, {})
 
-    async def main() -> None:
-        for at_once in (False, True):
-            waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
-            await until(lambda: len(subject.held) == 1)
-            if at_once:
-                subject.draining.clear()
-                subject.refresh()
-                assert subject.board.node(B).active == 1
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert waiting.cancelled() and not subject.held
-
-    asyncio.run(main())
+    for at_once in (False, True):
+        waiting = asyncio.create_task(subject.place(seeker(LONG, clock), 30.0))
+        await until(lambda: len(subject.held) == 1)
+        if at_once:
+            subject.draining.clear()
+            subject.refresh()
+            assert subject.board.node(B).active == 1
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() and not subject.held
     subject.draining |= {B, C}
     subject.refresh()
     subject.board.forget_work(F)
@@ -215,12 +206,12 @@ def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
     assert subject.board.node(B).active == 0
 
 
-def test_a_queue_is_known_although_nodes_only_count() -> None:
+async def test_a_queue_is_known_although_nodes_only_count() -> None:
     clock = FakeClock()
     subject = router(clock)
     far = subject.members.named(F)
     assert far is not None
-    booking = asyncio.run(subject.place(seeker(LONG, clock), 1.0))
+    booking = await subject.place(seeker(LONG, clock), 1.0)
     work_s = booking.route.prefill_s
     clock.advance(work_s / 2)
     subject.loaded(far, Load(1, 0), clock.now(), 1)
@@ -231,7 +222,7 @@ def test_a_queue_is_known_although_nodes_only_count() -> None:
     assert subject.board.node(F).free_at_s == pytest.approx(clock.now())
 
 
-def test_a_cut_link_is_noticed_and_forgiven() -> None:
+async def test_a_cut_link_is_noticed_and_forgiven() -> None:
     clock = FakeClock()
     subject = router(clock)
     far = subject.members.named(F)
@@ -248,32 +239,32 @@ def test_a_cut_link_is_noticed_and_forgiven() -> None:
     say(1.0, 0)
     clock.advance(2.0)
     assert subject.cut_for_s(link) == 2.0
-    assert placed(subject, seeker(2 * LONG, clock))[0] == A
+    assert (await placed(subject, seeker(2 * LONG, clock)))[0] == A
     say(2.0, 4)
     assert subject.cut_for_s(link) == 0.0
     # The link has yet to show that it is clear: until then the threshold is raised.
-    assert placed(subject, seeker(2 * LONG, clock))[0] == F
+    assert (await placed(subject, seeker(2 * LONG, clock)))[0] == F
 
 
-def test_a_forgotten_node_leaves_when_nothing_of_ours_is_there() -> None:
+async def test_a_forgotten_node_leaves_when_nothing_of_ours_is_there() -> None:
     clock = FakeClock()
     subject = router(clock)
     far = subject.members.named(F)
     assert far is not None
-    booking = asyncio.run(subject.place(seeker(LONG, clock), 1.0))
+    booking = await subject.place(seeker(LONG, clock), 1.0)
     subject.forget(far)
     assert booking.route.prefill == F and not subject.board.node(F).usable
-    assert placed(subject, seeker(LONG, clock))[0] == A
+    assert (await placed(subject, seeker(LONG, clock)))[0] == A
     booking.close(clock.now())
     subject.tick()
     assert F not in subject.board and len(subject.members) == 3
 
 
-def test_a_kvd_that_comes_back_under_another_name_is_another_node() -> None:
+async def test_a_kvd_that_comes_back_under_another_name_is_another_node() -> None:
     clock = FakeClock()
     subject = router(clock)
     far = subject.members.named(F)
     assert far is not None
     subject.heard(far, report("g", instance="second"))
     assert F not in subject.board and subject.members.named(F) is None
-    assert placed(subject, seeker(LONG, clock))[0] == "g"
+    assert (await placed(subject, seeker(LONG, clock)))[0] == "g"

@@ -94,52 +94,47 @@ def questions(name: str) -> list[GatewayRequest]:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_requests_still_under_way_are_cut_off(
+async def test_requests_still_under_way_are_cut_off(
     emulated: Hosts, relays: list[Relay], moment: str
 ) -> None:
     """Their callers have not cancelled them when the back ends."""
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            back = await stack.enter_async_context(serving(made_of(emulated, relays)))
-            with held_up(moment, emulated, relays) as there:
-                asked = questions(f"cut off, {moment}")
-                answering = [asyncio.create_task(answered(back, one)) for one in asked]
-                await until(there)
-                await stack.aclose()
-                await asyncio.wait(answering)
-                assert all(task.cancelled() for task in answering)
-                await until(lambda: reserved(emulated) == 0)
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with AsyncExitStack() as stack:
+        back = await stack.enter_async_context(serving(made_of(emulated, relays)))
+        with held_up(moment, emulated, relays) as there:
+            asked = questions(f"cut off, {moment}")
+            answering = [asyncio.create_task(answered(back, one)) for one in asked]
+            await until(there)
+            await stack.aclose()
+            await asyncio.wait(answering)
+            assert all(task.cancelled() for task in answering)
+            await until(lambda: reserved(emulated) == 0)
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(emulated: Hosts) -> None:
+async def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(
+    emulated: Hosts,
+) -> None:
     def failed() -> int:
         return sum(int(host.stats(check=False)["incoming"]["failed"]) for host in emulated.home)
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            back = await stack.enter_async_context(serving(emulated.deployment()))
-            before = failed()
-            stories = [RequestTrace(0.0) for _ in range(AT_ONCE)]
-            with stopped(*(host.kvd for host in emulated.home)):
-                answering = [
-                    asyncio.create_task(enter(back, one, story))
-                    for one, story in zip(questions("being opened"), stories, strict=True)
-                ]
-                await until(lambda: all(story.routed_s is not None for story in stories))
-                leaving = asyncio.create_task(stack.aclose())
-                await asyncio.wait(answering)
-            await leaving
-            assert all(story.granted_s is None for story in stories)
-            # The kvds have made the grants once they could, and every grant has been aborted.
-            await until(lambda: reserved(emulated) == 0)
-            assert failed() == before + AT_ONCE
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with AsyncExitStack() as stack:
+        back = await stack.enter_async_context(serving(emulated.deployment()))
+        before = failed()
+        stories = [RequestTrace(0.0) for _ in range(AT_ONCE)]
+        with stopped(*(host.kvd for host in emulated.home)):
+            answering = [
+                asyncio.create_task(enter(back, one, story))
+                for one, story in zip(questions("being opened"), stories, strict=True)
+            ]
+            await until(lambda: all(story.routed_s is not None for story in stories))
+            leaving = asyncio.create_task(stack.aclose())
+            await asyncio.wait(answering)
+        await leaving
+        assert all(story.granted_s is None for story in stories)
+        # The kvds have made the grants once they could, and every grant has been aborted.
+        await until(lambda: reserved(emulated) == 0)
+        assert failed() == before + AT_ONCE
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
 async def enter(back: GatewayBackend, asked: GatewayRequest, story: RequestTrace) -> None:

@@ -43,34 +43,31 @@ def wan(back: GatewayBackend) -> dict[str, Any]:
     return found
 
 
-def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Relay]) -> None:
+async def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: list[Relay]) -> None:
     made = deployment(through(relays, emulated), [node(host) for host in emulated.far])
 
-    async def main() -> None:
-        async with serving(made) as back:
-            found = await answered(back, ask(prompt(LONG, 20)))
-            assert found.story.offloaded
-            assert sum(relay.stats.to_target_bytes for relay in relays) > 0
-            for relay in relays:
-                relay.outage()
-            found = await answered(back, ask(prompt(LONG, 21)))
-            assert not found.story.offloaded and found.story.attempts == 2
-            assert "cut" in found.story.failures[0] and not link_is_up(back)
-            found = await answered(back, ask(prompt(LONG, 22)))
-            assert not found.story.offloaded and found.story.attempts == 1, "it is known by now"
-            for relay in relays:
-                relay.restore()
-            await until(lambda: link_is_up(back))
-            found = await answered(back, ask(prompt(LONG, 23)))
-            assert found.story.offloaded and found.story.attempts == 1
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with serving(made) as back:
+        found = await answered(back, ask(prompt(LONG, 20)))
+        assert found.story.offloaded
+        assert sum(relay.stats.to_target_bytes for relay in relays) > 0
+        for relay in relays:
+            relay.outage()
+        found = await answered(back, ask(prompt(LONG, 21)))
+        assert not found.story.offloaded and found.story.attempts == 2
+        assert "cut" in found.story.failures[0] and not link_is_up(back)
+        found = await answered(back, ask(prompt(LONG, 22)))
+        assert not found.story.offloaded and found.story.attempts == 1, "it is known by now"
+        for relay in relays:
+            relay.restore()
+        await until(lambda: link_is_up(back))
+        found = await answered(back, ask(prompt(LONG, 23)))
+        assert found.story.offloaded and found.story.attempts == 1
+        await until(lambda: is_clean(back))
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
 @pytest.mark.parametrize("policy", ["paper", "adaptive"])
-def test_a_slow_wan_is_left_alone_until_it_recovers(
+async def test_a_slow_wan_is_left_alone_until_it_recovers(
     unassigned: Hosts, relays: list[Relay], policy: str
 ) -> None:
     """The gateway learns the rate from what the senders report while hand-offs are under way."""
@@ -105,41 +102,38 @@ def test_a_slow_wan_is_left_alone_until_it_recovers(
             and SLOW_BPS / 2 <= believed <= 2 * SLOW_BPS
         )
 
-    async def main() -> None:
-        async with serving(made) as back:
-            assert (await answered(back, question(somewhat_long, 30))).story.offloaded
-            await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
-            for relay in relays:
-                relay.change(Conditions(rate_bps=SLOW_BPS))
-            slowly: list[asyncio.Task[Answered]] = []
+    async with serving(made) as back:
+        assert (await answered(back, question(somewhat_long, 30))).story.offloaded
+        await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
+        for relay in relays:
+            relay.change(Conditions(rate_bps=SLOW_BPS))
+        slowly: list[asyncio.Task[Answered]] = []
 
-            def busy_until_the_rate_is_known() -> bool:
-                missing = AT_ONCE - sum(not task.done() for task in slowly)
-                seeds = range(100 + len(slowly), 100 + len(slowly) + missing)
-                more = [answered(back, question(LONG, seed)) for seed in seeds]
-                slowly.extend(map(asyncio.create_task, more))
-                return rate_is_known(back)
+        def busy_until_the_rate_is_known() -> bool:
+            missing = AT_ONCE - sum(not task.done() for task in slowly)
+            seeds = range(100 + len(slowly), 100 + len(slowly) + missing)
+            more = [answered(back, question(LONG, seed)) for seed in seeds]
+            slowly.extend(map(asyncio.create_task, more))
+            return rate_is_known(back)
 
-            await until(busy_until_the_rate_is_known)
-            meanwhile = question(somewhat_long, 32)
-            await until(lambda: not offloads(back, meanwhile))
-            # Before anything is waited for: on a busy machine all hand-offs may have arrived by the
-            # time of the next answer, and then the link is not believed to be slow any more.
-            slow_s = transfer_s(back, meanwhile)
-            at_home = await answered(back, meanwhile)
-            assert not at_home.story.offloaded and at_home.story.attempts == 1
-            for relay in relays:
-                relay.change(Conditions())
-            stories = [one.story for one in await asyncio.gather(*slowly)]
-            assert any(story.offloaded for story in stories)
-            assert all(story.attempts == 1 for story in stories), "slow is not lost"
-            await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
-            last = question(somewhat_long, 33)
-            await until(lambda: transfer_s(back, last) < slow_s / 10)
-            if policy == "paper":  # the other one also heeds how busy this machine makes each node
-                await until(lambda: offloads(back, last))
-                assert (await answered(back, last)).story.offloaded
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
-    unassigned.wait_until_idle()
+        await until(busy_until_the_rate_is_known)
+        meanwhile = question(somewhat_long, 32)
+        await until(lambda: not offloads(back, meanwhile))
+        # Before anything is waited for: on a busy machine all hand-offs may have arrived by the
+        # time of the next answer, and then the link is not believed to be slow any more.
+        slow_s = transfer_s(back, meanwhile)
+        at_home = await answered(back, meanwhile)
+        assert not at_home.story.offloaded and at_home.story.attempts == 1
+        for relay in relays:
+            relay.change(Conditions())
+        stories = [one.story for one in await asyncio.gather(*slowly)]
+        assert any(story.offloaded for story in stories)
+        assert all(story.attempts == 1 for story in stories), "slow is not lost"
+        await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
+        last = question(somewhat_long, 33)
+        await until(lambda: transfer_s(back, last) < slow_s / 10)
+        if policy == "paper":  # the other one also heeds how busy this machine makes each node
+            await until(lambda: offloads(back, last))
+            assert (await answered(back, last)).story.offloaded
+        await until(lambda: is_clean(back))
+    await asyncio.to_thread(unassigned.wait_until_idle)

@@ -88,28 +88,23 @@ async def read(calls: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> byt
     return await calls.read("GET", f"{peer.url}/x", timeout_s)
 
 
-def test_a_request_on_the_wire() -> None:
-    async def main() -> None:
-        async with talking([HELLO]) as peer, calling("secret") as calls:
-            answer = await calls.read(
-                "POST", f"{peer.url}/v1/a?b=1", 20, b"{}", {"X-Request-Id": "7"}
-            )
-            assert answer == b"hello"
-            host = peer.url.removeprefix("http://")
-            (said,) = peer.requests
-            assert said.decode() == (
-                f"POST /v1/a?b=1 HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
-                "X-Request-Id: 7\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-            )
-
-    asyncio.run(main())
+async def test_a_request_on_the_wire() -> None:
+    async with talking([HELLO]) as peer, calling("secret") as calls:
+        answer = await calls.read("POST", f"{peer.url}/v1/a?b=1", 20, b"{}", {"X-Request-Id": "7"})
+        assert answer == b"hello"
+        host = peer.url.removeprefix("http://")
+        (said,) = peer.requests
+        assert said.decode() == (
+            f"POST /v1/a?b=1 HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
+            "X-Request-Id: 7\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        )
 
 
 framings = st.sampled_from(["length", "chunked", "until the end"])
 
 
 @given(framings, st.binary(max_size=300), st.lists(st.integers(0, 400), max_size=8), st.data())
-def test_however_an_answer_is_framed_and_cut(
+async def test_however_an_answer_is_framed_and_cut(
     framing: str, body: bytes, cuts: list[int], data: st.DataObject
 ) -> None:
     if framing == "length":
@@ -123,21 +118,15 @@ def test_however_an_answer_is_framed_and_cut(
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     pieces = [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
-    async def main() -> None:
-        async with talking(pieces, closes=framing == "until the end") as peer, calling() as calls:
-            assert await read(calls, peer) == body
-
-    asyncio.run(main())
+    async with talking(pieces, closes=framing == "until the end") as peer, calling() as calls:
+        assert await read(calls, peer) == body
 
 
-def test_connections_are_used_again() -> None:
-    async def main() -> None:
-        async with talking(*[[HELLO]] * 4) as peer, calling() as calls:
-            for _ in range(3):
-                assert await read(calls, peer) == b"hello"
-            assert peer.connections == 1
-
-    asyncio.run(main())
+async def test_connections_are_used_again() -> None:
+    async with talking(*[[HELLO]] * 4) as peer, calling() as calls:
+        for _ in range(3):
+            assert await read(calls, peer) == b"hello"
+        assert peer.connections == 1
 
 
 @pytest.mark.parametrize(
@@ -147,35 +136,26 @@ def test_connections_are_used_again() -> None:
         HELLO + b"and more",  # nobody asked
     ],
 )
-def test_connections_that_are_not(first: bytes) -> None:
-    async def main() -> None:
-        async with talking([first], [HELLO]) as peer, calling() as calls:
-            assert await read(calls, peer) == b"hello"
-            await until(lambda: peer.open == 0)
-            assert await read(calls, peer) == b"hello"
-            assert peer.connections == 2
-
-    asyncio.run(main())
+async def test_connections_that_are_not(first: bytes) -> None:
+    async with talking([first], [HELLO]) as peer, calling() as calls:
+        assert await read(calls, peer) == b"hello"
+        await until(lambda: peer.open == 0)
+        assert await read(calls, peer) == b"hello"
+        assert peer.connections == 2
 
 
-def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_S", 0.01)
 
-    async def main() -> None:
-        async with talking([HELLO]) as peer, calling() as calls:
-            await read(calls, peer)
-            await until(lambda: peer.open == 0)
-
-    asyncio.run(main())
+    async with talking([HELLO]) as peer, calling() as calls:
+        await read(calls, peer)
+        await until(lambda: peer.open == 0)
 
 
-def test_hints_before_the_answer_are_passed_over() -> None:
-    async def main() -> None:
-        hint = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-        async with talking([hint, HELLO]) as peer, calling() as calls:
-            assert await read(calls, peer) == b"hello"
-
-    asyncio.run(main())
+async def test_hints_before_the_answer_are_passed_over() -> None:
+    hint = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    async with talking([hint, HELLO]) as peer, calling() as calls:
+        assert await read(calls, peer) == b"hello"
 
 
 @pytest.mark.parametrize(
@@ -190,14 +170,11 @@ def test_hints_before_the_answer_are_passed_over() -> None:
         ([HELLO[:-1]], False, "no answer in time"),
     ],
 )
-def test_an_answer_that_does_not_come(pieces: list[bytes], closes: bool, said: str) -> None:
-    async def main() -> None:
-        async with talking(pieces, closes=closes) as peer, calling() as calls:
-            with pytest.raises(ConnectionLost, match=said):
-                await read(calls, peer, timeout_s=20.0 if "time" not in said else 0.05)
-            await until(lambda: peer.open == 0)
-
-    asyncio.run(main())
+async def test_an_answer_that_does_not_come(pieces: list[bytes], closes: bool, said: str) -> None:
+    async with talking(pieces, closes=closes) as peer, calling() as calls:
+        with pytest.raises(ConnectionLost, match=said):
+            await read(calls, peer, timeout_s=20.0 if "time" not in said else 0.05)
+        await until(lambda: peer.open == 0)
 
 
 def test_silence_is_bounded_and_speech_is_not() -> None:
@@ -227,6 +204,7 @@ def test_silence_is_bounded_and_speech_is_not() -> None:
                 with pytest.raises(ConnectionLost, match="no answer in time"):
                     await exchange.more()
 
+    # Not an async test: this test needs an event loop of another class.
     with asyncio.Runner(loop_factory=MovedLoop) as runner:
         runner.run(main())
 
@@ -243,7 +221,7 @@ class MovedLoop(asyncio.SelectorEventLoop):
         self._moved_s += seconds
 
 
-def test_who_does_not_read_holds_the_peer_back() -> None:
+async def test_who_does_not_read_holds_the_peer_back() -> None:
     """What nobody takes stays with the sender: kernels hold a few MB, the client one more."""
     total = 64 << 20
     sent = 0
@@ -258,49 +236,40 @@ def test_who_does_not_read_holds_the_peer_back() -> None:
         writer.close()
         await writer.wait_closed()
 
-    async def main() -> None:
-        async with serving(pour) as url, calling() as calls:
-            async with await calls.send("GET", url, silence_s=20) as exchange:
-                await exchange.accepted()
-                before = -1
-                while before != sent:  # until it is held back
-                    before = sent
-                    await asyncio.sleep(0.1)
-                assert sent < total
-                assert len(await exchange.rest()) == total
-
-    asyncio.run(main())
+    async with serving(pour) as url, calling() as calls:
+        async with await calls.send("GET", url, silence_s=20) as exchange:
+            await exchange.accepted()
+            before = -1
+            while before != sent:  # until it is held back
+                before = sent
+                await asyncio.sleep(0.1)
+            assert sent < total
+            assert len(await exchange.rest()) == total
 
 
-def test_who_stops_reading_ends_the_connection() -> None:
-    async def main() -> None:
-        async with talking([HELLO[:-1]], [HELLO]) as peer, calling() as calls:
-            reading = asyncio.create_task(read(calls, peer))
-            await until(lambda: bool(peer.requests))
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            await until(lambda: peer.open == 0)
+async def test_who_stops_reading_ends_the_connection() -> None:
+    async with talking([HELLO[:-1]], [HELLO]) as peer, calling() as calls:
+        reading = asyncio.create_task(read(calls, peer))
+        await until(lambda: bool(peer.requests))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: peer.open == 0)
+        assert await read(calls, peer) == b"hello"
+
+
+async def test_errors_in_both_shapes() -> None:
+    openai = b'{"error":{"message":"no","code":"full","param":"prompt"}}'
+    problem = b'{"code":"gone","message":"it was here"}'
+    for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", "")):
+        answer = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b"
+        async with talking([answer % (len(body), body)], [HELLO]) as peer, calling() as calls:
+            with pytest.raises(PeerHttpError) as said:
+                await read(calls, peer)
+            assert (said.value.status, said.value.code) == (503, code)
+            assert said.value.retry_after_s == 7
             assert await read(calls, peer) == b"hello"
-
-    asyncio.run(main())
-
-
-def test_errors_in_both_shapes() -> None:
-    async def main() -> None:
-        openai = b'{"error":{"message":"no","code":"full","param":"prompt"}}'
-        problem = b'{"code":"gone","message":"it was here"}'
-        for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", "")):
-            answer = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b"
-            async with talking([answer % (len(body), body)], [HELLO]) as peer, calling() as calls:
-                with pytest.raises(PeerHttpError) as said:
-                    await read(calls, peer)
-                assert (said.value.status, said.value.code) == (503, code)
-                assert said.value.retry_after_s == 7
-                assert await read(calls, peer) == b"hello"
-                assert peer.connections == 1, "an error that was read leaves the connection whole"
-
-    asyncio.run(main())
+            assert peer.connections == 1, "an error that was read leaves the connection whole"
 
 
 @pytest.mark.parametrize(
@@ -316,19 +285,13 @@ def test_errors_in_both_shapes() -> None:
         "http://127.0.0.1:1/",  # nobody listens
     ],
 )
-def test_urls_that_lead_nowhere(url: str) -> None:
-    async def main() -> None:
-        async with calling() as calls:
-            with pytest.raises(ConnectionLost):
-                await calls.read("GET", url, 20)
-
-    asyncio.run(main())
+async def test_urls_that_lead_nowhere(url: str) -> None:
+    async with calling() as calls:
+        with pytest.raises(ConnectionLost):
+            await calls.read("GET", url, 20)
 
 
-def test_a_header_is_one_line() -> None:
-    async def main() -> None:
-        async with talking([HELLO]) as peer, calling() as calls:
-            with pytest.raises(ValueError, match="X-Request-Id"):
-                await calls.read("GET", peer.url, 20, b"", {"X-Request-Id": "a\r\nHost: b"})
-
-    asyncio.run(main())
+async def test_a_header_is_one_line() -> None:
+    async with talking([HELLO]) as peer, calling() as calls:
+        with pytest.raises(ValueError, match="X-Request-Id"):
+            await calls.read("GET", peer.url, 20, b"", {"X-Request-Id": "a\r\nHost: b"})

@@ -106,7 +106,7 @@ class Host:
 
 @contextmanager
 def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
-    """In a thread of this process."""
+    """In a thread of this process, with an event loop there: its clients block."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     here: Future[Running] = Future()
 

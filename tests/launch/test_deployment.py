@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,7 @@ from prfaas.launch.preparation import Wish, prepared
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
 
-def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
+async def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
     whole = load_deployment(CASE_STUDY)
     (near,) = whole.of_kind("pd")
     near = msgspec.structs.replace(near, gpus=24)
@@ -31,10 +30,7 @@ def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
             (shown,) = (await live.state())["clusters"]
             return sorted(node["role"] for node in shown["nodes"])
 
-    async def run() -> tuple[list[str], list[str]]:
-        async with launched_hosts(small.deployment, small.engines, tmp_path, tether()) as hosts:
-            return await roles(hosts, 2), await roles(hosts, 1)
-
-    first, second = asyncio.run(run())
+    async with launched_hosts(small.deployment, small.engines, tmp_path, tether()) as hosts:
+        first, second = await roles(hosts, 2), await roles(hosts, 1)
     assert first == ["decode", "prefill", "prefill"]
     assert second == ["decode", "decode", "prefill"]

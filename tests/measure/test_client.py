@@ -21,36 +21,33 @@ USAGE = event(
 )
 
 
-def asked(handler: Handler, **options: Any) -> TimedAnswer:
-    async def run() -> TimedAnswer:
-        async with serving(handler) as url:
-            async with connect(url, MonotonicClock(), **options) as target:
-                return await target.complete(b"{}")
-
-    return asyncio.run(run())
+async def asked(handler: Handler, **options: Any) -> TimedAnswer:
+    async with serving(handler) as url:
+        async with connect(url, MonotonicClock(), **options) as target:
+            return await target.complete(b"{}")
 
 
-def test_tokens_their_moments_and_usage() -> None:
+async def test_tokens_their_moments_and_usage() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         split = token(8, 9, text="cd")
         pieces = (token(7, text="ab"), b": ping\n\n", split[:9], split[9:], USAGE, DONE)
         return await stream(request, *pieces)
 
-    answer = asked(handler)
+    answer = await asked(handler)
     assert answer.error is None
     assert (answer.token_ids, answer.text, len(answer.moments_s)) == ([7, 8, 9], "abcd", 2)
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (5, 3, 4)
     assert answer.asked_s <= answer.moments_s[0] <= answer.moments_s[1] <= answer.ended_s
 
 
-def test_the_key_is_sent() -> None:
+async def test_the_key_is_sent() -> None:
     seen = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         seen.append(request.headers.get("Authorization"))
         return await stream(request, token(1), DONE)
 
-    assert asked(handler, key="secret").error is None
+    assert (await asked(handler, key="secret")).error is None
     assert seen == ["Bearer secret"]
 
 
@@ -66,14 +63,14 @@ ERROR = {"error": {"message": "no", "code": "overloaded"}}
         ((b"data: nonsense\n\n",), "not an event of a completion"),
     ],
 )
-def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
+async def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await stream(request, *pieces)
 
-    assert asked(handler).error == error
+    assert (await asked(handler)).error == error
 
 
-def test_statuses_and_lost_connections() -> None:
+async def test_statuses_and_lost_connections() -> None:
     async def refuses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response(ERROR, status=503)
 
@@ -86,36 +83,30 @@ def test_statuses_and_lost_connections() -> None:
         await asyncio.Event().wait()
         return web.Response()
 
-    assert asked(refuses).error == "HTTP 503 overloaded"
-    assert asked(hangs_up).error == "connection lost (ServerDisconnectedError)"
-    assert asked(says_nothing, timeout_s=0.2).error == "timeout"
+    assert (await asked(refuses)).error == "HTTP 503 overloaded"
+    assert (await asked(hangs_up)).error == "connection lost (ServerDisconnectedError)"
+    assert (await asked(says_nothing, timeout_s=0.2)).error == "timeout"
 
 
-def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
+async def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response()
 
     with pytest.raises(InputError, match="does not serve 'other'"):
-        asked(handler, model="other")
+        await asked(handler, model="other")
 
-    async def nowhere() -> None:
+    with pytest.raises(InputError, match="no answer.*is it running"):
         async with connect("http://127.0.0.1:9", MonotonicClock()):
             pass
 
-    with pytest.raises(InputError, match="no answer.*is it running"):
-        asyncio.run(nowhere())
 
-
-def test_an_answer_that_is_no_stream_and_a_name_of_ones_own() -> None:
+async def test_an_answer_that_is_no_stream_and_a_name_of_ones_own() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         whole = {"choices": [{"text": "ab", "token_ids": [7, 8]}], "usage": {"prompt_tokens": 5}}
         named = {"X-Request-Id": request.headers["X-Request-Id"]}
         return web.json_response(whole, headers=named)
 
-    async def run() -> TimedAnswer:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            return await target.complete(b"{}", request_id="mine")
-
-    answer = asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        answer = await target.complete(b"{}", request_id="mine")
     assert answer.error is None and answer.token_ids == [7, 8] and len(answer.moments_s) == 1
     assert answer.request_id == "mine" and answer.prompt_tokens == 5

@@ -96,8 +96,8 @@ async def profiled(target: Target, cached: list[int]) -> Measured:
     return measured
 
 
-def test_gives_back_what_the_server_follows() -> None:
-    measured = asyncio.run(profiled(cast(Target, Timetable()), [512]))
+async def test_gives_back_what_the_server_follows() -> None:
+    measured = await profiled(cast(Target, Timetable()), [512])
     assert [p.seconds for p in measured.prefill] == pytest.approx([p.seconds for p in TRUE.prefill])
     assert [s.step_s for s in measured.decode] == pytest.approx([p.step_s for p in TRUE.decode])
 
@@ -108,12 +108,12 @@ async def profiled_at(url: str, cached: list[int]) -> Measured:
 
 
 @pytest.mark.slow
-def test_measures_a_node(url: str) -> None:
-    measured = asyncio.run(profiled_at(url, [512]))
+async def test_measures_a_node(url: str) -> None:
+    measured = await profiled_at(url, [512])
     assert all(p.seconds > 0 for p in measured.prefill)
     assert all(step.step_s > 0 for step in measured.decode)
 
 
-def test_a_prefix_that_is_not_kept_is_no_measurement(url: str) -> None:
+async def test_a_prefix_that_is_not_kept_is_no_measurement(url: str) -> None:
     with pytest.raises(InputError, match="--cached.*multiples of its block size"):
-        asyncio.run(profiled_at(url, [500]))
+        await profiled_at(url, [500])

@@ -36,7 +36,7 @@ def test_equal_hash_ids_are_equal_tokens() -> None:
     assert one[:2] == other[:2] and one[2].key != other[2].key
 
 
-def test_every_arrival_is_sent_and_accounted_for() -> None:
+async def test_every_arrival_is_sent_and_accounted_for() -> None:
     bodies: list[dict[str, Any]] = []
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -48,13 +48,10 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
 
     told: list[int] = []
 
-    async def run() -> list[Outcome]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
-            ask = Ask("m", salt="s", output_scale=0.125)
-            return await offer(target, load, ask, Prompts(), MonotonicClock(), done=told.append)
-
-    outcomes = asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.0, 0.001, 0.002], prompt=50, cached=0, output=16)
+        ask = Ask("m", salt="s", output_scale=0.125)
+        outcomes = await offer(target, load, ask, Prompts(), MonotonicClock(), done=told.append)
     assert told == [1, 2, 3] and len({tuple(body["prompt"]) for body in bodies}) == 3
     assert {(len(b["prompt"]), b["max_tokens"], b["cache_salt"]) for b in bodies} == {(50, 2, "s")}
     good = [one for one in outcomes if one.error is None]
@@ -64,7 +61,7 @@ def test_every_arrival_is_sent_and_accounted_for() -> None:
     assert all(one.late_s >= 0 and one.took_s > 0 for one in outcomes)
 
 
-def test_slow_answers_delay_nobody() -> None:
+async def test_slow_answers_delay_nobody() -> None:
     """The first answer comes only when the last request has arrived."""
     last = asyncio.Event()
     seen = 0
@@ -77,15 +74,13 @@ def test_slow_answers_delay_nobody() -> None:
         await last.wait()
         return await stream(request, token(1), DONE)
 
-    async def run() -> list[Outcome]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.001 * n for n in range(20)], prompt=10, cached=0, output=1)
-            return await offer(target, load, Ask("m"), Prompts(), MonotonicClock())
-
-    assert [one.error for one in asyncio.run(run())] == [None] * 20
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.001 * n for n in range(20)], prompt=10, cached=0, output=1)
+        outcomes = await offer(target, load, Ask("m"), Prompts(), MonotonicClock())
+    assert [one.error for one in outcomes] == [None] * 20
 
 
-def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[Outcome]:
+async def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[Outcome]:
     """Two requests; the first token of the second one comes only after the time to give up, or
     never. No answer ends."""
     over = asyncio.Event()
@@ -104,27 +99,24 @@ def run_until_given_up(first_tokens_s: float, *, silent: bool) -> list[Outcome]:
         await over.wait()
         return response
 
-    async def run() -> list[Outcome]:
-        async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-            load = arrivals([0.0, 0.05], prompt=10, cached=0, output=8)
-            try:
-                return await offer(
-                    target, load, Ask("m"), Prompts(), MonotonicClock(),
-                    give_up_s=0.05, first_tokens_s=first_tokens_s,
-                )  # fmt: skip
-            finally:
-                over.set()
-
-    return asyncio.run(run())
+    async with serving(handler) as url, connect(url, MonotonicClock()) as target:
+        load = arrivals([0.0, 0.05], prompt=10, cached=0, output=8)
+        try:
+            return await offer(
+                target, load, Ask("m"), Prompts(), MonotonicClock(),
+                give_up_s=0.05, first_tokens_s=first_tokens_s,
+            )  # fmt: skip
+        finally:
+            over.set()
 
 
-def test_requests_are_given_up_when_each_has_a_first_token() -> None:
-    outcomes = run_until_given_up(60.0, silent=False)
+async def test_requests_are_given_up_when_each_has_a_first_token() -> None:
+    outcomes = await run_until_given_up(60.0, silent=False)
     assert [one.error for one in outcomes] == [GIVEN_UP] * 2
     assert all(one.ttft_s is not None for one in outcomes)
 
 
-def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
-    outcomes = run_until_given_up(0.1, silent=True)
+async def test_a_request_that_never_gets_a_token_is_given_up_all_the_same() -> None:
+    outcomes = await run_until_given_up(0.1, silent=True)
     assert [one.error for one in outcomes] == [GIVEN_UP] * 2
     assert sum(one.ttft_s is None for one in outcomes) >= 1

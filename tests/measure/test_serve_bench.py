@@ -20,43 +20,40 @@ async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamRespon
     return await stream(request, token(1), token(2), event(choices=[], usage=usage), DONE)
 
 
-def bench(*arguments: str) -> tuple[int, str, str]:
-    async def run() -> tuple[int, str, str]:
-        async with serving(answer) as url:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(SCRIPT), "--url", url, *arguments),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            out, err = await process.communicate()
-            assert process.returncode is not None
-            return process.returncode, out.decode(), err.decode()
-
-    return asyncio.run(run())
+async def bench(*arguments: str) -> tuple[int, str, str]:
+    async with serving(answer) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(SCRIPT), "--url", url, *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
 
 
-def test_random_arrivals() -> None:
-    code, out, _ = bench("--load", "500", "--lengths", "fixed:700", "--requests", "30")
+async def test_random_arrivals() -> None:
+    code, out, _ = await bench("--load", "500", "--lengths", "fixed:700", "--requests", "30")
     found = json.loads(out)
     assert code == 0 and found["completed"] == 30 and found["errors"] == {}
     assert found["prompt_tokens"] == 30 * 700 and found["ttft_s"]["p50"] > 0
 
 
-def test_a_trace(tmp_path: Path) -> None:
+async def test_a_trace(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [1, 2]},
         {"timestamp": 1, "input_length": 600, "output_length": 3, "hash_ids": [1, 9]},
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    code, out, _ = bench("--trace", str(path), "--speedup", "100")
+    code, out, _ = await bench("--trace", str(path), "--speedup", "100")
     assert code == 0 and json.loads(out)["prompt_tokens"] == 1600
 
 
-def test_mistakes_are_one_line() -> None:
+async def test_mistakes_are_one_line() -> None:
     for arguments, says in (
         (["--load", "1"], "give either --lengths or --workload"),
         ([], "give either --trace FILE or --load RPS"),
     ):
-        code, _, err = bench(*arguments)
+        code, _, err = await bench(*arguments)
         assert code == 2 and says in err and err.count("\n") == 1

@@ -35,47 +35,38 @@ async def replayed(publisher: EventPublisher, first: int) -> list[int]:
             numbers.append(int.from_bytes(number, "big"))
 
 
-def test_batches_are_numbered_and_replayed() -> None:
-    async def scenario() -> None:
-        async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
-            with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
-                subscriber.subscribe(b"")
-                subscriber.connect(publisher.endpoint)
-                publisher.publish([])  # nothing to say: no number
-                first = asyncio.ensure_future(subscriber.recv_multipart())
-                while not first.done():  # a subscription takes effect some time after `connect`
-                    publisher.publish([EVENT])
-                    await asyncio.wait([first], timeout=0.01)
-                seen, events = numbered(first.result())
-                assert events == [EVENT]
-                publisher.publish([EVENT, EVENT])
+async def test_batches_are_numbered_and_replayed() -> None:
+    async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.subscribe(b"")
+            subscriber.connect(publisher.endpoint)
+            publisher.publish([])  # nothing to say: no number
+            first = asyncio.ensure_future(subscriber.recv_multipart())
+            while not first.done():  # a subscription takes effect some time after `connect`
+                publisher.publish([EVENT])
+                await asyncio.wait([first], timeout=0.01)
+            seen, events = numbered(first.result())
+            assert events == [EVENT]
+            publisher.publish([EVENT, EVENT])
+            last, events = numbered(await subscriber.recv_multipart())
+            while len(events) == 1:
                 last, events = numbered(await subscriber.recv_multipart())
-                while len(events) == 1:
-                    last, events = numbered(await subscriber.recv_multipart())
-                assert last > seen
-            assert await replayed(publisher, 0) == list(range(last + 1))
-            assert await replayed(publisher, last) == [last]
-            assert await replayed(publisher, last + 1) == []
-
-    asyncio.run(scenario())
+            assert last > seen
+        assert await replayed(publisher, 0) == list(range(last + 1))
+        assert await replayed(publisher, last) == [last]
+        assert await replayed(publisher, last + 1) == []
 
 
-def test_an_address_that_cannot_be_had_is_named() -> None:
-    async def scenario() -> None:
+async def test_an_address_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(InputError, match="tcp://nowhere"):
         async with publishing(ANY, "tcp://nowhere"):
             pass
 
-    with pytest.raises(InputError, match="tcp://nowhere"):
-        asyncio.run(scenario())
 
-
-def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
-    async def scenario() -> None:
-        long = {"type": "BlockStored", "token_ids": [2**31] * 100_000}  # five bytes each
-        async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
-            for _ in range(50):
-                publisher.publish([long])
-            kept = await replayed(publisher, 0)
-            assert kept[-1] == 49 and len(kept) == KEPT_BYTES // 500_000
-
-    asyncio.run(scenario())
+async def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
+    long = {"type": "BlockStored", "token_ids": [2**31] * 100_000}  # five bytes each
+    async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+        for _ in range(50):
+            publisher.publish([long])
+        kept = await replayed(publisher, 0)
+        assert kept[-1] == 49 and len(kept) == KEPT_BYTES // 500_000

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -19,21 +20,17 @@ GRANT = msgspec.to_builtins(Grant(TransferId("t-1"), "s", "127.0.0.1:1", {}, 100
 PROMPT = [7] * 100
 
 
-def with_node(
-    scenario: Callable[[Surfaced], Awaitable[None]],
-    words: ModelTokenizer | None = BYTES,
-    **options: Any,
-) -> None:
-    async def run() -> None:
-        engine = emulated(**{"scales": FAST, **options})
-        async with asyncio.timeout(HANG_S), surfaced(engine, words) as node:
-            await scenario(node)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def node_server(
+    words: ModelTokenizer | None = BYTES, **options: Any
+) -> AsyncIterator[Surfaced]:
+    engine = emulated(**{"scales": FAST, **options})
+    async with asyncio.timeout(HANG_S), surfaced(engine, words) as node:
+        yield node
 
 
-def test_an_answer_has_openais_shape() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_an_answer_has_openais_shape() -> None:
+    async with node_server() as node:
         status, answer = await node.complete(
             prompt=PROMPT, max_tokens=5, return_token_ids=True, model="made-up", ignore_eos=True
         )
@@ -49,11 +46,9 @@ def test_an_answer_has_openais_shape() -> None:
         }
         assert answer["kv_transfer_params"] is None
 
-    with_node(scenario)
 
-
-def test_pieces_make_up_the_whole() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_pieces_make_up_the_whole() -> None:
+    async with node_server() as node:
         asked = {"prompt": "some text", "max_tokens": 20, "return_token_ids": True, "seed": 3}
         _, whole = await node.complete(**asked)
         events = await node.stream(**asked, stream_options={"include_usage": True})
@@ -65,12 +60,10 @@ def test_pieces_make_up_the_whole() -> None:
         assert [choice["finish_reason"] for choice in choices] == [None] * 20 + ["length"]
         assert usage["choices"] == [] and usage["usage"] == whole["usage"]
 
-    with_node(scenario)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
+    async with node_server() as node:
         asked = {"prompt": PROMPT, "max_tokens": 3000, "seed": 1, "temperature": 1.0}
         _, plain = await node.complete(**{**asked, "max_tokens": 60})
         text = plain["choices"][0]["text"]
@@ -87,11 +80,9 @@ def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
         await node.serving.drain(HANG_S)  # the job ends without having generated 3,000 tokens
 
-    with_node(scenario)
 
-
-def test_a_client_that_goes_away_ends_its_job() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_a_client_that_goes_away_ends_its_job() -> None:
+    async with node_server(scales=Scales(time=1.0)) as node:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=3000))
         while not await metrics(node, running=1):
             pass
@@ -101,8 +92,6 @@ def test_a_client_that_goes_away_ends_its_job() -> None:
             pass
         status, _ = await node.complete(prompt=PROMPT, max_tokens=1)
         assert status == 200
-
-    with_node(scenario, scales=Scales(time=1.0))
 
 
 async def metrics(node: Surfaced, running: int | None = None) -> str:
@@ -127,17 +116,15 @@ async def metrics(node: Surfaced, running: int | None = None) -> str:
         ),
     ],
 )
-def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
+    async with node_server() as node:
         status, answer = await node.complete(**fields)
         assert status == 400
         assert answer["error"]["param"] == param and answer["error"]["code"] == "invalid_request"
 
-    with_node(scenario)
 
-
-def test_bad_bodies_paths_and_models() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_bad_bodies_paths_and_models() -> None:
+    async with node_server() as node:
         async with node.http.post("/v1/completions", data=b"\xff\xfe") as answer:
             assert answer.status == 400
         async with node.http.post("/tokenize", data=b"[]") as answer:
@@ -147,19 +134,15 @@ def test_bad_bodies_paths_and_models() -> None:
         async with node.http.get("/nowhere") as answer:
             assert answer.status == 404
 
-    with_node(scenario)
 
-
-def test_without_a_tokenizer_there_are_ids_only() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_without_a_tokenizer_there_are_ids_only() -> None:
+    async with node_server(words=None) as node:
         status, answer = await node.complete(prompt="text")
         assert status == 400 and "token ids" in answer["error"]["message"]
         status, answer = await node.complete(prompt=PROMPT, stop="x")
         assert status == 400 and answer["error"]["param"] == "stop"
         status, answer = await node.complete(prompt=PROMPT, return_token_ids=True)
         assert status == 200 and len(answer["choices"][0]["token_ids"]) == 16
-
-    with_node(scenario, words=None)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +152,10 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
         {"do_remote_prefill": True, "transfer_id": "t-1"},
     ],
 )
-def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
+async def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
     params: dict[str, Any],
 ) -> None:
-    async def scenario(node: Surfaced) -> None:
+    async with node_server() as node:
         status, answer = await node.complete(prompt=PROMPT, kv_transfer_params=params)
         assert (status, answer["error"]["code"]) == (503, "kvd_unavailable")
         status, _ = await node.complete(prompt=PROMPT)
@@ -181,11 +164,9 @@ def test_half_a_hand_off_without_a_kvd_is_refused_a_plain_request_is_not(
             await metrics(node)
         )
 
-    with_node(scenario)
 
-
-def test_too_many_requests_are_told_to_come_back() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_too_many_requests_are_told_to_come_back() -> None:
+    async with node_server(max_running=1, max_waiting=2, scales=Scales(time=0.1)) as node:
         asking = [
             asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=2)) for _ in range(12)
         ]
@@ -194,11 +175,9 @@ def test_too_many_requests_are_told_to_come_back() -> None:
         assert refused and all(one["error"]["code"] == "overloaded" for one in refused)
         assert any(status == 200 for status, _ in answers)
 
-    with_node(scenario, max_running=1, max_waiting=2, scales=Scales(time=0.1))
 
-
-def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
+    async with node_server(scales=Scales(time=0.1)) as node:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=50))
         while not await metrics(node, running=1):
             pass
@@ -211,12 +190,10 @@ def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
         assert status == 200 and answer["usage"]["completion_tokens"] == 50
         await draining
 
-    with_node(scenario, scales=Scales(time=0.1))
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
+    async with node_server(scales=Scales(time=0.1)) as node:
         asked = {"prompt": PROMPT, "max_tokens": 3000}
         asking = asyncio.create_task(node.stream(**asked) if stream else node.complete(**asked))
         none = 'vllm:generation_tokens_total{engine="0",model_name="made-up"} 0.0'
@@ -227,16 +204,14 @@ def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> None:
         last = answer[-1] if stream else answer[1]
         assert last["error"]["code"] == "draining"
 
-    with_node(scenario, scales=Scales(time=0.1))
-
 
 async def health(node: Surfaced) -> int:
     async with node.http.get("/health") as answer:
         return answer.status
 
 
-def test_small_pages() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_small_pages() -> None:
+    async with node_server() as node:
         async with node.http.get("/health") as answer:
             assert answer.status == 200
         async with node.http.get("/version") as answer:
@@ -260,8 +235,6 @@ def test_small_pages() -> None:
         ):
             assert line in page, line
 
-    with_node(scenario)
-
 
 # Chats --------------------------------------------------------------------------------------------
 
@@ -280,8 +253,8 @@ async def tokenize(node: Surfaced, **fields: Any) -> list[int]:
         return ids
 
 
-def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
+    async with node_server(vocab_size=264) as node:
         ids = await tokenize(node, messages=MESSAGES)
         assert ids[-len("assistant\n") :] == [*b"assistant\n"]
         options = {"max_tokens": 9, "seed": 4, "return_token_ids": True}
@@ -293,11 +266,9 @@ def test_a_chat_is_a_completion_of_the_rendered_template() -> None:
         assert choice["message"] == {"role": "assistant", "content": same["text"]}
         assert choice["token_ids"] == same["token_ids"] and choice["finish_reason"] == "length"
 
-    with_node(scenario, vocab_size=264)
 
-
-def test_a_streamed_chat_opens_with_its_role() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_a_streamed_chat_opens_with_its_role() -> None:
+    async with node_server(vocab_size=264) as node:
         asked = {"messages": MESSAGES, "max_completion_tokens": 9, "seed": 4}
         _, whole = await chat(node, **asked)
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -310,15 +281,11 @@ def test_a_streamed_chat_opens_with_its_role() -> None:
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         assert usage["choices"] == [] and usage["usage"] == whole["usage"]
 
-    with_node(scenario, vocab_size=264)
 
-
-def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
+    async with node_server(vocab_size=264, max_tokens=200) as node:
         status, told = await chat(node, messages=MESSAGES, ignore_eos=True)
         assert status == 200 and told["usage"]["total_tokens"] == 200
-
-    with_node(scenario, vocab_size=264, max_tokens=200)
 
 
 @pytest.mark.parametrize(
@@ -333,18 +300,16 @@ def test_a_chat_that_says_no_length_may_fill_the_context() -> None:
         ({"messages": MESSAGES, "logprobs": True}, "logprobs"),
     ],
 )
-def test_bad_chats_are_named(fields: dict[str, Any], param: str) -> None:
-    async def scenario(node: Surfaced) -> None:
+async def test_bad_chats_are_named(fields: dict[str, Any], param: str) -> None:
+    async with node_server(vocab_size=264) as node:
         status, answer = await chat(node, **fields)
         assert status == 400 and answer["error"]["param"] == param
 
-    with_node(scenario, vocab_size=264)
 
-
-def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
+async def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
+    with caplog.at_level("INFO"):
         engine = emulated(scales=FAST)
         async with asyncio.timeout(HANG_S), surfaced(engine, BYTES, hears_of_leaving=False) as node:
             asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
@@ -352,8 +317,5 @@ def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
                 await answer.content.readany()
                 answer.close()
             await node.serving.drain(HANG_S)
-
-    with caplog.at_level("INFO"):
-        asyncio.run(run())
     assert "cut off" in caplog.text  # long before its length
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -134,15 +134,11 @@ def test_a_hand_off_overtakes_a_migration() -> None:
     assert order == ["hand-off", "migration"]
 
 
-def test_asyncio_can_wait_for_it() -> None:
+async def test_asyncio_can_wait_for_it() -> None:
     contents = segments(100_000)
-
-    async def transfer(listener: Listener, link: Link) -> None:
+    with Listener() as listener, Link(listener.address) as link:
         sent = send(link, expect(listener, contents, Owner()), contents)
         await asyncio.wait_for(asyncio.wrap_future(sent.done), PATIENCE_S)
-
-    with Listener() as listener, Link(listener.address) as link:
-        asyncio.run(transfer(listener, link))
 
 
 def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:

@@ -35,7 +35,7 @@ def behind(case: Case) -> Any:
     return serving(deployment([home], [far], prefill=0, policy="remote"))
 
 
-def test_thirty_prompts_eight_at_once(case: Case) -> None:
+async def test_thirty_prompts_eight_at_once(case: Case) -> None:
     expected = [generated.tokens for generated in case.model.expected["all"]]
 
     async def one(back: GatewayBackend, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
@@ -47,41 +47,35 @@ def test_thirty_prompts_eight_at_once(case: Case) -> None:
             assert found.story.offloaded and found.story.attempts == 1
             return found.tokens
 
-    async def main() -> list[list[int]]:
-        async with behind(case) as back:
-            turn = asyncio.Semaphore(AT_ONCE)
-            tokens = await asyncio.gather(*(one(back, ids, turn) for ids in PROMPTS["all"]))
-            await until(lambda: is_clean(back))
-            return list(tokens)
-
-    assert asyncio.run(main()) == expected
-    wait_until(case.pair.nothing_held)
+    async with behind(case) as back:
+        turn = asyncio.Semaphore(AT_ONCE)
+        tokens = await asyncio.gather(*(one(back, ids, turn) for ids in PROMPTS["all"]))
+        await until(lambda: is_clean(back))
+    assert list(tokens) == expected
+    await asyncio.to_thread(wait_until, case.pair.nothing_held)
 
 
-def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:
+async def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:
     """Its state is computed from our tokens and continued by vLLM's chat endpoint from its own: a
     difference would be refused there."""
     ids = load_tokenizer(case.model.directory).encode_chat(Chat(messages=MESSAGES))
     fields = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0.0}
 
-    async def main() -> tuple[Any, RequestTrace]:
-        async with behind(case) as back:
-            asked = replace(
-                ask(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
-                path="/v1/chat/completions",
-                token_ids=TokenIds.of(ids),
-                fields=fields,
-            )
-            story = RequestTrace(0.0)
-            async with back.answer(asked, story) as upstream:
-                ((body,),) = [parts async for parts in upstream.events()]
-            await until(lambda: is_clean(back))
-            return json.loads(body), story
-
-    answer, story = asyncio.run(main())
+    async with behind(case) as back:
+        asked = replace(
+            ask(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
+            path="/v1/chat/completions",
+            token_ids=TokenIds.of(ids),
+            fields=fields,
+        )
+        story = RequestTrace(0.0)
+        async with back.answer(asked, story) as upstream:
+            ((body,),) = [parts async for parts in upstream.events()]
+        await until(lambda: is_clean(back))
+    answer = json.loads(body)
     assert story.offloaded and story.attempts == 1
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == boundary(len(ids))
     plain = case.pair.decode.complete(ids, MAX_TOKENS, cache_salt="plain", ignore_eos=False)
     assert answer["choices"][0]["message"]["content"] == plain.body["choices"][0]["text"]
-    wait_until(case.pair.nothing_held)
+    await asyncio.to_thread(wait_until, case.pair.nothing_held)

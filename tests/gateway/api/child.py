@@ -6,14 +6,15 @@ import asyncio
 import sys
 
 from prfaas.engine.emulated.pace import Scales
-from tests.gateway.api.fronts import fronted
+from tests.gateway.api.fronts import api_server
 
 
 async def main(body_mb: float, patience_s: float) -> None:
     limits = {"max_body_mb": body_mb, "max_bodies_mb": 4 * body_mb, "body_s": patience_s}
-    async with fronted(scales=Scales(time=1e-6), **limits) as front:
-        print(f"serving at {front.url}", flush=True)  # noqa: T201
+    async with api_server(scales=Scales(time=1e-6), timeout_s=None, **limits) as server:
+        print(f"serving at {server.url}", flush=True)  # noqa: T201
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
+# This is a process's entry point.
 asyncio.run(main(float(sys.argv[1]), float(sys.argv[2])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +128,7 @@ class OneNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Fronted:
+class ApiServer:
     url: str
     http: aiohttp.ClientSession
     backend: OneNode
@@ -149,27 +149,24 @@ class Fronted:
 
 
 @asynccontextmanager
-async def fronted(
+async def api_server(
     *,
     keys: Sequence[TenantKey] = (),
     words: ModelTokenizer | None = BYTES,
     scales: Scales = FAST,
+    timeout_s: float | None = HANG_S,
     **section: Any,
-) -> AsyncIterator[Fronted]:
+) -> AsyncIterator[ApiServer]:
     engine = emulated(scales=scales, vocab_size=264, max_tokens=MAX_TOKENS, max_running=8)
-    async with surfaced(engine, BYTES) as node, aiohttp.ClientSession() as http:
+    async with (
+        asyncio.timeout(timeout_s),
+        surfaced(engine, BYTES) as node,
+        aiohttp.ClientSession() as http,
+    ):
         backend = OneNode(node)
         options = GatewayOptions(words=words, keys=keys, drain_s=0.1)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(**section), backend, options, MonotonicClock(), listening
             ) as url:
-                yield Fronted(url, http, backend)
-
-
-def with_front(scenario: Callable[[Fronted], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(HANG_S), fronted(**options) as front:
-            await scenario(front)
-
-    asyncio.run(run())
+                yield ApiServer(url, http, backend)

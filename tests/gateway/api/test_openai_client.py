@@ -1,4 +1,4 @@
-"""The official client, unchanged, against the front."""
+"""The official client, unchanged, against the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.api_keys import TenantKey
-from tests.gateway.api.fronts import MAX_TOKENS, Fronted, with_front
+from tests.gateway.api.fronts import MAX_TOKENS, ApiServer, api_server
 from tests.node.surface import BYTES
 from tests.waiting import HANG_S
 
@@ -21,13 +21,13 @@ MESSAGES = [
 ]
 
 
-def client_of(front: Fronted, key: str = "sk-right") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
+def client_of(server: ApiServer, key: str = "sk-right") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
-def test_completions_whole_and_streamed() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_completions_whole_and_streamed() -> None:
+    async with api_server(keys=KEYS) as server:
+        async with client_of(server) as client:
             asked = {"model": "made-up", "prompt": "Once upon", "max_tokens": 7, "seed": 5}
             whole = await client.completions.create(**asked)
             assert whole.choices[0].finish_reason == "length"
@@ -40,12 +40,10 @@ def test_completions_whole_and_streamed() -> None:
             ids = await client.completions.create(**{**asked, "prompt": [*b"Once upon"]})
             assert ids.choices[0].text == whole.choices[0].text
 
-    with_front(scenario, keys=KEYS)
 
-
-def test_chats_whole_and_streamed() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_chats_whole_and_streamed() -> None:
+    async with api_server(keys=KEYS) as server:
+        async with client_of(server) as client:
             asked = {"model": "made-up", "messages": MESSAGES, "max_tokens": 7, "seed": 5}
             whole = await client.chat.completions.create(**asked)
             assert whole.choices[0].message.role == "assistant"
@@ -58,27 +56,23 @@ def test_chats_whole_and_streamed() -> None:
             assert said == whole.choices[0].message.content
             assert last.choices == [] and last.usage is not None and whole.usage is not None
             assert last.usage.completion_tokens == whole.usage.completion_tokens
-            ask = front.backend.asked[-1]
+            ask = server.backend.asked[-1]
             assert len(ask.token_ids) == whole.usage.prompt_tokens and ask.conversation
             assert ask.fields["messages"] == MESSAGES  # untouched, parts and all
 
-    with_front(scenario, keys=KEYS)
 
-
-def test_models() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_models() -> None:
+    async with api_server(keys=KEYS) as server:
+        async with client_of(server) as client:
             (model,) = [model async for model in client.models.list()]
             assert (await client.models.retrieve(model.id)).id == "made-up"
             with pytest.raises(openai.NotFoundError):
                 await client.models.retrieve("another")
 
-    with_front(scenario, keys=KEYS)
 
-
-def test_what_is_wrong_is_the_clients_own_exception() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_what_is_wrong_is_the_clients_own_exception() -> None:
+    async with api_server(keys=KEYS) as server:
+        async with client_of(server) as client:
             good = {"model": "made-up", "prompt": "x", "max_tokens": 1}
             with pytest.raises(openai.NotFoundError) as wrong:
                 await client.completions.create(**{**good, "model": "gpt-5"})
@@ -99,47 +93,41 @@ def test_what_is_wrong_is_the_clients_own_exception() -> None:
             with pytest.raises(openai.BadRequestError) as engine:
                 await client.completions.create(**{**good, "prompt": [300]})
             assert "263" in engine.value.message  # the engine's own words
-        async with client_of(front, "sk-wrong") as stranger:
+        async with client_of(server, "sk-wrong") as stranger:
             with pytest.raises(openai.AuthenticationError) as key:
                 await stranger.completions.create(**good)
             assert key.value.code == "invalid_api_key"
 
-    with_front(scenario, keys=KEYS)
 
-
-def test_a_stream_that_is_closed_ends_its_job() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_a_stream_that_is_closed_ends_its_job() -> None:
+    async with api_server(scales=Scales(time=0.01)) as server:
+        async with client_of(server) as client:
             stream = await client.completions.create(
                 model="made-up", prompt="x", max_tokens=3000, stream=True
             )
             async for _ in stream:
                 break
             await stream.close()
-            await front.backend.left.wait()
-            await front.backend.node.serving.drain(HANG_S)
-            assert "cancelled" in (await front.get("/metrics"))[1].decode()
-
-    with_front(scenario, scales=Scales(time=0.01))
+            await server.backend.left.wait()
+            await server.backend.node.serving.drain(HANG_S)
+            assert "cancelled" in (await server.get("/metrics"))[1].decode()
 
 
-def test_a_call_that_is_cancelled_before_its_answer_ends_its_job() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_a_call_that_is_cancelled_before_its_answer_ends_its_job() -> None:
+    async with api_server(scales=Scales(time=1.0)) as server:
+        async with client_of(server) as client:
             asking = asyncio.create_task(
                 client.completions.create(model="made-up", prompt="x" * 100, max_tokens=3000)
             )
-            await front.backend.came.wait()
+            await server.backend.came.wait()
             asking.cancel()
-            await front.backend.left.wait()
-            await front.backend.node.serving.drain(HANG_S)
-
-    with_front(scenario, scales=Scales(time=1.0))
+            await server.backend.left.wait()
+            await server.backend.node.serving.drain(HANG_S)
 
 
-def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
+    async with api_server(words=None) as server:
+        async with client_of(server) as client:
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
                 await client.completions.create(model="made-up", prompt="x")
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
@@ -147,14 +135,12 @@ def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
             answer = await client.completions.create(model="made-up", prompt=[1, 2], max_tokens=2)
             assert answer.choices[0].text is not None
 
-    with_front(scenario, words=None)
 
-
-def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
+async def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 
-    async def scenario(front: Fronted) -> None:
-        async with client_of(front) as client:
+    async with api_server() as server:
+        async with client_of(server) as client:
             await client.chat.completions.create(
                 model="made-up",
                 messages=MESSAGES,
@@ -163,10 +149,8 @@ def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
                 max_tokens=1,
                 extra_body={"nobody_knows": {"deep": [1]}, "cache_salt": "mine"},
             )
-            ask = front.backend.asked[-1]
+            ask = server.backend.asked[-1]
             assert ask.fields["tools"] == [tool] and ask.fields["tool_choice"] == "auto"
             assert ask.fields["nobody_knows"] == {"deep": [1]}
             assert "cache_salt" not in ask.fields and ask.salt not in ("", "mine")
             assert BYTES.decode(ask.token_ids.array.tolist()).count("Why?") == 1
-
-    with_front(scenario)

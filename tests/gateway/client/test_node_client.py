@@ -65,19 +65,16 @@ async def streamed(client: NodeClient) -> tuple[list[bytes], int]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 41, 1000])
-def test_events_are_whole_however_they_arrive(size: int) -> None:
+async def test_events_are_whole_however_they_arrive(size: int) -> None:
     whole = b"".join([*TOKENS, USAGE, DONE])
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
 
-    async def main() -> None:
-        async with node(*pieces) as client:
-            assert await streamed(client) == ([*TOKENS, USAGE, DONE], 9)
-
-    asyncio.run(main())
+    async with node(*pieces) as client:
+        assert await streamed(client) == ([*TOKENS, USAGE, DONE], 9)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_silent_node_is_given_up(begun: bool) -> None:
+async def test_a_silent_node_is_given_up(begun: bool) -> None:
     """Before its first token and behind it; its connection stands all the while."""
     silent = asyncio.Event()
     ways: dict[bool, Callable[[], None]] = {}
@@ -103,24 +100,18 @@ def test_a_silent_node_is_given_up(begun: bool) -> None:
             async for _ in found.events():
                 pass
 
-    async def main() -> None:
-        async with serving(answer) as client:
-            reading = asyncio.create_task(read(client))
-            await silent.wait()
-            await until(lambda: begun in ways)
-            ways[begun]()
-            with pytest.raises(StreamBroken if begun else ConnectionLost):
-                await reading
-
-    asyncio.run(main())
+    async with serving(answer) as client:
+        reading = asyncio.create_task(read(client))
+        await silent.wait()
+        await until(lambda: begun in ways)
+        ways[begun]()
+        with pytest.raises(StreamBroken if begun else ConnectionLost):
+            await reading
 
 
-def test_without_usage_events_are_counted() -> None:
-    async def main() -> None:
-        async with node(*TOKENS, DONE) as client:
-            assert await streamed(client) == ([*TOKENS, DONE], len(TOKENS))
-
-    asyncio.run(main())
+async def test_without_usage_events_are_counted() -> None:
+    async with node(*TOKENS, DONE) as client:
+        assert await streamed(client) == ([*TOKENS, DONE], len(TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -134,39 +125,30 @@ def test_without_usage_events_are_counted() -> None:
         ),
     ],
 )
-def test_a_stream_that_ends_too_soon_is_broken(pieces: Sequence[bytes], cut: bool) -> None:
-    async def main() -> None:
-        async with node(*pieces, cut=cut) as client:
-            with pytest.raises(StreamBroken):
-                await streamed(client)
-
-    asyncio.run(main())
+async def test_a_stream_that_ends_too_soon_is_broken(pieces: Sequence[bytes], cut: bool) -> None:
+    async with node(*pieces, cut=cut) as client:
+        with pytest.raises(StreamBroken):
+            await streamed(client)
 
 
-def test_before_the_first_token_a_failure_can_be_tried_again() -> None:
-    async def main() -> None:
-        error = b'data: {"error":{"message":"lost","code":"transfer_lost"}}\n\n'
-        async with node(error, DONE) as client:
-            with pytest.raises(PeerHttpError, match="lost") as said:
-                await streamed(client)
-            assert said.value.code == "transfer_lost"
-        async with node() as client:
-            with pytest.raises(ConnectionLost):
-                await streamed(client)
-
-    asyncio.run(main())
+async def test_before_the_first_token_a_failure_can_be_tried_again() -> None:
+    error = b'data: {"error":{"message":"lost","code":"transfer_lost"}}\n\n'
+    async with node(error, DONE) as client:
+        with pytest.raises(PeerHttpError, match="lost") as said:
+            await streamed(client)
+        assert said.value.code == "transfer_lost"
+    async with node() as client:
+        with pytest.raises(ConnectionLost):
+            await streamed(client)
 
 
-def test_what_is_no_stream_comes_in_one_piece() -> None:
+async def test_what_is_no_stream_comes_in_one_piece() -> None:
     body = json.dumps({"choices": [], "usage": {"completion_tokens": 3}}).encode()
 
-    async def main() -> None:
-        async with node(body[:5], body[5:]) as client:
-            async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
-                assert [parts async for parts in answer.events()] == [[body]]
-                assert answer.whole and answer.output_tokens == 3
-
-    asyncio.run(main())
+    async with node(body[:5], body[5:]) as client:
+        async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
+            assert [parts async for parts in answer.events()] == [[body]]
+            assert answer.whole and answer.output_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -178,40 +160,34 @@ def test_what_is_no_stream_comes_in_one_piece() -> None:
         (None, None),
     ],
 )
-def test_vllm_refuses_a_prefill_with_http_200(params: object, status: int | None) -> None:
+async def test_vllm_refuses_a_prefill_with_http_200(params: object, status: int | None) -> None:
     body = json.dumps({"choices": [], "kv_transfer_params": params}).encode()
 
-    async def main() -> None:
-        async with node(body) as client:
-            if status is None:
-                await client.prefill(b"{}", {})
-                return
-            with pytest.raises(PeerHttpError) as said:
-                await client.prefill(b"{}", {})
-            assert said.value.status == status
-
-    asyncio.run(main())
+    async with node(body) as client:
+        if status is None:
+            await client.prefill(b"{}", {})
+            return
+        with pytest.raises(PeerHttpError) as said:
+            await client.prefill(b"{}", {})
+        assert said.value.status == status
 
 
-def test_load_and_card_of_both_kinds() -> None:
+async def test_load_and_card_of_both_kinds() -> None:
     page = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
 """
 
-    async def main() -> None:
-        async with node(page, path="/metrics") as client:
-            assert await client.load() == Load(3, 4)
-        for extra, ours in (({}, False), ({"prfaas": {"kvd_url": None}}, True)):
-            body = json.dumps({"data": [{"id": "m", "max_model_len": 8, **extra}]}).encode()
-            async with node(body, path="/v1/models") as client:
-                assert await client.card() == Card("m", 8, ours)
-        async with node(b"{}", path="/v1/models") as client:
-            with pytest.raises(PeerHttpError):
-                await client.card()
-
-    asyncio.run(main())
+    async with node(page, path="/metrics") as client:
+        assert await client.load() == Load(3, 4)
+    for extra, ours in (({}, False), ({"prfaas": {"kvd_url": None}}, True)):
+        body = json.dumps({"data": [{"id": "m", "max_model_len": 8, **extra}]}).encode()
+        async with node(body, path="/v1/models") as client:
+            assert await client.card() == Card("m", 8, ours)
+    async with node(b"{}", path="/v1/models") as client:
+        with pytest.raises(PeerHttpError):
+            await client.card()
 
 
 @pytest.mark.parametrize(
@@ -222,11 +198,8 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
         b"too long",
     ],
 )
-def test_errors_of_every_shape_are_understood(body: bytes) -> None:
-    async def main() -> None:
-        async with node(body, status=400) as client:
-            with pytest.raises(PeerHttpError, match="too long") as said:
-                await client.prefill(b"{}", {})
-            assert said.value.status == 400
-
-    asyncio.run(main())
+async def test_errors_of_every_shape_are_understood(body: bytes) -> None:
+    async with node(body, status=400) as client:
+        with pytest.raises(PeerHttpError, match="too long") as said:
+            await client.prefill(b"{}", {})
+        assert said.value.status == 400

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from prfaas.gateway.dispatch.attempts import PATIENCE_S, Attempts
@@ -19,20 +17,20 @@ def tries(clock: FakeClock) -> tuple[Attempts, Router, RequestTrace]:
     return Attempts(subject, RetryBudget(), clock, story), subject, story
 
 
-def test_after_a_failed_remote_prefill_all_remote_nodes_are_avoided() -> None:
+async def test_after_a_failed_remote_prefill_all_remote_nodes_are_avoided() -> None:
     clock = FakeClock()
     subject, at, story = tries(clock)
-    booking = asyncio.run(at.place(seeker(LONG, clock), 1.0))
+    booking = await at.place(seeker(LONG, clock), 1.0)
     subject.failed(Failed("it broke", B), booking)
     assert (subject.avoid, story.failures) == ({B}, ["it broke"])
     subject.failed(Failed("it broke", F, prefill=True), booking)
     assert subject.avoid == {B, F}
 
 
-def test_an_attempt_too_many_is_refused_with_the_reason() -> None:
+async def test_an_attempt_too_many_is_refused_with_the_reason() -> None:
     clock = FakeClock()
     subject, at, story = tries(clock)
-    booking = asyncio.run(at.place(seeker(LONG, clock), 1.0))
+    booking = await at.place(seeker(LONG, clock), 1.0)
     story.attempts = MAX_ATTEMPTS
     with pytest.raises(RequestError, match="it broke") as refused:
         subject.failed(Failed("it broke", A), booking)

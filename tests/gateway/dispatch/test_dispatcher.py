@@ -56,26 +56,23 @@ def with_use(back: GatewayBackend, name: str) -> bool:
     return any(node["node"] == name for node in in_use(back))
 
 
-def test_long_prompts_are_prefilled_far_away_and_short_ones_at_home(emulated: Hosts) -> None:
-    async def main() -> None:
-        async with serving(emulated.deployment()) as back:
-            (near,) = with_role(back, "prefill")
-            for ids, where, cluster in ((prompt(LONG), "far0", "far"), (prompt(SHORT), near, "pd")):
-                found = await answered(back, ask(ids))
-                assert found.tokens == alone(emulated, ids)
-                assert (found.story.prefill, found.story.cluster) == (where, cluster)
-                assert found.story.decode in with_role(back, "decode")
-                assert found.story.offloaded == (cluster == "far")
-                story = found.story
-                times = (story.routed_s, story.granted_s, story.committed_s, story.first_token_s)
-                assert None not in times and list(times) == sorted(times)
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+async def test_long_prompts_are_prefilled_far_away_and_short_ones_at_home(emulated: Hosts) -> None:
+    async with serving(emulated.deployment()) as back:
+        (near,) = with_role(back, "prefill")
+        for ids, where, cluster in ((prompt(LONG), "far0", "far"), (prompt(SHORT), near, "pd")):
+            found = await answered(back, ask(ids))
+            assert found.tokens == alone(emulated, ids)
+            assert (found.story.prefill, found.story.cluster) == (where, cluster)
+            assert found.story.decode in with_role(back, "decode")
+            assert found.story.offloaded == (cluster == "far")
+            story = found.story
+            times = (story.routed_s, story.granted_s, story.committed_s, story.first_token_s)
+            assert None not in times and list(times) == sorted(times)
+        await until(lambda: is_clean(back))
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None:
+async def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None:
     """Every answer is that of one process; every decision is `route`'s again when it is asked
     later, with the same view."""
     record = tmp_path / "decisions.jsonl"
@@ -91,16 +88,13 @@ def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None
             assert found.tokens == expected, f"conversation {seed}, turn {turn}"
             ids = [*ids, *found.tokens, *prompt(200, seed)]
 
-    async def main() -> None:
-        async with serving(made, record=record) as back:
-            async with asyncio.TaskGroup() as group:
-                for seed in range(24):
-                    group.create_task(conversation(back, seed))
-            await until(lambda: is_clean(back))
-            assert back.state()["retries"]["spent"] == 0
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with serving(made, record=record) as back:
+        async with asyncio.TaskGroup() as group:
+            for seed in range(24):
+                group.create_task(conversation(back, seed))
+        await until(lambda: is_clean(back))
+        assert back.state()["retries"]["spent"] == 0
+    await asyncio.to_thread(emulated.wait_until_idle)
     solved = problem(made)
     lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
     lines = record.read_bytes().splitlines()
@@ -111,10 +105,10 @@ def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None
         assert again == decision.taken
 
 
-def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
+async def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
     far = emulated.far[0]
 
-    async def main() -> None:
+    try:
         async with serving(emulated.deployment()) as back:
             (near,) = with_role(back, "prefill")
             far.node.popen.send_signal(signal.SIGSTOP)
@@ -128,20 +122,17 @@ def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
             # Nobody is there: the next one goes home at once.
             found = await answered(back, ask(prompt(LONG, 2)))
             assert (found.story.attempts, found.story.prefill) == (1, near)
-
-    try:
-        asyncio.run(main())
     finally:
         far.begin_node()
         far.wait_until_ready()
-    emulated.wait_until_idle()
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_a_dead_decode_node_is_replaced_before_the_first_token(emulated: Hosts) -> None:
+async def test_a_dead_decode_node_is_replaced_before_the_first_token(emulated: Hosts) -> None:
     far = emulated.far[0]
     lost: list[Host] = []
 
-    async def main() -> None:
+    try:
         async with serving(emulated.deployment()) as back:
             expected = alone(emulated, prompt(LONG, 3))
             far.node.popen.send_signal(signal.SIGSTOP)
@@ -155,21 +146,18 @@ def test_a_dead_decode_node_is_replaced_before_the_first_token(emulated: Hosts) 
             assert await answering == expected
             assert story.attempts >= 2 and story.decode != first
             await until(lambda: is_clean(back))
-
-    try:
-        asyncio.run(main())
     finally:
         far.node.popen.send_signal(signal.SIGCONT)
         for host in lost:
             host.begin_node()
             host.wait_until_ready()
-    emulated.wait_until_idle()
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_behind_the_first_token_nothing_is_tried_again(emulated: Hosts) -> None:
+async def test_behind_the_first_token_nothing_is_tried_again(emulated: Hosts) -> None:
     lost: list[Host] = []
 
-    async def main() -> None:
+    try:
         async with serving(emulated.deployment()) as back:
             story = RequestTrace(0.0)
             with pytest.raises(StreamBroken):
@@ -180,21 +168,18 @@ def test_behind_the_first_token_nothing_is_tried_again(emulated: Hosts) -> None:
                             lost[0].node.kill()
             assert story.attempts == 1
             await until(lambda: is_clean(back))
-
-    try:
-        asyncio.run(main())
     finally:
         for host in lost:
             host.begin_node()
             host.wait_until_ready()
-    emulated.wait_until_idle()
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
-def test_a_client_that_leaves_takes_everything_along(emulated: Hosts, moment: str) -> None:
+async def test_a_client_that_leaves_takes_everything_along(emulated: Hosts, moment: str) -> None:
     far = emulated.far[0]
 
-    async def main() -> None:
+    try:
         async with serving(emulated.deployment()) as back:
             asked, story = ask(prompt(LONG, 5), 20_000), RequestTrace(0.0)
             if moment == "prefill":
@@ -208,57 +193,48 @@ def test_a_client_that_leaves_takes_everything_along(emulated: Hosts, moment: st
             far.node.popen.send_signal(signal.SIGCONT)
             await until(lambda: is_clean(back))
             assert story.attempts == 1
-
-    try:
-        asyncio.run(main())
     finally:
         far.node.popen.send_signal(signal.SIGCONT)
-    emulated.wait_until_idle()
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> None:
-    async def main() -> None:
-        async with serving(emulated.deployment()) as back:
-            asked = ask(prompt(70))
-            asked.fields["presence_penalty"] = 1.0  # type: ignore[index]
-            with pytest.raises(RequestError) as refused:
-                await answered(back, asked)
-            assert (refused.value.status, refused.value.param) == (400, "presence_penalty")
-            await until(lambda: is_clean(back))
-            assert back.state()["retries"]["spent"] == 0
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+async def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> None:
+    async with serving(emulated.deployment()) as back:
+        asked = ask(prompt(70))
+        asked.fields["presence_penalty"] = 1.0  # type: ignore[index]
+        with pytest.raises(RequestError) as refused:
+            await answered(back, asked)
+        assert (refused.value.status, refused.value.param) == (400, "presence_penalty")
+        await until(lambda: is_clean(back))
+        assert back.state()["retries"]["spent"] == 0
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
+async def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
     """The first turn was prefilled far away and its state is at a decode node; the second is short
     enough for home, where the prefill node lacks it."""
     ids = prompt(LONG + 64, 9)
 
-    async def main() -> None:
-        async with serving(emulated.deployment()) as back:
-            first = await answered(back, ask(ids, conversation=True))
-            again = ask([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
+    async with serving(emulated.deployment()) as back:
+        first = await answered(back, ask(ids, conversation=True))
+        again = ask([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
 
-            def copies() -> list[dict[str, object]]:
-                found: list[dict[str, object]] = back.explain(again)["chosen"]["copies"]
-                return found
+        def copies() -> list[dict[str, object]]:
+            found: list[dict[str, object]] = back.explain(again)["chosen"]["copies"]
+            return found
 
-            await until(lambda: bool(copies()))
-            near = emulated.named(with_role(back, "prefill")[0])
-            before = near.hit_tokens()
-            second = await answered(back, again)
-            assert not second.story.offloaded and second.story.cached_tokens >= LONG
-            assert near.hit_tokens() - before == second.story.cached_tokens
-            assert second.story.attempts == 1
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+        await until(lambda: bool(copies()))
+        near = emulated.named(with_role(back, "prefill")[0])
+        before = near.hit_tokens()
+        second = await answered(back, again)
+        assert not second.story.offloaded and second.story.cached_tokens >= LONG
+        assert near.hit_tokens() - before == second.story.cached_tokens
+        assert second.story.attempts == 1
+        await until(lambda: is_clean(back))
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
+async def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
     emulated: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The gateway's tokenizer is not the engines' own: that costs time, and no answer."""
@@ -268,17 +244,14 @@ def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
     fields = {**asked.fields, "messages": messages}
     asked = replace(asked, path="/v1/chat/completions", fields=fields)
 
-    async def main() -> None:
-        async with serving(emulated.deployment()) as back:
-            story = RequestTrace(0.0)
-            async with back.answer(asked, story) as upstream:
-                body = b"".join([e async for events in upstream.events() for e in events])
-            usage = json.loads(body)["usage"]
-            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
-            assert (story.attempts, story.prefill) == (2, story.decode)
-            assert "tokenised this chat differently" in story.reason
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
+    async with serving(emulated.deployment()) as back:
+        story = RequestTrace(0.0)
+        async with back.answer(asked, story) as upstream:
+            body = b"".join([e async for events in upstream.events() for e in events])
+        usage = json.loads(body)["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
+        assert (story.attempts, story.prefill) == (2, story.decode)
+        assert "tokenised this chat differently" in story.reason
+        await until(lambda: is_clean(back))
     assert "Is [gateway] tokenizer the engines' own?" in caplog.text
-    emulated.wait_until_idle()
+    await asyncio.to_thread(emulated.wait_until_idle)

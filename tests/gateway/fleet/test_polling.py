@@ -8,16 +8,13 @@ from prfaas.testing.clock import FakeClock
 from tests.gateway.test_router import router
 
 
-def test_a_member_that_registers_during_the_shutdown_is_not_watched() -> None:
+async def test_a_member_that_registers_during_the_shutdown_is_not_watched() -> None:
     """Nor is the coroutine left behind that would have watched it: Python would warn of it."""
     clock = FakeClock()
     subject = router(clock)
 
-    async def main() -> None:
-        async with calling() as calls:
-            async with asyncio.TaskGroup() as tasks:
-                watching = Poller(subject, calls, clock, tasks)
-            watching.watch(next(iter(subject.members)))
-            watching.end()
-
-    asyncio.run(main())
+    async with calling() as calls:
+        async with asyncio.TaskGroup() as tasks:
+            watching = Poller(subject, calls, clock, tasks)
+        watching.watch(next(iter(subject.members)))
+        watching.end()

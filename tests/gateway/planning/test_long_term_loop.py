@@ -41,60 +41,54 @@ def following(made: Deployment) -> Deployment:
     return msgspec.structs.replace(made, gateway=msgspec.structs.replace(made.gateway, plans=False))
 
 
-def test_roles_are_recorded_and_survive_the_planner(emulated: Hosts) -> None:
+async def test_roles_are_recorded_and_survive_the_planner(emulated: Hosts) -> None:
     async def once(made: Deployment) -> tuple[list[str], list[str], dict[str, Any]]:
         async with serving(made) as back:
             return with_role(back, "prefill"), with_role(back, "decode"), back.plan()
 
-    prefill, decode, plan = asyncio.run(once(emulated.deployment()))
+    prefill, decode, plan = await once(emulated.deployment())
     assert len(prefill) == 1 and len(decode) == 2
     assert plan["threshold_tokens"] == THRESHOLD and plan["instances"] == {HOME: 3, FAR: 1}
     recorded = roles_at_kvds(emulated)
     assert {n for n, (role, _) in recorded.items() if role == "prefill"} == set(prefill)
     assert all(epoch >= 1 for _, epoch in recorded.values())
     for made in (emulated.deployment(), following(emulated.deployment())):
-        assert asyncio.run(once(made))[:2] == (prefill, decode)
+        assert (await once(made))[:2] == (prefill, decode)
         assert roles_at_kvds(emulated) == recorded, "nothing to change"
 
 
-def test_policy_local_plans_without_the_prfaas_cluster(emulated: Hosts) -> None:
-    async def plan() -> dict[str, Any]:
-        async with serving(emulated.deployment(policy="local")) as back:
-            return back.plan()
-
-    assert asyncio.run(plan())["instances"] == {HOME: 3}
+async def test_policy_local_plans_without_the_prfaas_cluster(emulated: Hosts) -> None:
+    async with serving(emulated.deployment(policy="local")) as back:
+        assert back.plan()["instances"] == {HOME: 3}
 
 
-def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Hosts) -> None:
-    async def main() -> None:
-        async with serving(emulated.deployment()) as back:
-            (prefills,) = with_role(back, "prefill")
-            story = RequestTrace(0.0)
-            async with back.answer(ask(prompt(70), 20_000), story) as upstream:
-                events = upstream.events()
-                await anext(events)
-                busy = NodeId(story.decode)
-                plan = back.router.plan
-                assert plan is not None
-                swapped = {**plan.roles, busy: "prefill", NodeId(prefills): "decode"}
-                back.router.plan = replace(plan, roles=swapped)
-                await until(lambda: role_of(back, prefills) == "decode")
-                assert busy in back.router.draining and role_of(back, busy) == "decode"
-                other = await answered(back, ask(prompt(70, 1)))
-                assert other.story.decode != busy, "it gets no new work"
-            await until(lambda: role_of(back, busy) == "prefill" and is_clean(back))
-            assert not back.router.draining
-            assert (await answered(back, ask(prompt(70, 2)))).story.prefill == busy
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+async def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Hosts) -> None:
+    async with serving(emulated.deployment()) as back:
+        (prefills,) = with_role(back, "prefill")
+        story = RequestTrace(0.0)
+        async with back.answer(ask(prompt(70), 20_000), story) as upstream:
+            events = upstream.events()
+            await anext(events)
+            busy = NodeId(story.decode)
+            plan = back.router.plan
+            assert plan is not None
+            swapped = {**plan.roles, busy: "prefill", NodeId(prefills): "decode"}
+            back.router.plan = replace(plan, roles=swapped)
+            await until(lambda: role_of(back, prefills) == "decode")
+            assert busy in back.router.draining and role_of(back, busy) == "decode"
+            other = await answered(back, ask(prompt(70, 1)))
+            assert other.story.decode != busy, "it gets no new work"
+        await until(lambda: role_of(back, busy) == "prefill" and is_clean(back))
+        assert not back.router.draining
+        assert (await answered(back, ask(prompt(70, 2)))).story.prefill == busy
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
 def role_of(back: GatewayBackend, name: str) -> str:
     return next(role for role in ("prefill", "decode") if name in with_role(back, role))
 
 
-def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -> None:
+async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -> None:
     made = emulated.deployment()
     unlisted = [msgspec.structs.replace(cluster, nodes=[]) for cluster in made.clusters]
     made = msgspec.structs.replace(made, clusters=unlisted)
@@ -103,23 +97,20 @@ def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -> None
         report = msgspec.convert(host.stats(check=False), Report)
         return Heartbeat(host.kvd_url, cluster, report)
 
-    async def main() -> None:
-        async with serving(made) as back:
-            with pytest.raises(RequestError) as refused:
-                back.register(beat(emulated.far[0], "nowhere"))
-            assert refused.value.status == 400 and "pd" in refused.value.message
-            assert not back.plan()["made"]
-            # A request that comes before anybody can decode it waits.
-            early = asyncio.create_task(answered(back, ask(prompt(2 * THRESHOLD, 7))))
-            for host in emulated.home:
-                back.register(beat(host, HOME))
-            back.register(beat(emulated.far[0], FAR))
-            await until(lambda: len(in_use(back)) == 4)
-            await early
-            found = await answered(back, ask(prompt(2 * THRESHOLD, 8)))
-            assert found.story.prefill == "far0"
-            back.register(beat(emulated.far[0], FAR))  # again and again
-            assert sum(len(c["nodes"]) for c in back.state()["clusters"]) == 4
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with serving(made) as back:
+        with pytest.raises(RequestError) as refused:
+            back.register(beat(emulated.far[0], "nowhere"))
+        assert refused.value.status == 400 and "pd" in refused.value.message
+        assert not back.plan()["made"]
+        # A request that comes before anybody can decode it waits.
+        early = asyncio.create_task(answered(back, ask(prompt(2 * THRESHOLD, 7))))
+        for host in emulated.home:
+            back.register(beat(host, HOME))
+        back.register(beat(emulated.far[0], FAR))
+        await until(lambda: len(in_use(back)) == 4)
+        await early
+        found = await answered(back, ask(prompt(2 * THRESHOLD, 8)))
+        assert found.story.prefill == "far0"
+        back.register(beat(emulated.far[0], FAR))  # again and again
+        assert sum(len(c["nodes"]) for c in back.state()["clusters"]) == 4
+    await asyncio.to_thread(emulated.wait_until_idle)

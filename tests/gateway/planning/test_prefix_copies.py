@@ -45,7 +45,7 @@ def relay(emulated: Hosts) -> Iterator[Relay]:
         yield started
 
 
-def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Relay) -> None:
+async def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Relay) -> None:
     """The third turn's prefill is far away; the second one's state does not get there in time."""
     (far,) = emulated.far
     made = deployment(
@@ -58,56 +58,50 @@ def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Relay) ->
     third = [*second, *prompt(2 * THRESHOLD, 32)]
     cached = [0, len(first) // BLOCK * BLOCK, len(second) // BLOCK * BLOCK]
 
-    async def main() -> None:
-        async with serving(made) as back:
-            for ids, tokens in zip((first, second, third), cached, strict=True):
-                asked = ask(ids, conversation=True)
-                await until_it_would_resume(back, asked, tokens)
-                if ids is third:
-                    relay.outage()
-                found = await answered(back, asked)
-                alone = await asyncio.to_thread(
-                    emulated.home[0].complete, ids, max_tokens=4, cache_salt="alone"
-                )
-                assert found.tokens == alone["choices"][0]["token_ids"]
-                assert found.story.attempts == 1
-            assert found.story.cluster == FAR and moved(back, "route") == (1, 1)
-            assert back.state()["moves"]["under_way"] == []
-            await until(lambda: found.story.cached_tokens == cached[1])
-            relay.restore()
-            await until(lambda: is_clean(back))
-
-    asyncio.run(main())
-    emulated.wait_until_idle()
+    async with serving(made) as back:
+        for ids, tokens in zip((first, second, third), cached, strict=True):
+            asked = ask(ids, conversation=True)
+            await until_it_would_resume(back, asked, tokens)
+            if ids is third:
+                relay.outage()
+            found = await answered(back, asked)
+            alone = await asyncio.to_thread(
+                emulated.home[0].complete, ids, max_tokens=4, cache_salt="alone"
+            )
+            assert found.tokens == alone["choices"][0]["token_ids"]
+            assert found.story.attempts == 1
+        assert found.story.cluster == FAR and moved(back, "route") == (1, 1)
+        assert back.state()["moves"]["under_way"] == []
+        await until(lambda: found.story.cached_tokens == cached[1])
+        relay.restore()
+        await until(lambda: is_clean(back))
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def test_one_for_all_and_a_rest_after_a_failure() -> None:
+async def test_one_for_all_and_a_rest_after_a_failure() -> None:
     clock = FakeClock()
     subject = router(clock)
     for member in subject.members:
         member.kvd_url = "http://127.0.0.1:1"  # nobody is there
     move = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
 
-    async def main() -> None:
-        async with calling() as calls, BackgroundCalls(0.0) as errands:
-            moves = PrefixCopies(subject, calls, errands, clock)
-            tally = moves.tallies["route"]
+    async with calling() as calls, BackgroundCalls(0.0) as errands:
+        moves = PrefixCopies(subject, calls, errands, clock)
+        tally = moves.tallies["route"]
 
-            async def tried(which: PrefixCopy) -> bool:
-                task = moves.start(which, 5.0)
-                if task is None:
-                    return False
-                assert moves.start(which, 5.0) is task and moves.under_way == [which]
-                await task
-                return True
+        async def tried(which: PrefixCopy) -> bool:
+            task = moves.start(which, 5.0)
+            if task is None:
+                return False
+            assert moves.start(which, 5.0) is task and moves.under_way == [which]
+            await task
+            return True
 
-            assert await tried(move) and (tally.made, tally.failed) == (0, 1)
-            assert not await tried(move), "the two are left alone for a while"
-            assert await tried(move._replace(source=C)), "others are not"
-            assert not await tried(move._replace(source=NodeId("nobody")))
-            assert not await tried(move._replace(hashes=()))
-            clock.advance(REST_S)
-            assert await tried(move) and (tally.made, tally.failed) == (0, 3)
-            assert moves.under_way == []
-
-    asyncio.run(main())
+        assert await tried(move) and (tally.made, tally.failed) == (0, 1)
+        assert not await tried(move), "the two are left alone for a while"
+        assert await tried(move._replace(source=C)), "others are not"
+        assert not await tried(move._replace(source=NodeId("nobody")))
+        assert not await tried(move._replace(hashes=()))
+        clock.advance(REST_S)
+        assert await tried(move) and (tally.made, tally.failed) == (0, 3)
+        assert moves.under_way == []

@@ -27,36 +27,33 @@ from tests.gateway.reports import report
 from tests.gateway.test_router import A, B, C, router
 
 
-def test_a_saturated_holder_gets_company(
+async def test_a_saturated_holder_gets_company(
     unassigned: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "prfaas.gateway.planning.prefix_copies")
 
-    async def main() -> None:
-        async with serving(deployment(unassigned, saturated_s=0.05)) as back:
-            crowd = Crowd(unassigned, back, "replicating")
-            holder = await crowd.warm()
-            (name,) = set(with_role(back, "prefill")) - {holder.stats()["node"]}
-            other = unassigned.named(name)
-            await crowd.burst(3)
-            await until(lambda: moved(back, "replicate") == (1, 0))
-            assert crowd.held_by(other) == SHARED_TOKENS
-            before = other.hit_tokens()
-            await crowd.burst(8)  # the holder is still the busier one
-            assert other.hit_tokens() > before
-            assert (other.hit_tokens() - before) % SHARED_TOKENS == 0, "it computes none of it"
-            await until(lambda: is_clean(back))
-            metrics = {
-                (sample.name, *sample.labels.values()): sample.value
-                for family in back.metrics()
-                for sample in family.samples
-            }
-            assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
-            assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
-            assert back.state()["moves"]["replicate"]["bytes"] > 0
-
-    asyncio.run(main())
-    unassigned.wait_until_idle()
+    async with serving(deployment(unassigned, saturated_s=0.05)) as back:
+        crowd = Crowd(unassigned, back, "replicating")
+        holder = await crowd.warm()
+        (name,) = set(with_role(back, "prefill")) - {holder.stats()["node"]}
+        other = unassigned.named(name)
+        await crowd.burst(3)
+        await until(lambda: moved(back, "replicate") == (1, 0))
+        assert crowd.held_by(other) == SHARED_TOKENS
+        before = other.hit_tokens()
+        await crowd.burst(8)  # the holder is still the busier one
+        assert other.hit_tokens() > before
+        assert (other.hit_tokens() - before) % SHARED_TOKENS == 0, "it computes none of it"
+        await until(lambda: is_clean(back))
+        metrics = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in back.metrics()
+            for sample in family.samples
+        }
+        assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
+        assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
+        assert back.state()["moves"]["replicate"]["bytes"] > 0
+    await asyncio.to_thread(unassigned.wait_until_idle)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("replicate")]
     assert len(lines) == 1 and f"{SHARED_TOKENS} tokens" in lines[0]
 
@@ -74,7 +71,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def busy_router(clock: FakeClock, kvd_url: str) -> Router:
+async def busy_router(clock: FakeClock, kvd_url: str) -> Router:
     """`a` and `b` prefill; `a` has every prompt, all are hot, and it has much to do."""
     subject = router(clock, policy="local")
     subject.roles = {A: "prefill", B: "prefill", C: "decode"}
@@ -93,49 +90,46 @@ def busy_router(clock: FakeClock, kvd_url: str) -> Router:
         for _ in range(5):
             subject.manager.observe(hashed, subject.manager.match(hashed), clock.now())
     seeker = PlacementRequest(Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,))
-    assert asyncio.run(subject.place(seeker, 1.0)).route.prefill == A
+    assert (await subject.place(seeker, 1.0)).route.prefill == A
     return subject
 
 
-def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> list[int]:
+async def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> list[int]:
     """How many are under way after each look."""
     rules = MovesSection(every_s=1.0, at_once=2)
     found = []
 
-    async def main() -> None:
-        async with calling() as calls, BackgroundCalls(0.0) as errands:
-            moves = PrefixCopies(subject, calls, errands, clock)
-            evacuations = Evacuations(subject, moves, errands, clock, rules)
-            replicating = Replication(subject, moves, evacuations, clock, rules)
-            for at_s in looks_at_s:
-                clock.advance(at_s - clock.now())
-                replicating.look()
-                assert {(m.source, m.target) for m in moves.under_way} <= {(A, B)}
-                found.append(len(moves.under_way))
-
-    asyncio.run(main())
+    async with calling() as calls, BackgroundCalls(0.0) as errands:
+        moves = PrefixCopies(subject, calls, errands, clock)
+        evacuations = Evacuations(subject, moves, errands, clock, rules)
+        replicating = Replication(subject, moves, evacuations, clock, rules)
+        for at_s in looks_at_s:
+            clock.advance(at_s - clock.now())
+            replicating.look()
+            assert {(m.source, m.target) for m in moves.under_way} <= {(A, B)}
+            found.append(len(moves.under_way))
     return found
 
 
-def test_replications_are_few_and_far_between() -> None:
+async def test_replications_are_few_and_far_between() -> None:
     clock = FakeClock()
     with silent() as url:
-        subject = busy_router(clock, url)
+        subject = await busy_router(clock, url)
         start_s = clock.now()
         looks = [start_s + later for later in (0.0, 0.5, 1.1, 1.5, 2.2)]
-        assert begun(clock, subject, looks) == [1, 1, 2, 2, 2]
+        assert await begun(clock, subject, looks) == [1, 1, 2, 2, 2]
 
 
-def test_a_busy_fabric_is_not_given_more() -> None:
+async def test_a_busy_fabric_is_not_given_more() -> None:
     clock = FakeClock()
     with silent() as url:
-        subject = busy_router(clock, url)
+        subject = await busy_router(clock, url)
         holder = subject.members.named(A)
         assert holder is not None
         subject.heard(holder, report("a", links=(link(10**9, 2 * LONGEST_WAIT_S),)))
-        assert begun(clock, subject, [clock.now()]) == [0]
+        assert await begun(clock, subject, [clock.now()]) == [0]
         subject.heard(holder, report("a", links=(link(10**9, LONGEST_WAIT_S / 2),)))
-        assert begun(clock, subject, [clock.now()]) == [1]
+        assert await begun(clock, subject, [clock.now()]) == [1]
 
 
 def link(backlog_bytes: int, waited_s: float) -> LinkStats:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,13 +183,9 @@ def test_strangers_on_the_socket(host: Host) -> None:
         assert stranger.recv(4096) == b""
 
 
-async def _second(path: Path) -> None:
-    async with running(KvdOptions(socket=path)):
-        raise AssertionError("two kvds on one socket")
-
-
-def test_a_socket_has_one_kvd(host: Host) -> None:
+async def test_a_socket_has_one_kvd(host: Host) -> None:
     with pytest.raises(InputError, match="another process serves it"):
-        asyncio.run(_second(host.socket))
+        async with running(KvdOptions(socket=host.socket)):
+            raise AssertionError("two kvds on one socket")
     with host.engine():  # the first one still serves
         pass
