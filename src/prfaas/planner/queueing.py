@@ -101,9 +101,8 @@ def mean_wait_s(arrival_rps: float, servers: int, service: Service) -> float:
         return 0.0
     cv2 = service.cv2
     if cv2 > 1:
-        return (
-            markov * (1 + cv2) / 2
-        )  # here Kimura's weights turn negative, Allen and Cunneen's do not
+        # Here Kimura's weights turn negative; Allen and Cunneen's do not.
+        return markov * (1 + cv2) / 2
     return (1 + cv2) / (2 * cv2 / markov + (1 - cv2) / constant)
 
 
