@@ -40,7 +40,7 @@ def test_table_6(system: str, key: str, value: float) -> None:
         assert ours == pytest.approx(value, rel=0.06 if key == "egress_gbps" else 0.015)
 
 
-def test_stages_a_deployment_lacks_are_null() -> None:
+def test_stages_that_a_deployment_lacks_are_null() -> None:
     assert PAPER["homogeneous"]["threshold_tokens"] is None
     assert PAPER["homogeneous"]["theta_rps"]["prfaas"] is None
     assert PAPER["naive"]["threshold_tokens"] is None
@@ -108,6 +108,6 @@ def test_a_slow_link_raises_the_threshold_and_becomes_the_limit() -> None:
     assert plans[0].egress_bps <= 1e6 * (1 + 1e-9)
 
 
-def test_nothing_could_prefill() -> None:
+def test_no_instance_can_prefill() -> None:
     with pytest.raises(InputError, match="no instance can prefill"):
         compare(problem(prfaas=0, fixed_prefill=0), "paper")

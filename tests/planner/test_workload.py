@@ -86,7 +86,7 @@ def test_uncached_lengths_of_a_trace() -> None:
         row(1200, [1, 2, 9]),  # two blocks known
         row(900, [1, 8]),  # one
         row(1024, [1, 2]),  # all known, but one token is always computed
-        row(600, [7, 2]),  # block 2 is known, but only behind block 1: a run starts at the start
+        row(600, [7, 2]),  # block 2 is known, but only after block 1: a run starts at the start
         "",
     ]
     assert uncached_requests(parse_rows(lines, 512), 512) == [

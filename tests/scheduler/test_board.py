@@ -45,7 +45,7 @@ def test_dispatches_count_at_once() -> None:
     assert before.remotes[0].nodes[0].queued == 0
 
 
-def test_a_request_is_forgotten_in_steps() -> None:
+def test_a_request_leaves_the_board_in_steps() -> None:
     subject = board()
     start = subject.view(0.0, {}, {})
     for end in ("landed", "given up"):
@@ -69,7 +69,7 @@ def test_copies_delay_the_start() -> None:
     assert seen(subject, LOCAL[0]).free_at_s == 15.0
 
 
-def test_a_report_corrects_what_it_can_know() -> None:
+def test_a_report_corrects_what_it_includes() -> None:
     subject = board()
     subject.record_dispatch(way(seconds=2.0), 0.0, 10.0)
     subject.record_dispatch(way(seconds=3.0), 0.0, 12.5)
@@ -114,14 +114,14 @@ def test_a_true_report_changes_nothing(
     assert seen(subject, REMOTE[0]).free_at_s == pytest.approx(free)
 
 
-def test_a_link_without_connections_is_cut() -> None:
+def test_a_link_without_connections_is_down() -> None:
     subject = board()
     assert subject.is_up(OUT)
     subject.record_link_report(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
     assert not subject.is_up(OUT) and not subject.view(1.0, {}, {}).links[OUT].up
 
 
-def test_nodes_come_and_go() -> None:
+def test_nodes_join_and_leave() -> None:
     subject = board()
     new = NodeId("new")
     subject.join(NEAR, new)
@@ -140,13 +140,13 @@ def test_nodes_come_and_go() -> None:
     assert subject.own_decodes(LOCAL[2]) == 0
 
 
-def test_others_work_keeps_nobody_from_leaving() -> None:
+def test_work_of_other_routers_does_not_keep_a_node() -> None:
     subject = board()
     subject.record_report(LOCAL[2], NodeReport(1.0, 0.0, 3))
     assert subject.node(LOCAL[2]).active == 3 and subject.leave(LOCAL[2])
 
 
-def test_without_some_nodes_the_world_is_the_same_but_for_them() -> None:
+def test_a_view_with_excluded_nodes_is_the_same_otherwise() -> None:
     view = board().view(0.0, {}, {})
     assert exclude_nodes(view, ()) is view
     fewer = exclude_nodes(view, {LOCAL[1], REMOTE[0]})

@@ -33,7 +33,7 @@ TABLES = {profile: profile.table(5000) for profile in (FAST, PREFIXED)}
 
 
 @given(st.integers(1, 6000), st.integers(0, 50_000), st.sampled_from([FAST, PREFIXED]))
-def test_a_table_says_what_its_profile_says(new: int, cached: int, profile: PrefillProfile) -> None:
+def test_a_table_agrees_with_its_profile(new: int, cached: int, profile: PrefillProfile) -> None:
     table = TABLES[profile]
     assert table.seconds(new, cached) == pytest.approx(float(profile.seconds(new, cached)))
 

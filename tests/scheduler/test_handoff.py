@@ -19,7 +19,7 @@ def test_rules(prompt: int, block: int, resumable: bool) -> None:
 
 def test_cases() -> None:
     assert choose_handoff(1000, 64, resumable=True) == (960, None)
-    assert choose_handoff(1024, 64, resumable=True) == (960, None), "64 tokens behind the boundary"
+    assert choose_handoff(1024, 64, resumable=True) == (960, None), "64 tokens after the boundary"
     assert choose_handoff(1300, 512, resumable=True) == (1299, 1024)
     assert choose_handoff(1300, 512, resumable=False) == (1299, None)
     assert choose_handoff(300, 512, resumable=True) == (299, None), "no boundary to save at"

@@ -74,7 +74,7 @@ def test_a_given_split_keeps_its_nodes_and_chooses_the_threshold() -> None:
     assert fixed.capacity_rps <= free.capacity_rps
 
 
-def test_no_prfaas_instance_alive_means_no_share_and_all_local() -> None:
+def test_without_a_live_prfaas_instance_every_prefill_is_local() -> None:
     given = problem()
     dead = tuple(replace(r, pool=replace(r.pool, instances=0)) for r in given.remotes)
     best = find_optimum(replace(given, remotes=dead))
@@ -85,7 +85,7 @@ def test_no_prfaas_instance_alive_means_no_share_and_all_local() -> None:
 NODES = [NodeId(f"pd-{index}") for index in range(8)]
 
 
-def test_nodes_keep_their_roles_and_newcomers_take_what_lacks() -> None:
+def test_nodes_keep_their_roles_and_new_nodes_get_the_missing_ones() -> None:
     given = case_study()
     wanted = plan_of(given)
     roles: dict[NodeId, Role | None] = dict.fromkeys(NODES)
@@ -96,12 +96,12 @@ def test_nodes_keep_their_roles_and_newcomers_take_what_lacks() -> None:
     alike = plan_for_nodes(
         given, dict.fromkeys(NODES, "prefill"), ReplanSection(), 0.0, reason="test"
     )
-    assert alike.n_prefill == len(NODES), "nobody is converted here"
+    assert alike.n_prefill == len(NODES), "no node is converted here"
     assert alike.threshold_tokens == Solver(given).best(len(NODES)).threshold_tokens
 
 
 @pytest.mark.parametrize(("local", "remote"), [(1, 0), (1, 2), (3, 0), (12, 5)])
-def test_a_plan_follows_how_many_there_are(local: int, remote: int) -> None:
+def test_a_plan_follows_the_number_of_nodes(local: int, remote: int) -> None:
     problem = with_instances(case_study(), (remote,), local)
     nodes = [NodeId(str(index)) for index in range(local)]
     plan = plan_for_nodes(problem, dict.fromkeys(nodes), ReplanSection(), 0.0, reason="test")

@@ -1,4 +1,4 @@
-"""Raising the threshold never makes a request later than leaving it alone would."""
+"""A raised threshold never makes a request later than the plan's threshold would."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -129,7 +129,7 @@ def test_no_request_is_later_for_a_raised_threshold(
     assert raised_s <= ttft_s(request, alone, seen, adjusted)
 
 
-def test_the_reason_says_what_the_raised_threshold_did() -> None:
+def test_the_reason_explains_what_the_raised_threshold_did() -> None:
     raised = replace(state("paper"), threshold_factor=2.0)
     request = Request(1, THRESHOLD * 2)
     idle = route(request, view(), PLAN, raised)
@@ -140,7 +140,7 @@ def test_the_reason_says_what_the_raised_threshold_did() -> None:
     assert "keeps it" in busy_link.reason
 
 
-def test_a_believed_rate_is_what_the_comparison_uses() -> None:
+def test_the_comparison_uses_the_estimated_bandwidth() -> None:
     slow = LinkState(LinkHealth(LinkVerdict.CONGESTED), bps=1e6)
     raised = replace(state("paper"), threshold_factor=2.0, links={OUT: slow})
     kept = route(Request(1, THRESHOLD * 2), view(), PLAN, raised)

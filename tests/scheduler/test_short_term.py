@@ -42,7 +42,7 @@ def routed(request: Request, seen: View, how: ShortTermState, threshold: int = T
 
 
 @given(requests, views, policies, st.sampled_from(LinkVerdict))
-def test_never_to_a_dead_node_nor_over_a_cut_link(
+def test_no_route_uses_a_lost_node_or_a_link_that_is_down(
     request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
@@ -53,7 +53,7 @@ def test_never_to_a_dead_node_nor_over_a_cut_link(
         far = seen.links[OUT].up and is_offloadable(request)
         reach = [n for n in prefills if n in usable and (n in LOCAL or far)]
         if way.cluster is None:
-            assert not reach or not usable & set(LOCAL[2:]), "nobody could take it"
+            assert not reach or not usable & set(LOCAL[2:]), "no node could take it"
         else:
             assert policy == "adaptive", "others bind at once"
             free = [clusters[way.cluster][n].free_at_s for n in reach if n in clusters[way.cluster]]
@@ -106,7 +106,7 @@ def test_the_uncached_length_decides(
 
 
 @given(requests, views, policies, st.sampled_from(LinkVerdict))
-def test_the_same_question_has_the_same_answer(
+def test_the_same_input_gives_the_same_route(
     request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     how = state(policy, verdict)
@@ -126,7 +126,7 @@ def test_a_remote_prefix_counts_only_while_bandwidth_is_abundant() -> None:
     assert far.offloaded and far.prefill == REMOTE[0] and not far.copies
 
 
-def test_a_local_prefix_follows_a_long_request_while_bandwidth_is_abundant() -> None:
+def test_a_local_prefix_is_copied_for_a_long_request_while_bandwidth_is_abundant() -> None:
     seen = view({LOCAL[0]: Hit(1280, 1280)})
     request = Request(1, 1280 + THRESHOLD + 1)
     way = routed(request, seen, state("paper"))
@@ -136,7 +136,7 @@ def test_a_local_prefix_follows_a_long_request_while_bandwidth_is_abundant() -> 
     assert alone.offloaded and alone.cached_tokens == 0
 
 
-def test_a_busy_holder_hands_its_prefix_to_a_free_neighbour() -> None:
+def test_a_prefix_is_copied_from_a_busy_node_to_a_free_one() -> None:
     seen = view({LOCAL[0]: Hit(640, 640)}, free_at_s={LOCAL[0]: 130.0})
     way = routed(Request(1, 700), seen, state("paper"))
     assert way.prefill == LOCAL[1] and way.cached_tokens == 640
@@ -149,7 +149,7 @@ def test_the_holder_is_preferred_while_it_is_free() -> None:
     assert way.prefill == LOCAL[1] and not way.copies
 
 
-def test_what_the_decode_node_has_does_not_travel() -> None:
+def test_tokens_that_the_decode_node_holds_are_not_transferred() -> None:
     seen = view({LOCAL[3]: Hit(0, 640)})
     way = routed(Request(1, THRESHOLD + 641), seen, state("paper"))
     assert way.decode == LOCAL[3] and way.offloaded
@@ -166,11 +166,11 @@ def test_what_the_decode_node_has_does_not_travel() -> None:
     ],
 )
 @pytest.mark.parametrize("policy", ["paper", "adaptive", "remote"])
-def test_what_must_stay_stays(request_: Request, policy: str) -> None:
+def test_requests_that_must_stay_local_stay_local(request_: Request, policy: str) -> None:
     assert routed(request_, view(), state(policy)).cluster == NEAR
 
 
-def test_local_and_remote_do_as_they_are_called() -> None:
+def test_policies_local_and_remote() -> None:
     assert not routed(Request(1, 5000), view(), state("local")).offloaded
     assert routed(Request(1, 1), view(), state("remote")).offloaded
     fallback = routed(Request(1, 5000), view(dead=frozenset(LOCAL[:2])), state("local"))
@@ -196,8 +196,8 @@ def stats(at_s: float, *, goodput_bps: float, backlog_bytes: int = 0) -> LinkSta
     )
 
 
-def told(seen: View, said: LinkStats) -> View:
-    return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=said)})
+def with_stats(seen: View, report: LinkStats) -> View:
+    return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=report)})
 
 
 def after(
@@ -205,8 +205,8 @@ def after(
 ) -> ShortTermState:
     start = int(how.links[OUT].health.at_s or 0.0) + 1
     for now in range(start, start + seconds):
-        said = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
-        how = adjust(how, told(view(now_s=now), said), now)
+        report = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
+        how = adjust(how, with_stats(view(now_s=now), report), now)
     return how
 
 
@@ -232,10 +232,10 @@ def test_a_queue_at_prfaas_raises_the_threshold() -> None:
     surge = view(free_at_s=dict.fromkeys(REMOTE, 120.0))
     assert adjust(how, surge, 100.0).threshold_factor > 1
     both = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 120.0))
-    assert adjust(how, both, 100.0).threshold_factor == 1, "nobody is better off"
+    assert adjust(how, both, 100.0).threshold_factor == 1, "no request gains"
 
 
-def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
+def test_a_slow_link_is_slow_until_it_is_clear_again() -> None:
     slow = after(3, state("adaptive"), goodput_bps=1e7, backlog_bytes=10_000_000)
     assert slow.links[OUT].bps == 1e7
     still = after(1, slow, goodput_bps=5e6)
@@ -243,17 +243,17 @@ def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
     assert after(10, still, goodput_bps=5e6).links[OUT].bps is None
 
 
-def test_a_link_over_which_nothing_passes_is_believed_slow_at_once() -> None:
+def test_a_link_that_carries_nothing_is_slow_at_once() -> None:
     calm = after(3, state("adaptive"), goodput_bps=1e7)
     stopped = LinkStats("near", 4.0, 1, 0.0, 1_000_000, 1_000_000, waited_s=1.0, rtt_s=0.01)
-    how = adjust(calm, told(view(now_s=4.0), stopped), 4.0)
+    how = adjust(calm, with_stats(view(now_s=4.0), stopped), 4.0)
     bps = how.links[OUT].bps
     assert how.links[OUT].health.verdict is not LinkVerdict.CLEAR
     assert bps is not None and bps <= 8e6
     assert not routed(Request(1, THRESHOLD * 2), view(pending_bytes=1e6), how).offloaded
 
 
-def test_a_few_bytes_on_a_clear_link_say_nothing_of_its_bandwidth() -> None:
+def test_a_few_bytes_on_a_clear_link_do_not_measure_its_bandwidth() -> None:
     light = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000)
     assert light.links[OUT].health.verdict is LinkVerdict.CLEAR
     assert light.links[OUT].bps is None
@@ -262,7 +262,7 @@ def test_a_few_bytes_on_a_clear_link_say_nothing_of_its_bandwidth() -> None:
 # Adaptive -----------------------------------------------------------------------------------------
 
 
-def test_adaptive_leaves_a_slow_link_alone() -> None:
+def test_adaptive_avoids_a_slow_link() -> None:
     request = Request(1, THRESHOLD * 2)
     assert routed(request, view(), state("adaptive")).offloaded
     slow = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000_000)
@@ -280,9 +280,10 @@ def test_adaptive_avoids_a_queue_on_either_side() -> None:
         assert routed(request, near_busy, state("adaptive")).offloaded
 
 
-def test_under_pressure_adaptive_keeps_to_the_plan() -> None:
-    """Equal queues on both sides: short ones stay, long ones go, whoever would be faster now. And
-    all of them wait at the router, where a long one lets those pass that come soon after it."""
+def test_with_long_queues_adaptive_follows_the_plan() -> None:
+    """With equal queues on both sides, short requests stay and long ones are offloaded, even if the
+    other cluster would be faster now. All of them wait at the router, where requests that come soon
+    after a long one overtake it."""
     busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 160.0))
     how = state("adaptive")
     short = route(Request(1, THRESHOLD // 4, 90.0), busy, PLAN, how)
@@ -315,7 +316,7 @@ def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
     assert lead_s <= how.rules.adaptive.patience * hold.work_s**2 + 1e-9
 
 
-def test_what_is_held_back_counts_as_a_queue() -> None:
+def test_held_work_counts_as_a_queue() -> None:
     request = Request(1, THRESHOLD * 2)
     held = HeldWork().add(length_class(0.2), 400.0)
     assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
@@ -328,10 +329,11 @@ def test_what_is_held_back_counts_as_a_queue() -> None:
     st.floats(-50, 300),
     st.sampled_from([0.0, 0.5, 2.0]),
 )
-def test_a_new_request_passes_a_line_until_its_first_is_overdue(
+def test_a_new_request_overtakes_a_queue_until_its_first_is_overdue(
     tokens: int, work_s: float, overdue_s: float, share: float
 ) -> None:
-    """All nodes are idle, so there is room; the first in line decides who gets it."""
+    """All nodes are idle, so there is room. The first request of the queue decides which one gets
+    it."""
     adaptive = AdaptiveSection(overdue_share=share)
     how = ShortTermState(SchedulerSection(policy="adaptive", adaptive=adaptive))
     held = HeldWork(first=100.0 - overdue_s).add(length_class(work_s), work_s)
@@ -344,22 +346,22 @@ def test_a_new_request_passes_a_line_until_its_first_is_overdue(
 
 
 @given(st.integers(1, 5000), st.floats(0, 100), st.floats(0, 100), st.floats(0.1, 200))
-def test_a_request_from_the_line_is_not_sent_back_for_those_behind_it(
+def test_a_request_from_the_queue_does_not_wait_for_later_ones(
     tokens: int, arrived_s: float, later_s: float, work_s: float
 ) -> None:
     """Otherwise a node would stay idle although requests wait for it."""
-    behind = HeldWork(first=arrived_s + later_s).add(length_class(work_s), work_s)
-    seen = view(held={NEAR: behind, FAR: behind})
+    later = HeldWork(first=arrived_s + later_s).add(length_class(work_s), work_s)
+    seen = view(held={NEAR: later, FAR: later})
     assert isinstance(route(Request(1, tokens, arrived_s), seen, PLAN, state("adaptive")), Route)
 
 
-def test_other_policies_know_no_line() -> None:
+def test_other_policies_hold_no_requests() -> None:
     held = HeldWork(first=0.0).add(0, 0.1)
     for policy in ("paper", "local", "remote"):
         routed(Request(1, THRESHOLD, 100.0), view(held={NEAR: held, FAR: held}), state(policy))
 
 
-def test_room_is_where_a_node_is_nearly_done() -> None:
+def test_a_cluster_has_room_when_a_node_is_nearly_done() -> None:
     how = state("adaptive")
     limit_s = how.rules.adaptive.queue_s
     for wait_s, room in ((0.0, True), (limit_s, True), (limit_s + 0.1, False)):

@@ -11,33 +11,33 @@ holds = st.builds(
 
 
 @given(st.lists(holds, max_size=20), st.lists(st.sampled_from(CLUSTERS), max_size=20))
-def test_each_line_in_its_order_and_all_work_counted(
+def test_each_queue_keeps_its_order_and_all_work_is_counted(
     given_holds: list[Hold], asked: list[ClusterId | None]
 ) -> None:
     room: WaitingRoom[int] = WaitingRoom()
     left = dict(enumerate(given_holds))
-    for who, hold in left.items():
-        room.put(who, hold)
-    for line in asked:
-        who = room.take(line)
-        waiting = {k: h.precedence for k, h in left.items() if h.cluster == line}
-        assert (who is None) == (not waiting)
-        if who is not None:
-            assert waiting[who] == min(waiting.values())
-            del left[who]
+    for item, hold in left.items():
+        room.put(item, hold)
+    for cluster in asked:
+        item = room.take(cluster)
+        waiting = {k: h.precedence for k, h in left.items() if h.cluster == cluster}
+        assert (item is None) == (not waiting)
+        if item is not None:
+            assert waiting[item] == min(waiting.values())
+            del left[item]
         assert len(room) == len(left)
         assert set(room.queues()) == {hold.cluster for hold in left.values()}
-        for cluster, work in room.work.items():
-            held = sum(hold.work_s for hold in left.values() if hold.cluster == cluster)
+        for waited, work in room.work.items():
+            held = sum(hold.work_s for hold in left.values() if hold.cluster == waited)
             assert abs(work.total_s - held) < 1e-6
-            line = [hold.precedence for hold in left.values() if hold.cluster == cluster]
-            assert work.first == min(line)
+            first = min(hold.precedence for hold in left.values() if hold.cluster == waited)
+            assert work.first == first
 
 
 def test_the_first_of_equals_goes_first() -> None:
     room: WaitingRoom[str] = WaitingRoom()
-    for who in "abc":
-        room.put(who, Hold("test", None, 1.0, 5.0))
+    for item in "abc":
+        room.put(item, Hold("test", None, 1.0, 5.0))
     assert [room.take(None) for _ in range(4)] == ["a", "b", "c", None]
 
 
@@ -49,15 +49,15 @@ def test_longer_prefills_do_not_count_for_shorter_ones(one: float, other: float)
     assert counts or one > other
 
 
-def test_somebody_may_leave_from_the_middle() -> None:
+def test_an_item_can_be_removed_from_the_middle() -> None:
     room: WaitingRoom[str] = WaitingRoom()
-    line = ClusterId("far")
-    for who, precedence in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
-        room.put(who, Hold("test", line, 1.0, precedence))
+    cluster = ClusterId("far")
+    for item, precedence in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+        room.put(item, Hold("test", cluster, 1.0, precedence))
     assert room.remove("b") and not room.remove("b")
-    assert (len(room), room.work[line].total_s, room.work[line].first) == (2, 2.0, 2.0)
-    assert [room.take(line) for _ in range(3)] == ["c", "a", None]
-    room.put("d", Hold("test", line, 1.0, 0.0))
+    assert (len(room), room.work[cluster].total_s, room.work[cluster].first) == (2, 2.0, 2.0)
+    assert [room.take(cluster) for _ in range(3)] == ["c", "a", None]
+    room.put("d", Hold("test", cluster, 1.0, 0.0))
     assert room.remove("d") and not room.work and not list(room.queues())
 
 

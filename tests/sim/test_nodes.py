@@ -57,7 +57,7 @@ def test_a_lost_node_ends_no_request(rate: DecodeRate) -> None:
     assert [j.index for j in ended] == [1] and batch.running == 0
 
 
-def test_work_is_what_is_queued_and_what_is_left() -> None:
+def test_work_is_the_queue_and_the_rest_of_the_running_prefill() -> None:
     events = Events()
     node = SimNode(
         NodeId("a"), ClusterId("c"), "prefill", Batch(events, CONSTANT, lambda _: None), 0.0

@@ -29,7 +29,7 @@ def test_a_flood_is_served_at_the_planned_capacity(system: str) -> None:
     assert found == pytest.approx(find_optimum(given).capacity_rps, rel=0.04)
 
 
-def test_neither_the_given_speed_nor_trouble_matters() -> None:
+def test_neither_the_given_speed_nor_stress_matters() -> None:
     arrivals = poisson(SMALL.workload, 1.0, 500, seed=3)
     calm = saturated_rps(SMALL, arrivals, routed("paper"))
     cut = replace(routed("paper"), links={link_id(SMALL, 0): (RateChange(0.0, 0.0),)})

@@ -146,9 +146,9 @@ def simulate(
     cases = make_cases(parsed, problem, policies or (parsed.scheduler.policy,), others, base)
 
     results = run_all(cases, arrivals)
-    promises = _promises(parsed, cases, arrivals)
-    summaries = {name: summarise(result, promises[name]) for name, result in results.items()}
-    saturated = saturate(deployment, cases, arrivals, promises) if others else []
+    service_levels = _service_levels(parsed, cases, arrivals)
+    summaries = {name: summarise(result, service_levels[name]) for name, result in results.items()}
+    saturated = saturate(deployment, cases, arrivals, service_levels) if others else []
     written = _write(results, plot, timeline)
     wall_s = time.perf_counter() - started
     if as_json:
@@ -184,7 +184,7 @@ def _from(show: Callable[[float], None], done: int) -> Callable[[float], None]:
     return lambda share: show(done + share)
 
 
-def _promises(
+def _service_levels(
     deployment: Deployment, cases: Mapping[str, Case], arrivals: Arrivals
 ) -> dict[str, ServiceLevel]:
     slo = deployment.slo

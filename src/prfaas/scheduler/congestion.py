@@ -144,9 +144,9 @@ def judge(
         if stats.at_s > state.at_s - rules.reordering_s:
             return state
         state = LinkHealth()
-    seen = _observe(state, stats, capacity_bps, rules)
-    signals = _signals(seen, stats, rules)
-    return _decide(seen, signals, stats.at_s, rules, state.at_s)
+    health = _observe(state, stats, capacity_bps, rules)
+    signals = _signals(health, stats, rules)
+    return _decide(health, signals, stats.at_s, rules, state.at_s)
 
 
 def _observe(
@@ -206,25 +206,25 @@ def _utilisation(stats: LinkStats, capacity_bps: float | None) -> float | None:
 
 
 def _signals(
-    seen: LinkHealth, stats: LinkStats, rules: CongestionRules
+    health: LinkHealth, stats: LinkStats, rules: CongestionRules
 ) -> list[tuple[str, float, Ladder]]:
     signals = []
-    if seen.loss is not None:
-        signals.append(("loss", seen.loss, rules.loss))
-    if seen.rtts and seen.min_rtt_s is not None:
-        before, *within = seen.rtts
+    if health.loss is not None:
+        signals.append(("loss", health.loss, rules.loss))
+    if health.rtts and health.min_rtt_s is not None:
+        before, *within = health.rtts
         stands = stats.at_s - before[0] >= rules.standing_s
-        standing_s = min(rtt_s for _, rtt_s in within) if stands else seen.min_rtt_s
-        queueing = (standing_s - seen.min_rtt_s) / (seen.min_rtt_s + rules.rtt_noise_s)
+        standing_s = min(rtt_s for _, rtt_s in within) if stands else health.min_rtt_s
+        queueing = (standing_s - health.min_rtt_s) / (health.min_rtt_s + rules.rtt_noise_s)
         signals.append(("queueing", queueing, rules.queueing))
     signals.append(("waiting", stats.waited_s, rules.waiting_s))
-    if seen.utilisation is not None and stats.waited_s > 0:
-        signals.append(("utilisation", seen.utilisation, rules.utilisation))
+    if health.utilisation is not None and stats.waited_s > 0:
+        signals.append(("utilisation", health.utilisation, rules.utilisation))
     return signals
 
 
 def _decide(
-    seen: LinkHealth,
+    health: LinkHealth,
     signals: list[tuple[str, float, Ladder]],
     now_s: float,
     rules: CongestionRules,
@@ -242,24 +242,24 @@ def _decide(
     def calm(since_s: float | None) -> bool:
         return since_s is not None and now_s - since_s >= rules.calm_s
 
-    below_building_s = below(LinkVerdict.BUILDING, seen.below_building_since_s)
-    below_congested_s = below(LinkVerdict.CONGESTED, seen.below_congested_since_s)
+    below_building_s = below(LinkVerdict.BUILDING, health.below_building_since_s)
+    below_congested_s = below(LinkVerdict.CONGESTED, health.below_congested_since_s)
     if calm(below_building_s):
         best = LinkVerdict.CLEAR
     else:
         best = LinkVerdict.BUILDING if calm(below_congested_s) else LinkVerdict.CONGESTED
-    verdict = max(entered, min(seen.verdict, best))
+    verdict = max(entered, min(health.verdict, best))
     if verdict is LinkVerdict.CLEAR:
         cause = ""
     elif entered is verdict:
         cause = entered_by
     else:
-        cause = held_by if held >= verdict else seen.cause
+        cause = held_by if held >= verdict else health.cause
     return replace(
-        seen,
+        health,
         verdict=verdict,
         cause=cause,
-        changed_at_s=seen.changed_at_s if verdict is seen.verdict else now_s,
+        changed_at_s=health.changed_at_s if verdict is health.verdict else now_s,
         below_building_since_s=below_building_s,
         below_congested_since_s=below_congested_s,
     )

@@ -58,8 +58,8 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
             )
         if others_are_overdue(request, option, view, state):
             return make_hold(request, option, view, state, "other requests have waited longer")
-    way = make_route(request, option, view, state, reason)
-    return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
+    chosen = make_route(request, option, view, state, reason)
+    return Hold("no node decodes", None, 0.0, request.arrived_s) if chosen is None else chosen
 
 
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:

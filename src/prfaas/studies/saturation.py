@@ -35,7 +35,7 @@ def saturate(
     deployment: Path,
     cases: Mapping[str, Case],
     arrivals: Arrivals,
-    promises: Mapping[str, ServiceLevel],
+    levels: Mapping[str, ServiceLevel],
 ) -> list[Saturated]:
     """The first policy stands for PrfaaS-PD; plans stay as they are. Published figures come from
     the file of the deployment's name with `.published.toml`, where there is one."""
@@ -53,7 +53,8 @@ def saturate(
     for name, (problem, config) in systems.items():
         speed = DEFAULT_UTILISATION * rps[name] / arrivals.mean_rps
         loaded = summarise(
-            simulate(problem, arrivals.scaled(speed), config), promises.get(name, promises[first])
+            simulate(problem, arrivals.scaled(speed), config),
+            levels.get(name, levels[first]),
         )
         rows.append(
             Saturated(

@@ -20,7 +20,7 @@ ratios = st.floats(0.01, 100.0)
 
 
 @given(st.floats(0.25, 4.0), st.lists(ratios, max_size=100))
-def test_the_factor_is_bounded_and_rests_once_it_fits(factor: float, seen: list[float]) -> None:
+def test_the_factor_is_bounded_and_stays_once_it_fits(factor: float, seen: list[float]) -> None:
     moved = next_factor(factor, seen, RULES)
     assert 1 / RULES.limit <= moved <= RULES.limit
     assert next_factor(moved, seen, RULES) == moved
@@ -34,7 +34,7 @@ def test_the_factor_is_bounded_and_rests_once_it_fits(factor: float, seen: list[
     strays=st.lists(ratios, max_size=8),
     start=st.floats(0.25, 4.0),
 )
-def test_a_minority_of_strays_changes_little(
+def test_a_minority_of_outliers_changes_little(
     true: float, noise: list[float], strays: list[float], start: float
 ) -> None:
     seen = [*(true * one for one in noise), *strays]
@@ -64,7 +64,7 @@ def test_the_first_prefills_of_a_process_do_not_count() -> None:
     assert paces.factors == {HOME: 1.5}
 
 
-def test_short_prefills_teach_nothing() -> None:
+def test_short_prefills_are_not_measured() -> None:
     paces = ProfileCorrection(RULES)
     answers(paces, 1.0, 50, stated_s=RULES.least_s / 2)
     assert not paces.factors

@@ -115,14 +115,14 @@ def test_lost_and_recovered_prfaas_nodes_move_the_threshold_at_once() -> None:
     loop.serve(CASE_STUDY.workload, 120.0, live_remotes=(2,))
     assert loop.plan.threshold_tokens > before
     assert loop.plan.problem.remotes[0].pool.instances == 2
-    assert not loop.conversions, "an outage that ends soon converts nobody"
+    assert not loop.conversions, "an outage that ends soon converts no node"
     loop.serve(CASE_STUDY.workload, 120.0)
     assert loop.plan.threshold_tokens == pytest.approx(before, rel=0.15)
     loop.serve(CASE_STUDY.workload, HOUR_S, live_remotes=(1,))
     assert loop.conversions, "one that lasts does"
 
 
-def test_a_dead_node_keeps_its_role_but_does_not_count() -> None:
+def test_a_lost_node_keeps_its_role_but_does_not_count() -> None:
     loop = Loop(CASE_STUDY)
     dead = loop.nodes[0]
     assert loop.plan.roles[dead] == "prefill"
@@ -154,7 +154,7 @@ def test_steady_traffic_converts_no_node_twice(mu: float, output_tokens: float, 
     remote=st.integers(0, 2),
     mu=st.floats(5.0, 8.0),
 )
-def test_any_hardware_gives_a_plan_for_what_lives_or_none(
+def test_any_hardware_gives_a_plan_for_the_live_nodes_or_none(
     alive: int, remote: int, mu: float
 ) -> None:
     small = problem(prfaas=2, pd=4)

@@ -6,7 +6,7 @@ from prfaas.types import NodeId
 LIVE = frozenset({NodeId("pd-0")})
 
 
-def test_a_window_has_what_was_seen_in_order() -> None:
+def test_a_window_has_the_recorded_requests_in_order() -> None:
     traffic = TrafficHistory(started_s=5.0, window_s=100.0)
     traffic.observe(10.0, 300, 20, 7, 0.5)
     traffic.observe(11.0, 100, 0, 9, 1.5)
@@ -19,7 +19,7 @@ def test_a_window_has_what_was_seen_in_order() -> None:
     assert (window.live_remotes, window.live_local) == ((4,), LIVE)
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_requests_older_than_the_window_are_dropped() -> None:
     traffic = TrafficHistory(started_s=0.0, window_s=10.0)
     for second in range(50):
         traffic.observe(float(second), second + 1, 0, 1, 0.0)
@@ -31,7 +31,7 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     assert len(before.at_s) == 10
 
 
-def test_what_a_window_was_like() -> None:
+def test_the_summary_of_a_window() -> None:
     traffic = TrafficHistory(started_s=0.0, window_s=10.0)
     assert traffic.summarise(1.0) is None
     for second in range(30):
@@ -44,7 +44,7 @@ def test_what_a_window_was_like() -> None:
     assert found is not None and found.rps == 0.5, "it has not been there for a whole window"
 
 
-def test_memory_is_bounded_where_nobody_plans() -> None:
+def test_memory_is_bounded_without_replanning() -> None:
     traffic = TrafficHistory(0.0, 10.0)
     for at_s in range(1000):
         traffic.observe(float(at_s), 1, 0, 1, 0.0)

@@ -15,10 +15,10 @@ from tests.planner.builders import problem
 SMALL = problem(prfaas=2, pd=4, bps=1e9, bs_max=40)
 
 
-def test_each_request_is_promised_a_multiple_of_its_own_idle_time() -> None:
+def test_the_ttft_limit_is_a_multiple_of_the_idle_ttft() -> None:
     arrivals = poisson(SMALL.workload, 1.0, 300, seed=1)
-    promise = idle_service_level(SMALL, arrivals, SimConfig(), tpot_s=0.02)
-    assert isinstance(promise.ttft_s, np.ndarray)
+    level = idle_service_level(SMALL, arrivals, SimConfig(), tpot_s=0.02)
+    assert isinstance(level.ttft_s, np.ndarray)
     threshold = find_optimum(SMALL).threshold_tokens
     local = arrivals.prompt_tokens <= threshold
     assert local.any() and not local.all()
@@ -27,12 +27,12 @@ def test_each_request_is_promised_a_multiple_of_its_own_idle_time() -> None:
         SMALL.local.pool.profile.seconds(arrivals.prompt_tokens),
         SMALL.remotes[0].pool.profile.seconds(arrivals.prompt_tokens),
     )
-    idle_s = promise.ttft_s / IDLE_TTFT_SLACK
+    idle_s = level.ttft_s / IDLE_TTFT_SLACK
     assert np.all(idle_s > prefill_s)  # a decode step, a transfer and a round trip come on top
     assert idle_s == pytest.approx(prefill_s + 0.03, abs=0.03)
 
 
-def test_the_promise_does_not_depend_on_policy_or_speed() -> None:
+def test_the_service_level_does_not_depend_on_policy_or_speed() -> None:
     arrivals = poisson(SMALL.workload, 1.0, 300, seed=1)
     base = SimConfig()
     other = replace(base, scheduler=msgspec.structs.replace(base.scheduler, policy="local"))

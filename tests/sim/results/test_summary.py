@@ -32,7 +32,7 @@ def test_the_figures_of_a_calm_run() -> None:
     assert run.stable and run.behind is None
 
 
-def test_goodput_needs_both_promises_per_request() -> None:
+def test_goodput_needs_both_limits_per_request() -> None:
     slow_half = [0.5, 1.5] * 50
     assert summarise(result(slow_half), KEEPS).goodput_rps == pytest.approx(0.5, rel=0.05)
     each = ServiceLevel(np.array([0.4, 1.6] * 50), 0.020)

@@ -30,7 +30,7 @@ def test_spans_become_balanced_pairs_on_named_tracks() -> None:
     assert Counter(e["ph"] for e in events)["i"] == 1  # the plan that was made under way
 
 
-def test_runs_are_processes_of_their_own() -> None:
+def test_each_run_is_a_separate_process() -> None:
     run = result([0.5] * 10, spans=SPANS)
     events = chrome_trace({"paper": run, "adaptive": run})["traceEvents"]
     spans = [event for event in events if event["ph"] == "b"]

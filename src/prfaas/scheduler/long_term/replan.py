@@ -44,7 +44,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
         problem = replace(problem, workload=fitted)
     elif not hardware_changed:
         return None
-    seen = math.inf if fitted is None else len(fitted.new)
+    requests = math.inf if fitted is None else len(fitted.new)
     roles = {node: role for node, role in plan.roles.items() if node in window.live_local}
     n_prefill = sum(role == "prefill" for role in roles.values())
     solver = Solver(problem)
@@ -55,7 +55,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
     step = 0
     if blocks >= 2 and not hardware_changed:
         best = solver.best()
-        worth = max(rules.min_gain, 1 / math.sqrt(seen))
+        worth = max(rules.min_gain, 1 / math.sqrt(requests))
         if best.capacity_rps > here.capacity_rps * (1 + worth):
             step = best.n_prefill - n_prefill
     changed = _convert(roles, step, plan, window.now_s)
@@ -64,7 +64,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
         here = solver.best(sum(role == "prefill" for role in roles.values()))
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
-    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(seen))
+    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(requests))
     if not (changed or moved or hardware_changed):
         return None
     return Plan(
