@@ -73,7 +73,7 @@ class _ScheduledChanges:
             *(attempt for attempt in node.decodes if attempt not in node.prefills),
         ]
         again = [attempt.index for attempt in lost if self._end(attempt, node)]
-        world.waiting[node.cluster] -= len(node.queue)
+        world.prefill_waiting[node.cluster] -= len(node.queue)
         world.slot_waiting -= len(node.for_slot)
         node.queue.clear()
         node.queued_s = 0.0
@@ -130,7 +130,7 @@ class _ScheduledChanges:
         world = self._world
         if attempt in source.queue:
             source.queue.remove(attempt)
-            world.waiting[source.cluster] -= 1
+            world.prefill_waiting[source.cluster] -= 1
             source.queued_s -= attempt.route.prefill_s
         if attempt.prefill_lease is not None and world.caches is not None:
             world.caches.release(source.name, attempt.prefill_lease)

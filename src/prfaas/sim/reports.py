@@ -54,7 +54,9 @@ class Reports:
             if not self._is_redundant(link_id, report):
                 stats.append((link_id, report))
         world.events.at(now + world.config.report_lag_s, self._deliver, (reports, stats))
-        waiting: dict[str, int] = {c: n + world.held.count(c) for c, n in world.waiting.items()}
+        waiting: dict[str, int] = {
+            c: n + world.waiting_room.count(c) for c, n in world.prefill_waiting.items()
+        }
         world.samples.take(now, waiting, world.slot_waiting)
         if world.in_flight:
             world.events.at(now + world.config.report_interval_s, self._tick)
@@ -86,7 +88,7 @@ class Reports:
         for link_id, link_stats in stats:
             world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
-        view = world.board.view(now, {}, world.held.work)
+        view = world.board.view(now, {}, world.waiting_room.work)
         world.state = adjust(world.state, view, now)
-        if world.held:
-            world.retry_held()
+        if world.waiting_room:
+            world.retry_waiting()

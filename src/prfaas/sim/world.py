@@ -77,7 +77,7 @@ class World:
         self.copies = 0
         self.copied_bytes = 0
         self.in_flight = 0  # requests that have arrived and have not ended
-        self.held: WaitingRoom[int] = WaitingRoom()
+        self.waiting_room: WaitingRoom[int] = WaitingRoom()
         self._prompts: list[int] = arrivals.prompt_tokens.tolist()
         self._outputs: list[int] = arrivals.output_tokens.tolist()
         self._cached: list[int] = arrivals.cached_tokens.tolist()
@@ -129,8 +129,9 @@ class World:
                 node = SimNode(name, cluster, role, batch, config.decode_kv_bytes)
                 self.nodes[name] = node
                 self.board.assign(name, role, usable=True)
-        self.waiting = {cluster: 0 for cluster, _, _ in members}  # requests in prefill queues
-        self.slot_waiting = 0  # requests that wait for a decode slot
+        # Requests in prefill queues, by cluster, and requests that wait for a decode slot.
+        self.prefill_waiting = {cluster: 0 for cluster, _, _ in members}
+        self.slot_waiting = 0
         self.samples = QueueSamples(config.report_interval_s, [c for c, _, _ in members])
         self._uniform = _UniformPrefixes(self.nodes)
         self.reports = Reports(self)
@@ -149,18 +150,18 @@ class World:
         hold = self._try_dispatch(index)
         if hold is None:
             return
-        self.held.put(index, hold)
+        self.waiting_room.put(index, hold)
         if hold.cluster is not None and self._has_room(hold.cluster):
             # The request waits although there is room, because others have waited longer. They get
             # the free node now.
-            self.retry_held()
+            self.retry_waiting()
 
-    def retry_held(self) -> None:
+    def retry_waiting(self) -> None:
         """Retries the requests that the router holds, as far as there is room."""
-        self.held.retry(self._try_dispatch, self._has_room)
+        self.waiting_room.retry(self._try_dispatch, self._has_room)
 
     def _has_room(self, cluster: ClusterId) -> bool:
-        view = self.board.view(self.events.now_s, NOTHING, self.held.work)
+        view = self.board.view(self.events.now_s, NOTHING, self.waiting_room.work)
         return has_room(cluster, view, self.state)
 
     def _try_dispatch(self, index: int) -> Hold | None:
@@ -171,7 +172,7 @@ class World:
         else:
             cached = self._uniform.match(self._cached[index])
         request = Request(index, self._prompts[index], self._times[index])
-        view = self.board.view(now, cached, self.held.work)
+        view = self.board.view(now, cached, self.waiting_room.work)
         decision = route(request, view, self.plan, self.state)
         if isinstance(decision, Hold):
             return decision
@@ -199,7 +200,7 @@ class World:
             attempt.transfer_tokens = self._prompts[attempt.index] - held
         node = self.nodes[attempt.route.prefill]
         node.queue.append(attempt)
-        self.waiting[node.cluster] += 1
+        self.prefill_waiting[node.cluster] += 1
         node.queued_s += attempt.route.prefill_s
         for copy in attempt.route.copies:
             self._copy(attempt, copy)
@@ -241,7 +242,7 @@ class World:
         if node.running is not None or not node.queue or node.queue[0].copies_left:
             return
         attempt = node.queue.popleft()
-        self.waiting[node.cluster] -= 1
+        self.prefill_waiting[node.cluster] -= 1
         node.queued_s -= attempt.route.prefill_s
         node.running = attempt
         now = self.events.now_s
@@ -335,8 +336,8 @@ class World:
             self.slot_waiting += 1
         self.reports.note_change(node)
         self.switch_if_drained(source)
-        if self.held:
-            self.retry_held()
+        if self.waiting_room:
+            self.retry_waiting()
 
     def _decode(self, attempt: Attempt, node: SimNode) -> None:
         now = self.events.now_s
