@@ -21,7 +21,7 @@ import msgspec
 from prfaas.cache.hashing import block_hashes
 from prfaas.contracts.kvd_api import GroupShape, OpenTransfer, spec_of
 from prfaas.kvspec import KVSpec
-from prfaas.scheduler.handoff import Handoff, handoff
+from prfaas.scheduler.handoff import Handoff, choose_handoff
 from prfaas.types import Compat
 from tests.complaints import ENVIRONMENT, check_output
 from tests.waiting import PATIENCE_S, wait_until
@@ -233,7 +233,7 @@ class Gateway:
         salt: str = "",
         length: Handoff | None = None,
     ) -> Granted:
-        length = length or handoff(len(prompt), self.block_tokens, resumable=resumable)
+        length = length or choose_handoff(len(prompt), self.block_tokens, resumable=resumable)
         hashes = block_hashes(prompt[: length.handoff_tokens], self.block_tokens, salt=salt)
         compat = msgspec.convert(self.decode_host.stats()["pool"]["compat"], Compat)
         asked = OpenTransfer(tuple(hashes), length.handoff_tokens, compat, length.checkpoint_tokens)

@@ -23,7 +23,7 @@ from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, open_client
-from prfaas.scheduler.handoff import handoff as handoff_length
+from prfaas.scheduler.handoff import choose_handoff as handoff_length
 from prfaas.security.deployment_key import read_deployment_key
 from prfaas.types import Compat, Grant, NotNow
 

@@ -27,7 +27,7 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
-from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import Route
 from prfaas.types import Grant, NodeId, NotNow
 
@@ -115,7 +115,7 @@ class HandOff:
             raise Failed("a node has just left", self._route.prefill, self._route.decode)
         # vLLM has states at the ends of its steps only, wherever those are.
         resumable = card.ours and (ask.conversation or self._route.cached_tokens > 0)
-        length = handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
+        length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
         hashes = prompt.prefix(length.handoff_tokens).at(compat.block_tokens)
         grant = await self._open(
             OpenTransfer(
