@@ -51,7 +51,7 @@ from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.measure.machine import cpu_times
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig, link_id
 from prfaas.sim.results.result import Result
@@ -92,7 +92,7 @@ async def measure(
         most.deployment, engines, folder, attached_prefix(), on_line=ear.heard
     ) as hosts:
         for name, case in cases.items():
-            offered_rps = OVERLOAD * best_for(case.problem).capacity_rps
+            offered_rps = OVERLOAD * find_optimum(case.problem).capacity_rps
             arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
             lasts_s = float(arrivals.at_s[-1])
             click.echo(f"{TITLES[name]}: {requests} requests in {lasts_s:.0f} s", err=True)
@@ -119,7 +119,7 @@ async def _row(
         system=name,
         live=seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
         simulated=seen(arrivals.at_s, result.requests.first_token_s, scales),
-        planned_rps=best_for(case.problem).capacity_rps * scales.time,
+        planned_rps=find_optimum(case.problem).capacity_rps * scales.time,
         live_egress_gbps=egress_gbps(live.egress_bps, scales) if crosses else None,
         simulated_egress_gbps=(
             egress_gbps(sent_bps(case, result, float(arrivals.at_s[-1])), scales)

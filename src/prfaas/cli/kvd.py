@@ -15,7 +15,7 @@ from prfaas.config.host import KvdSection, TlsSection, load_host_config
 from prfaas.config.sizes import parse_bytes
 from prfaas.contracts.readiness import KvdReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.kvd.process import KvdOptions, TlsFiles, running
+from prfaas.kvd.process import KvdOptions, TlsFiles, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
 from prfaas.security.deployment_key import read_deployment_key
@@ -176,7 +176,7 @@ async def _serve(options: KvdOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with running(options) as kvd:
+    async with run_kvd(options) as kvd:
         ready = KvdReady(str(kvd.store.node), str(kvd.socket), str(kvd.data), kvd.http_url)
         click.echo(readiness_line(ready))
         await stop.wait()

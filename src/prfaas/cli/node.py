@@ -24,7 +24,7 @@ from prfaas.launch.engine_choice import (
     emulated_engine,
     hf_engine,
 )
-from prfaas.node.process import KvdPlace, NodeSettings, run_node
+from prfaas.node.process import KvdAddress, NodeSettings, run_node
 from prfaas.security.deployment_key import read_deployment_key
 from prfaas.text import load_tokenizer
 
@@ -143,9 +143,9 @@ def node(
             chosen.close()
 
 
-def _kvd(section: NodeSection, options: tuple[str, ...]) -> AbstractContextManager[KvdPlace]:
+def _kvd(section: NodeSection, options: tuple[str, ...]) -> AbstractContextManager[KvdAddress]:
     if section.kvd_socket is not None:
-        return nullcontext(KvdPlace(section.kvd_socket, section.kvd_url))
+        return nullcontext(KvdAddress(section.kvd_socket, section.kvd_url))
     return attached_kvd(options)
 
 

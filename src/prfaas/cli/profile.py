@@ -18,7 +18,7 @@ from prfaas.catalog import Accelerator, Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import console, print_json, progress_bar, with_progress
-from prfaas.engine.profiling import Measured, Profiler
+from prfaas.engine.profiling import MeasuredProfile, Profiler
 from prfaas.errors import InputError
 from prfaas.launch.extras import engine_extra
 from prfaas.measure.client import connect
@@ -119,7 +119,7 @@ class Wanted:
 
 def _of_model(
     model: Path, wanted: Wanted, device: str | None, accelerator: str | None
-) -> tuple[ProfileRecord, Measured, str]:
+) -> tuple[ProfileRecord, MeasuredProfile, str]:
     with engine_extra():
         from prfaas.engine.hardware import hardware
         from prfaas.engine.hf import HFEngine, load_model
@@ -153,13 +153,13 @@ def _of_model(
 
 def _of_server(
     url: str, key: str | None, wanted: Wanted, accelerator: str | None
-) -> tuple[ProfileRecord, Measured]:
+) -> tuple[ProfileRecord, MeasuredProfile]:
     if accelerator is None:
         raise InputError(
             "which hardware?", where="--accelerator", fix="name it: a server does not say"
         )
 
-    async def run() -> tuple[str, Measured, float]:
+    async def run() -> tuple[str, MeasuredProfile, float]:
         async with connect(url, MonotonicClock(), key=key) as target:
             assert target.model is not None
             profiler = HttpProfiler(
@@ -202,7 +202,7 @@ def _model_name(model: Path) -> str:
     return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
-def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
+def _as_dict(record: ProfileRecord, measured: MeasuredProfile) -> dict[str, Any]:
     return {
         "model": record.model,
         "accelerator": record.accelerator,
@@ -225,7 +225,7 @@ def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> dict[str, Any]:
+def _throughput(measured: MeasuredProfile, new: int, cached: int, seconds: float) -> dict[str, Any]:
     """S_kv and Phi_kv are of whole prompts (eq. 1)."""
     if cached or new not in measured.kv_bytes:
         return {"kv_bytes": None, "phi_kv_gbps": None}
@@ -234,7 +234,7 @@ def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> di
     return {"kv_bytes": kv_bytes, "phi_kv_gbps": phi_bps / 1e9}
 
 
-def _show(record: ProfileRecord, measured: Measured, out: Path | None) -> None:
+def _show(record: ProfileRecord, measured: MeasuredProfile, out: Path | None) -> None:
     screen = console()
     table = Table(title=f"{record.model} on {record.accelerator}", title_justify="left")
     for column in ("new tokens", "cached", "T_prefill (ms)", "S_kv (MiB)", "Phi_kv (Gbps)"):

@@ -1,5 +1,7 @@
-"""Tells gateways that this kvd is here, again and again. A gateway that does not answer is tried
-again at the next beat; nothing here depends on it."""
+"""Sends a heartbeat with this kvd's report to each gateway, every `BEAT_S` seconds.
+
+A failed heartbeat is not retried before the next one. Nothing else in the kvd depends on it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,15 @@ import logging
 import msgspec
 
 from prfaas.config.host import KvdTimeouts
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.report import Report, Reporter
+from prfaas.kvd.report import Reporter
 
 log = logging.getLogger(__name__)
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
-    """The body of a gateway's /prfaas/v1/register."""
-
-    kvd_url: str
-    cluster: str
-    report: Report
-
-
-async def beat(
+async def send_heartbeats(
     http: HttpClient,
     gateway: str,
     kvd_url: str,
@@ -32,19 +27,19 @@ async def beat(
     reporter: Reporter,
     timeouts: KvdTimeouts,
 ) -> None:
-    """Until cancelled."""
+    """Runs until it is cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    heard = None
+    registered: bool | None = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         problem = ""
         try:
             await http.request("POST", url, timeout_s=timeouts.gateway_call_s, body=body)
         except PeerHttpError as error:
-            problem = f"answers {error.status}: {error}"
+            problem = f"responded with {error.status}: {error}"
         except PeerError as error:
             problem = str(error)
-        if heard != (not problem):
-            heard = not problem
+        if registered != (not problem):
+            registered = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
         await asyncio.sleep(timeouts.heartbeat_s)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.errors import InputError
-from prfaas.node.process import KvdPlace
+from prfaas.node.process import KvdAddress
 
 END_S = 10.0  # for a kvd to finish after SIGTERM
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -31,14 +31,14 @@ def attached_prefix() -> list[str]:
 
 
 @contextmanager
-def attached_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
+def attached_kvd(options: Sequence[str]) -> Iterator[KvdAddress]:
     """Runs `prfaas kvd` with these options. Its log goes where the node's log goes."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
         command = [*attached_prefix(), "kvd", "--socket", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                yield KvdPlace(str(path), _wait_until_ready(process).http)
+                yield KvdAddress(str(path), _wait_until_ready(process).http)
             finally:
                 process.terminate()
                 try:
