@@ -168,7 +168,7 @@ async def until_it_would_resume(back: GatewayBackend, asked: GatewayRequest, tok
 
 def is_clean(back: GatewayBackend) -> bool:
     """Nothing of ours is booked anywhere."""
-    view = back.router.board.view(0.0, {}, {})
+    view = back.fleet.board.view(0.0, {}, {})
     nodes = [n for cluster in (view.local, *view.remotes) for n in cluster.nodes]
     return (
         all(n.queued == 0 and n.active == 0 for n in nodes)

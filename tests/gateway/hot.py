@@ -57,7 +57,7 @@ class Crowd:
         again = ask([*self._shared, *prompt(OWN_TOKENS, -1)], salt=self._salt)
         await until_it_would_resume(self._back, again, SHARED_TOKENS)
         # Times are predicted for an engine that is not in a hurry; the node's word is final.
-        await until(lambda: not self._back.router.waits_s()[NodeId(first)])
+        await until(lambda: not self._back.fleet.prefill_waits_s()[NodeId(first)])
         for _ in range(times):
             await self.ask()
         return self._hosts.named(first)

@@ -1,11 +1,11 @@
-"""What kvds and engines would say, for parts that only listen."""
+"""Reports of kvds and engines, for parts that only receive them."""
 
 from __future__ import annotations
 
 from prfaas.cache.lease import Occupancy, PoolStats
 from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
-from prfaas.gateway.router import Router
 from prfaas.kvd.engine_socket.messages import shapes_of
 from prfaas.kvd.report import PoolReport, Report
 from prfaas.kvd.role import Role
@@ -57,8 +57,13 @@ def report(
     )
 
 
-def appear(router: Router, member: Member, name: str, now_s: float) -> None:
-    """Kvd and engine answer."""
-    member.card = Card("m", None, ours=True)
-    router.heard(member, report(name))
-    router.loaded(member, IDLE, now_s, 0)
+def appear(fleet: Fleet, member: Member, name: str, now_s: float) -> None:
+    """The member's kvd and engine answer."""
+    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_report(member, report(name))
+    load(fleet, member, IDLE, now_s)
+
+
+def load(fleet: Fleet, member: Member, load: Load, asked_s: float, own: int = 0) -> None:
+    """The member's engine reports its load."""
+    fleet.record_load(member, load, leaving=False, asked_s=asked_s, own=own)

@@ -47,7 +47,7 @@ def chatter(back: GatewayBackend) -> None:
     """Short prompts with long answers have been served: work for decode nodes."""
     for number in range(200):
         tokens = 300 + 7 * (number % 50)
-        back.router.traffic.observe(MonotonicClock().now(), tokens, 0, 4000, 0.1)
+        back.dispatcher.traffic.observe(MonotonicClock().now(), tokens, 0, 4000, 0.1)
 
 
 def metric(back: GatewayBackend, name: str) -> list[float]:

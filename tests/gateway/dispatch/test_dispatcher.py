@@ -253,5 +253,5 @@ async def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
         assert (story.attempts, story.prefill) == (2, story.decode)
         assert "other tokens" in story.reason
         await until(lambda: is_clean(back))
-    assert "Is [gateway] tokenizer the engines' own?" in caplog.text
+    assert "Check that [gateway] tokenizer" in caplog.text
     await asyncio.to_thread(emulated.wait_until_idle)

@@ -41,7 +41,7 @@ async def test_before_a_node_changes_its_role(
         plan = back.router.plan
         assert plan is not None and crowd.held_by(keeper) == 0
         swapped = {**plan.roles, NodeId(name): "decode", NodeId(decodes): "prefill"}
-        back.router.plan = replace(plan, roles=swapped)
+        back.router.follow(replace(plan, roles=swapped))
         await until(lambda: name in with_role(back, "decode"))
         assert moved(back, "evacuate") == (1, 0)
         assert crowd.held_by(keeper) == SHARED_TOKENS

@@ -73,13 +73,13 @@ async def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Ho
             plan = back.router.plan
             assert plan is not None
             swapped = {**plan.roles, busy: "prefill", NodeId(prefills): "decode"}
-            back.router.plan = replace(plan, roles=swapped)
+            back.router.follow(replace(plan, roles=swapped))
             await until(lambda: role_of(back, prefills) == "decode")
-            assert busy in back.router.draining and role_of(back, busy) == "decode"
+            assert back.fleet.roles.is_draining(busy) and role_of(back, busy) == "decode"
             other = await answered(back, ask(prompt(70, 1)))
             assert other.story.decode != busy, "it gets no new work"
         await until(lambda: role_of(back, busy) == "prefill" and is_clean(back))
-        assert not back.router.draining
+        assert not back.fleet.roles.is_draining(busy)
         assert (await answered(back, ask(prompt(70, 2)))).story.prefill == busy
     await asyncio.to_thread(emulated.wait_until_idle)
 

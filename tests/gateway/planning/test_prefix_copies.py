@@ -32,7 +32,7 @@ from tests.gateway.backs import (
     until_it_would_resume,
 )
 from tests.gateway.conftest import Hosts
-from tests.gateway.test_router import A, B, C, router
+from tests.gateway.fleets import A, B, C, fleet_and_router
 
 BLOCK = 64
 
@@ -80,28 +80,28 @@ async def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Rel
 
 async def test_one_for_all_and_a_rest_after_a_failure() -> None:
     clock = FakeClock()
-    subject = router(clock)
-    for member in subject.members:
-        member.kvd_url = "http://127.0.0.1:1"  # nobody is there
-    move = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
+    fleet, _ = fleet_and_router(clock)
+    for member in fleet.members:
+        member.kvd_url = "http://127.0.0.1:1"  # no process listens
+    copy = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
 
-    async with calling() as calls, BackgroundCalls(0.0) as errands:
-        moves = PrefixCopies(subject, calls, errands, clock)
-        tally = moves.tallies["route"]
+    async with calling() as http, BackgroundCalls(0.0) as background_calls:
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        tally = copies.tallies["route"]
 
         async def tried(which: PrefixCopy) -> bool:
-            task = moves.start(which, 5.0)
+            task = copies.start(which, 5.0)
             if task is None:
                 return False
-            assert moves.start(which, 5.0) is task and moves.under_way == [which]
+            assert copies.start(which, 5.0) is task and copies.under_way == [which]
             await task
             return True
 
-        assert await tried(move) and (tally.made, tally.failed) == (0, 1)
-        assert not await tried(move), "the two are left alone for a while"
-        assert await tried(move._replace(source=C)), "others are not"
-        assert not await tried(move._replace(source=NodeId("nobody")))
-        assert not await tried(move._replace(hashes=()))
+        assert await tried(copy) and (tally.made, tally.failed) == (0, 1)
+        assert not await tried(copy), "no copy between these two for a while"
+        assert await tried(copy._replace(source=C)), "but between others"
+        assert not await tried(copy._replace(source=NodeId("unknown")))
+        assert not await tried(copy._replace(hashes=()))
         clock.advance(REST_S)
-        assert await tried(move) and (tally.made, tally.failed) == (0, 3)
-        assert moves.under_way == []
+        assert await tried(copy) and (tally.made, tally.failed) == (0, 3)
+        assert copies.under_way == []
