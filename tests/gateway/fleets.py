@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import Clock
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.plan import staffed, with_instances
 from prfaas.scheduler.request import Request
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
 from tests.gateway.backs import THRESHOLD, deployment, problem, prompt
 from tests.gateway.reports import appear
@@ -19,9 +21,15 @@ FARS = [{"url": "http://f:1", "kvd_url": "http://f:2"}]
 LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
 
 
-def fleet_and_router(clock: FakeClock, **scheduler: object) -> tuple[Fleet, Router]:
+def fleet_and_router(
+    clock: Clock,
+    *,
+    homes: Sequence[dict[str, str]] = HOMES,
+    fars: Sequence[dict[str, str]] = FARS,
+    **scheduler: object,
+) -> tuple[Fleet, Router]:
     """All nodes answer: `a` prefills, `b` and `c` decode; `f` is the remote node."""
-    made = deployment(HOMES, FARS, **scheduler)
+    made = deployment(homes, fars, **scheduler)
     solved = problem(made)
     fleet = Fleet(made, solved, clock)
     router = Router(fleet, made.scheduler, clock)
@@ -47,7 +55,7 @@ def member_of(fleet: Fleet, node: NodeId) -> Member:
     return member
 
 
-def placement(tokens: int, clock: FakeClock, *avoid: NodeId) -> PlacementRequest:
+def placement(tokens: int, clock: Clock, *avoid: NodeId) -> PlacementRequest:
     return PlacementRequest(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
 
 

@@ -13,7 +13,7 @@ from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.transport.receiver import ArrivalStats
 from prfaas.types import Compat, LinkStats, NodeId
 
-SPEC = KVSpec((FullAttention("full", 2, 64), LinearState("state", 2, 256)))
+SPEC = KVSpec((FullAttention("full", (0, 1), 64), LinearState("state", (2, 3), 256)))
 IDLE = Load(0, 0)
 
 
