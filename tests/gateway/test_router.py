@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from prfaas.gateway.request import RequestError
+from prfaas.errors import RequestError
 from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
 from tests.gateway.backs import until

@@ -17,10 +17,10 @@ from rich.table import Table
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.display.console import console, print_json
-from prfaas.errors import ConnectionLost, InputError, PeerError
+from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
-from prfaas.http_client.client import HttpClient, PeerHttpError, calling
+from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.security.deployment_key import read_key
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
@@ -138,7 +138,7 @@ class _Node:
     async def complete(self, **fields: Any) -> dict[str, Any]:
         body = {"model": self.model, "temperature": 0.0, "return_token_ids": True, **fields}
         url = f"{self.url}/v1/completions"
-        return await self.calls.ask(
+        return await self.calls.request_json(
             "POST", url, dict[str, Any], timeout_s=PREFILL_S, body=msgspec.json.encode(body)
         )
 
@@ -146,7 +146,7 @@ class _Node:
 async def _play(
     pair: Pair, prompt: str | list[int], max_tokens: int, salt: str, compare: bool, clock: Clock
 ) -> Story:
-    async with calling() as calls, calling(pair.kvd_key) as kvds:
+    async with open_client() as calls, open_client(pair.kvd_key) as kvds:
         prefill = await _node(calls, kvds, pair.prefill_url, pair.prefill_kvd)
         decode = await _node(calls, kvds, pair.decode_url, pair.decode_kvd)
         ids = await _ids(decode, prompt)
@@ -226,7 +226,7 @@ async def _prefill(
 
     async def commit() -> Step:
         with timer.step("commit") as step:
-            await receiver.committed(grant.transfer_id)
+            await receiver.wait_committed(grant.transfer_id)
         return step
 
     try:
@@ -251,7 +251,7 @@ def _cached(answer: dict[str, Any]) -> str:
 
 
 async def _node(calls: HttpClient, kvds: HttpClient, url: str, kvd: str | None) -> _Node:
-    models = await calls.ask("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
+    models = await calls.request_json("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
     return _Node(calls, kvds, url, models["data"][0], kvd)
 
 
@@ -260,7 +260,7 @@ async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
         return prompt
     body = msgspec.json.encode({"model": node.model, "prompt": prompt})
     url = f"{node.url}/tokenize"
-    answer = await node.calls.ask("POST", url, dict[str, Any], timeout_s=LOOK_S, body=body)
+    answer = await node.calls.request_json("POST", url, dict[str, Any], timeout_s=LOOK_S, body=body)
     ids: list[int] = answer["tokens"]
     return ids
 

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -29,11 +29,11 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import Replication
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, Upstream
+from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
@@ -122,7 +122,7 @@ async def running(
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
-        http = await stack.enter_async_context(calling(options.node_key))
+        http = await stack.enter_async_context(open_client(options.node_key))
         # Ends last, before the connections close: the parts that end earlier still start calls.
         background_calls = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -58,30 +58,6 @@ class RequestTrace:
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
 
 
-class RequestError(Exception):
-    """The request fails before its first token. `api` sends it in OpenAI's error format."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param  # the invalid field
-        self.retry_after_s = retry_after_s
-
-
-class StreamBroken(Exception):
-    """The decode engine was lost after the first token: the client gets an error event."""
-
-
 class Upstream(Protocol):
     """The decode engine's answer. For a stream every item is a list of whole events
     (`data: ...\\n\\n`) that arrived together, and the first item has arrived already. Otherwise

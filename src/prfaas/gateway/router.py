@@ -15,10 +15,10 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.index import NodeMatch
 from prfaas.clock import Clock
 from prfaas.config.deployment import SchedulerSection
+from prfaas.errors import RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.request import RequestError
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.scheduler.explain import Explanation, explain
 from prfaas.scheduler.plan import Plan

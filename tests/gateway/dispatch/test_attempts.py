@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.attempts import (
     MAX_ATTEMPTS,
     PLACEMENT_TIMEOUT_S,
@@ -11,7 +12,7 @@ from prfaas.gateway.dispatch.attempts import (
     RetryBudget,
 )
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow

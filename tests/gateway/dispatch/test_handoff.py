@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
+from prfaas.errors import RequestError
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
@@ -18,8 +19,8 @@ from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import HUNG_AFTER_S
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
-from prfaas.http_client.client import calling
+from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
 from prfaas.types import Grant, LinkStats, NotNow, TransferId
@@ -84,7 +85,7 @@ async def case() -> AsyncIterator[Case]:
     async with (
         peer() as kvd,
         peer() as node,
-        calling() as http,
+        open_client() as http,
         BackgroundCalls(5.0) as background_calls,
     ):
         homes = [HOMES[0], {**HOMES[1], "kvd_url": kvd.url}, HOMES[2]]

@@ -17,7 +17,7 @@ from prfaas.gateway.fleet import polling
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import FORGOTTEN_AFTER_S, Member
 from prfaas.gateway.fleet.polling import Poller
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
 from tests.gateway.backs import FAR, prompt, until
@@ -56,7 +56,7 @@ async def polled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
     monkeypatch.setattr(polling, "ENGINE_EVERY_S", 0.01)
     clock = MonotonicClock()
     fleet, _ = fleet_and_router(clock)
-    async with peer() as kvd, peer() as engine, calling() as http:
+    async with peer() as kvd, peer() as engine, open_client() as http:
         async with asyncio.TaskGroup() as tasks:
             poller = Poller(fleet, http, clock, tasks)
             member = fleet.register(kvd.url, ClusterId(FAR))
@@ -157,7 +157,7 @@ async def test_after_a_restart_of_the_kvd_a_snapshot_replaces_everything(
 async def test_a_member_that_has_expired_is_not_polled_any_more() -> None:
     clock = FakeClock()
     fleet, _ = fleet_and_router(clock)
-    async with calling() as http, asyncio.TaskGroup() as tasks:
+    async with open_client() as http, asyncio.TaskGroup() as tasks:
         poller = Poller(fleet, http, clock, tasks)
         member = fleet.register("http://127.0.0.1:1", ClusterId(FAR))
         assert member is not None
@@ -174,7 +174,7 @@ async def test_a_member_that_registers_during_the_shutdown_is_not_polled() -> No
     """Its coroutine is closed: Python would warn of one that was never awaited."""
     clock = FakeClock()
     fleet, _ = fleet_and_router(clock)
-    async with calling() as http:
+    async with open_client() as http:
         async with asyncio.TaskGroup() as tasks:
             poller = Poller(fleet, http, clock, tasks)
         poller.start(next(iter(fleet.members)))

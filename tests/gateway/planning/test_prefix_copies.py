@@ -11,7 +11,7 @@ import pytest
 from prfaas.config.address import Address, parse_address
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.planning.prefix_copies import REST_S, PrefixCopies, PrefixCopy
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from prfaas.types import BlockHash, NodeId
 from prfaas.wan.path import Conditions
@@ -85,7 +85,7 @@ async def test_one_for_all_and_a_rest_after_a_failure() -> None:
         member.kvd_url = "http://127.0.0.1:1"  # no process listens
     copy = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
 
-    async with calling() as http, BackgroundCalls(0.0) as background_calls:
+    async with open_client() as http, BackgroundCalls(0.0) as background_calls:
         copies = PrefixCopies(fleet, http, background_calls, clock)
         tally = copies.tallies["route"]
 

@@ -17,7 +17,7 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
 from prfaas.gateway.router import PlacementRequest
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats
@@ -101,7 +101,7 @@ async def started(clock: FakeClock, fleet: Fleet, steps_at_s: Sequence[float]) -
     rules = MovesSection(every_s=1.0, at_once=2)
     found = []
 
-    async with calling() as http, BackgroundCalls(0.0) as background_calls:
+    async with open_client() as http, BackgroundCalls(0.0) as background_calls:
         copies = PrefixCopies(fleet, http, background_calls, clock)
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
         replication = Replication(fleet, copies, evacuations, clock, rules)

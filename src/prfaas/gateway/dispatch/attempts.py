@@ -10,10 +10,11 @@ import asyncio
 from dataclasses import dataclass
 
 from prfaas.clock import Clock
+from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.types import NodeId
 
 MAX_ATTEMPTS = 4  # of one request, the first included

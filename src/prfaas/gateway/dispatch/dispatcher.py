@@ -20,8 +20,8 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, PeerError
-from prfaas.gateway.client.node_client import Answer, NodeClient
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
 from prfaas.gateway.dispatch.handoff import (
     AttemptFailed,
@@ -31,9 +31,8 @@ from prfaas.gateway.dispatch.handoff import (
     raise_client_error,
 )
 from prfaas.gateway.fleet.booking import Booking
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
-from prfaas.http_client.client import PeerHttpError
 from prfaas.scheduler.long_term.traffic import Traffic
 from prfaas.scheduler.request import Request
 
@@ -69,7 +68,9 @@ class Dispatcher:
         return len(self._under_way)
 
     @asynccontextmanager
-    async def answer(self, request: GatewayRequest, trace: RequestTrace) -> AsyncIterator[Answer]:
+    async def answer(
+        self, request: GatewayRequest, trace: RequestTrace
+    ) -> AsyncIterator[NodeResponse]:
         """See `request.Backend`."""
         if self._ended:
             raise RequestError(
@@ -142,7 +143,7 @@ class Dispatcher:
         prompt: PromptHashes,
         booking: Booking,
         trace: RequestTrace,
-    ) -> Answer:
+    ) -> NodeResponse:
         """Hands the request's state off, if another node prefills it, and starts decoding."""
         route = booking.route
         trace.attempts += 1
@@ -209,8 +210,8 @@ class Dispatcher:
     def _close(self, booking: Booking) -> None:
         booking.close(self._clock.now())
 
-    def _observe(self, answer: Answer, trace: RequestTrace, prompt: PromptHashes) -> None:
-        if answer.whole:
+    def _observe(self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes) -> None:
+        if answer.complete:
             cached = min(trace.cached_tokens, prompt.tokens - 1)
             self.traffic.observe(
                 self._clock.now(),

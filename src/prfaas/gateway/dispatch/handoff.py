@@ -17,7 +17,7 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, PeerError
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.client.node_client import PREFILL_S, NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -25,8 +25,8 @@ from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import handoff
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
 
@@ -218,7 +218,9 @@ class HandOff:
         )
         record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(record)
-        committing = self._background_calls.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
+        committing = self._background_calls.run(
+            self._kvd.wait_committed(grant.transfer_id), PREFILL_S
+        )
         waiting: set[asyncio.Future[Any]] = {prefilling, committing}
         try:
             while not committing.done():

@@ -88,7 +88,7 @@ class Poller:
             asked_s = self._clock.now()
             own = self._fleet.prefills_at(member)
             load = await node.load()
-            leaving = await node.leaving()
+            leaving = await node.draining()
         except PeerError:
             self._fleet.clear_card(member)
             raise
