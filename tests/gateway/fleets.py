@@ -12,7 +12,7 @@ from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.plan import staffed, with_instances
 from prfaas.scheduler.request import Request
 from prfaas.types import NodeId
-from tests.gateway.backs import THRESHOLD, deployment, problem, prompt
+from tests.gateway.backends import THRESHOLD, deployment, problem, prompt
 from tests.gateway.reports import appear
 
 A, B, C, F = (NodeId(name) for name in "abcf")

@@ -7,7 +7,7 @@ import pytest
 from prfaas.errors import RequestError
 from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
-from tests.gateway.backs import until
+from tests.gateway.backends import until
 from tests.gateway.fleets import LONG, SHORT, A, B, C, F, fleet_and_router, place, placement
 
 

@@ -24,7 +24,7 @@ from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
 from prfaas.types import Grant, LinkStats, NotNow, TransferId
-from tests.gateway.backs import ask, prompt, until
+from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
     FARS,
     HOMES,
@@ -94,7 +94,7 @@ async def case() -> AsyncIterator[Case]:
         assert (booking.route.prefill, booking.route.decode) == (F, B)
         copies = PrefixCopies(fleet, http, background_calls, clock)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
-        request, trace = ask(prompt(LONG)), RequestTrace(clock.now())
+        request, trace = gateway_request(prompt(LONG)), RequestTrace(clock.now())
         await kvd.script(OPEN, GRANT)
         await kvd.script(ABORT, status("failed"))
         yield Case(clock, fleet, kvd, node, hand_offs, booking, request, trace)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from prfaas.cache.hashing import PromptHashes
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
-from tests.gateway.backs import FAR, prompt
+from tests.gateway.backends import FAR, prompt
 from tests.gateway.fleets import F, fleet_and_router, member_of
 from tests.gateway.reports import report
 

@@ -10,7 +10,7 @@ from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
-from tests.gateway.backs import FAR
+from tests.gateway.backends import FAR
 from tests.gateway.fleets import (
     LONG,
     SHORT,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prfaas.testing.clock import FakeClock
 from prfaas.types import LinkStats
-from tests.gateway.backs import FAR, HOME
+from tests.gateway.backends import FAR, HOME
 from tests.gateway.fleets import LONG, A, B, F, fleet_and_router, member_of, place, placement, step
 from tests.gateway.reports import report
 

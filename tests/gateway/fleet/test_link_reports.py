@@ -12,7 +12,7 @@ from prfaas.gateway.fleet.link_reports import (
 )
 from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member, Membership
 from prfaas.types import LinkStats
-from tests.gateway.backs import FAR, HOME, deployment
+from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
 
 STATS = LinkStats(

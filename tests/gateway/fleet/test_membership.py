@@ -9,7 +9,7 @@ from prfaas.gateway.fleet.membership import (
     Membership,
 )
 from prfaas.types import ClusterId, NodeId
-from tests.gateway.backs import FAR, HOME, deployment
+from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
 
 HOME_NODE = {"url": "http://h:1", "kvd_url": "http://h:2/"}

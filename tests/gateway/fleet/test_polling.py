@@ -20,7 +20,7 @@ from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
-from tests.gateway.backs import FAR, prompt, until
+from tests.gateway.backends import FAR, prompt, until
 from tests.gateway.fleets import fleet_and_router
 from tests.gateway.peers import Peer, peer
 from tests.gateway.reports import report

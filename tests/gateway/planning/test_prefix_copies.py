@@ -16,13 +16,13 @@ from prfaas.testing.clock import FakeClock
 from prfaas.types import BlockHash, NodeId
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     FAR,
     HOME,
     THRESHOLD,
     answered,
-    ask,
     deployment,
+    gateway_request,
     is_clean,
     moved,
     node,
@@ -58,23 +58,23 @@ async def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Rel
     third = [*second, *prompt(2 * THRESHOLD, 32)]
     cached = [0, len(first) // BLOCK * BLOCK, len(second) // BLOCK * BLOCK]
 
-    async with serving(made) as back:
+    async with serving(made) as backend:
         for ids, tokens in zip((first, second, third), cached, strict=True):
-            asked = ask(ids, conversation=True)
-            await until_it_would_resume(back, asked, tokens)
+            asked = gateway_request(ids, conversation=True)
+            await until_it_would_resume(backend, asked, tokens)
             if ids is third:
                 relay.outage()
-            found = await answered(back, asked)
+            found = await answered(backend, asked)
             alone = await asyncio.to_thread(
                 emulated.home[0].complete, ids, max_tokens=4, cache_salt="alone"
             )
             assert found.tokens == alone["choices"][0]["token_ids"]
-            assert found.story.attempts == 1
-        assert found.story.cluster == FAR and moved(back, "route") == (1, 1)
-        assert back.state()["moves"]["under_way"] == []
-        await until(lambda: found.story.cached_tokens == cached[1])
+            assert found.trace.attempts == 1
+        assert found.trace.cluster == FAR and moved(backend, "route") == (1, 1)
+        assert backend.state()["moves"]["under_way"] == []
+        await until(lambda: found.trace.cached_tokens == cached[1])
         relay.restore()
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
 

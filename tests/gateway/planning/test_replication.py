@@ -21,7 +21,7 @@ from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats
-from tests.gateway.backs import is_clean, moved, prompt, serving, until, with_role
+from tests.gateway.backends import is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
@@ -33,27 +33,27 @@ async def test_a_saturated_holder_gets_company(
 ) -> None:
     caplog.set_level("INFO", "prfaas.gateway.planning.prefix_copies")
 
-    async with serving(deployment(unassigned, saturated_s=0.05)) as back:
-        crowd = Crowd(unassigned, back, "replicating")
+    async with serving(deployment(unassigned, saturated_s=0.05)) as backend:
+        crowd = Crowd(unassigned, backend, "replicating")
         holder = await crowd.warm()
-        (name,) = set(with_role(back, "prefill")) - {holder.stats()["node"]}
+        (name,) = set(with_role(backend, "prefill")) - {holder.stats()["node"]}
         other = unassigned.named(name)
         await crowd.burst(3)
-        await until(lambda: moved(back, "replicate") == (1, 0))
+        await until(lambda: moved(backend, "replicate") == (1, 0))
         assert crowd.held_by(other) == SHARED_TOKENS
         before = other.hit_tokens()
         await crowd.burst(8)  # the holder is still the busier one
         assert other.hit_tokens() > before
         assert (other.hit_tokens() - before) % SHARED_TOKENS == 0, "it computes none of it"
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
         metrics = {
             (sample.name, *sample.labels.values()): sample.value
-            for family in back.metrics()
+            for family in backend.metrics()
             for sample in family.samples
         }
         assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
         assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
-        assert back.state()["moves"]["replicate"]["bytes"] > 0
+        assert backend.state()["moves"]["replicate"]["bytes"] > 0
     await asyncio.to_thread(unassigned.wait_until_idle)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("replicate")]
     assert len(lines) == 1 and f"{SHARED_TOKENS} tokens" in lines[0]
