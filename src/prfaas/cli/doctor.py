@@ -13,7 +13,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
-from prfaas.measure.path_check import Diagnosis, examine
+from prfaas.measure.path_check import PathReport, check_path
 from prfaas.security.tls import client_context
 
 
@@ -55,7 +55,7 @@ def doctor(
     if not counts or not all(1 <= count <= 64 for count in counts):
         raise InputError(f"{connections!r}", where="--connections", fix="give numbers like 1,2,4")
     tls = client_context(ca, cert, key) if ca and cert and key else None
-    found = examine(
+    found = check_path(
         parse_address(address, "HOST:PORT"),
         tls=tls,
         connections=counts,
@@ -69,7 +69,7 @@ def doctor(
     sys.exit(0 if found.healthy else 1)
 
 
-def _show(found: Diagnosis) -> None:
+def _show(found: PathReport) -> None:
     out = console()
     table = Table(title=f"the way to {found.address}", title_justify="left", show_header=False)
     table.add_column()

@@ -22,7 +22,7 @@ from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import handoff as handoff_length
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
 DEFAULT_MAX_TOKENS = 16
@@ -74,7 +74,7 @@ def handoff(
     text = (
         prompt if prompt is not None else random.Random(seed).choices(_MADE_UP_IDS, k=tokens or 1)
     )
-    key = read_key(kvd_key_file) if kvd_key_file is not None else None
+    key = read_deployment_key(kvd_key_file) if kvd_key_file is not None else None
     pair = Pair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd, key)
     try:
         story = asyncio.run(_play(pair, text, max_tokens, salt, compare, MonotonicClock()))
