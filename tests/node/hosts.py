@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.kvd.engine_socket.messages import GroupShape, spec_of
+from prfaas.contracts.kvd_api import GroupShape, OpenTransfer, spec_of
 from prfaas.kvspec import KVSpec
 from prfaas.scheduler.handoff import Handoff, handoff
-from prfaas.types import Compat, OpenTransfer
+from prfaas.types import Compat
 from tests.complaints import ENVIRONMENT, check_output
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -19,7 +19,7 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import EngineHashes, PromptHashes, hash_events
 from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager
-from prfaas.kvd.events import EventPage
+from prfaas.contracts.kvd_api import EventPage
 from prfaas.kvspec import KVSpec
 from prfaas.types import ClusterId, NodeId
 from tests.node.hosts import Gateway, Host, cached_of, call

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, ResponseParams, encode
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.display.console import console, print_json
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
@@ -23,7 +25,7 @@ from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.security.deployment_key import read_deployment_key
-from prfaas.types import Compat, Grant, NotNow, OpenTransfer
+from prfaas.types import Compat, Grant, NotNow
 
 DEFAULT_MAX_TOKENS = 16
 # Made-up prompts use ids that every vocabulary has, and that are text in a byte-level one.
@@ -168,9 +170,7 @@ async def _play(
             asked = OpenTransfer(tuple(hashes), length.handoff_tokens, sender)
             grant = await _open(decode.kvd, timer, asked)
             await _prefill(prefill, decode.kvd, timer, grant, fields, length.handoff_tokens)
-            transfer = {
-                "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
-            }
+            transfer = {"kv_transfer_params": encode(RemotePrefill(grant.transfer_id))}
         with timer.step("decode") as step:
             answer = await decode.complete(**fields, **transfer)
             step.note = f"{answer['usage']['completion_tokens']} tokens, {_cached(answer)}"
@@ -209,19 +209,15 @@ async def _prefill(
     handoff_tokens: int,
 ) -> None:
     """The commit is learnt at the receiver, while the prefill's own answer is under way."""
-    params = {
-        "do_remote_decode": True,
-        "grant": msgspec.to_builtins(grant),
-        "handoff_tokens": handoff_tokens,
-    }
+    params = encode(RemoteDecode(grant, handoff_tokens))
     asked = {**fields, "prompt": fields["prompt"][:handoff_tokens], "max_tokens": 1}
 
     async def compute() -> None:
         with timer.step("prefill") as step:
             answer = await prefill.complete(**asked, kv_transfer_params=params)
-            refusal = (answer.get("kv_transfer_params") or {}).get("error")
-            if refusal:
-                raise InputError(f"{refusal['code']}: {refusal['message']}", where=prefill.url)
+            found = msgspec.convert(answer.get("kv_transfer_params") or {}, ResponseParams)
+            if found.error:
+                raise InputError(f"{found.error.code}: {found.error.message}", where=prefill.url)
             step.note = f"{handoff_tokens} tokens, {_cached(answer)}"
 
     async def commit() -> Step:

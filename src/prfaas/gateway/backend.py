@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
@@ -34,7 +35,6 @@ from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
 

@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from prfaas.contracts.kvd_api import SNAPSHOT, EventPage
 from prfaas.errors import PeerError
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.events import EventPage
 from prfaas.node.events import Announcer
 from prfaas.node.publisher import EventPublisher
 from prfaas.types import BlockHash, HashEvent
 
 WAIT_S = 30.0  # of one long poll
 RETRY_S = 1.0
-_SNAPSHOT = -1  # what to ask for when nothing is known
 _LOG = logging.getLogger(__name__)
 
 
@@ -25,7 +24,7 @@ class EventFollower:
         self._url = f"{kvd_url}/v1/events"
 
     async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
-        instance, since = "", _SNAPSHOT
+        instance, since = "", SNAPSHOT
         while True:
             try:
                 page = await self._page(since)
@@ -33,8 +32,8 @@ class EventFollower:
                 _LOG.warning("no cache events from the kvd: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if page.instance != instance and since != _SNAPSHOT:
-                since = _SNAPSHOT  # another process: its numbers mean something else
+            if page.instance != instance and since != SNAPSHOT:
+                since = SNAPSHOT  # another process: its numbers mean something else
                 instance = page.instance
                 continue
             instance, since = page.instance, page.next_seq

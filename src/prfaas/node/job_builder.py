@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.cache.hashing import block_hashes, tail_hash
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, RequestedTransfer
 from prfaas.engine.api import Export, Job, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.errors import not_now, request_error
-from prfaas.node.request_schema import RemoteDecode, RemotePrefill, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Work:
     prompt: Sequence[int]
     sampling: Sampling
     salt: str = ""
-    transfer: Transfer = None
+    transfer: RequestedTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from prfaas.clock import Clock
+from prfaas.contracts.kv_transfer_params import RemoteDecode
 from prfaas.engine.api import Engine, Event, Failed, Finished, Prefilled, Token
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import JobBuilder, Prepared, Work
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.request_schema import RemoteDecode
 from prfaas.types import BlockHash, NotNow
 
 # Calls to the kvd are short; waiting for one must not hold up the others' tokens.

@@ -12,11 +12,11 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.contracts.kv_transfer_params import RequestParams
 from prfaas.contracts.openai import StreamOptions
 from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
 from prfaas.text import Chat, is_multimodal
-from prfaas.types import Grant, TransferId
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
@@ -50,16 +50,6 @@ _FIXED_IN_CHAT: dict[str, tuple[object, ...]] = _FIXED | {
 }
 
 
-class TransferParams(msgspec.Struct, frozen=True):
-    """`kv_transfer_params`: either half of a hand-off."""
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    grant: Grant | None = None
-    handoff_tokens: int | None = None
-    transfer_id: str | None = None
-
-
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What requests of both kinds have in common."""
 
@@ -77,7 +67,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     return_token_ids: bool = False
     detokenize: bool = True
-    kv_transfer_params: TransferParams | None = None
+    kv_transfer_params: RequestParams | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -121,25 +111,6 @@ class Completion(Generation, frozen=True, kw_only=True):
 class ChatCompletion:
     asked: Generation
     chat: Chat
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteDecode:
-    """Prefill here, push the state to the receiver of `grant` (and what it wants of boundaries on
-    the way), generate nothing."""
-
-    grant: Grant
-    handoff_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
-    """Continue from a transfer that has been committed here."""
-
-    transfer_id: TransferId
-
-
-Transfer: TypeAlias = RemoteDecode | RemotePrefill | None
 
 
 def parse_completion(body: bytes) -> Completion:
@@ -195,29 +166,3 @@ def _check_stops(request: Generation) -> None:
             where="stop",
             fix=f"give up to {MAX_STOPS}, none of them empty",
         )
-
-
-def transfer_of(request: Generation, prompt_tokens: int) -> Transfer:
-    """Which half of a hand-off this is, if any."""
-    params = request.kv_transfer_params
-    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
-        return None
-    if params.do_remote_decode and params.do_remote_prefill:
-        raise _bad_transfer("both halves of a hand-off at once", "set one of the do_remote_* flags")
-    if params.do_remote_prefill:
-        if not params.transfer_id:
-            raise _bad_transfer("no transfer_id", "send the id of the grant")
-        return RemotePrefill(TransferId(params.transfer_id))
-    if params.grant is None:
-        raise _bad_transfer("no grant", "ask the decode side's kvd for one first")
-    tokens = prompt_tokens if params.handoff_tokens is None else params.handoff_tokens
-    if not 0 < tokens <= prompt_tokens:
-        raise _bad_transfer(
-            f"a hand-off after {tokens} of {prompt_tokens} tokens",
-            "handoff_tokens must lie within the prompt",
-        )
-    return RemoteDecode(params.grant, tokens)
-
-
-def _bad_transfer(problem: str, fix: str) -> InputError:
-    return InputError(problem, where="kv_transfer_params", fix=fix)

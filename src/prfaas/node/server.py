@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
+from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
 from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Sampling, Token
 from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
@@ -23,11 +24,9 @@ from prfaas.node.request_runner import Ongoing, RequestRunner
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     Generation,
-    RemoteDecode,
     chat_of,
     parse_chat,
     parse_completion,
-    transfer_of,
 )
 from prfaas.node.responses import CHAT, DONE, TEXT, Account, Shape, error_piece
 from prfaas.text import AnswerText, ModelTokenizer
@@ -164,7 +163,7 @@ class Surface:
             prompt=prompt,
             sampling=sampling,
             salt=asked.cache_salt,
-            transfer=transfer_of(asked, len(prompt)),
+            transfer=decode(asked.kv_transfer_params, len(prompt)),
         )
         account = self._account(asked, shape, work)
         ongoing = self._serving.start(work)
@@ -188,10 +187,12 @@ class Surface:
             raise InputError("stop strings without text", where="stop", fix="use stop_token_ids")
         handed_off = None
         if isinstance(work.transfer, RemoteDecode):
-            handed_off = {
-                "transfer_id": work.transfer.grant.transfer_id,
-                "handoff_tokens": work.transfer.handoff_tokens,
-            }
+            handed_off = encode(
+                ResponseParams(
+                    transfer_id=work.transfer.grant.transfer_id,
+                    handoff_tokens=work.transfer.handoff_tokens,
+                )
+            )
         return Account(
             shape=shape,
             id=work.id,

@@ -16,12 +16,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, serving
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
 from tests.node.surface import BYTES, Surfaced, surfaced

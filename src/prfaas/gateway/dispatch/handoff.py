@@ -17,6 +17,8 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.client.node_client import PREFILL_S, NodeClient
@@ -28,7 +30,7 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import handoff
-from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
+from prfaas.types import Grant, NodeId, NotNow
 
 CUT_S = 3.0  # a transfer over a link that is cut for longer is given up; shorter cuts heal
 OPEN_S = 2 * ASK_S  # connecting included
@@ -142,17 +144,13 @@ class HandOff:
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": request.salt} if request.salt else {}),
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "grant": grant,
-                "handoff_tokens": length.handoff_tokens,
-            },
+            "kv_transfer_params": encode(RemoteDecode(grant, length.handoff_tokens)),
         }
         headers = {"X-Request-Id": request.id}
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
-        return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
+        return encode(RemotePrefill(grant.transfer_id))
 
     async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
         # The call must finish even when this request is cancelled: only its response says what was

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from prfaas.cache.groups import rules_for
 from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager, PromptMatch
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.gateway.fleet.membership import Member
-from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.scheduler.board import Board
 from prfaas.types import NodeId
 

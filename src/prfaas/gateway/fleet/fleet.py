@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
@@ -24,7 +25,6 @@ from prfaas.gateway.fleet.membership import Member, Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.gateway.fleet.roles import Roles
-from prfaas.kvd.report import Report
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import costs_of
@@ -77,7 +77,7 @@ class Fleet:
         self.members.remove(member)
         self.refresh()
 
-    def record_report(self, member: Member, report: Report) -> None:
+    def record_report(self, member: Member, report: KvdReport) -> None:
         """Records a kvd's report."""
         if self.members.record_report(member, report, self._clock.now()):
             log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.node_client import Card, Load
-from prfaas.kvd.report import Report
 from prfaas.types import ClusterId, Compat, NodeId
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Member:
     listed: bool  # in the deployment file
     url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
     via: str | None = None  # address of a relay that other clusters use to reach this kvd
-    report: Report | None = None
+    report: KvdReport | None = None
     card: Card | None = None
     load: Load | None = None
     kvd_seen_s: float = -math.inf  # the latest answer
@@ -116,7 +116,7 @@ class Membership:
         member.kvd_seen_s = now_s
         return member
 
-    def record_report(self, member: Member, report: Report, now_s: float) -> bool:
+    def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
         """Returns whether the report is of a new process, which holds nothing. The report of a
         second kvd with the same name is ignored."""
         other = self.named(report.node)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import Role as RecordedRole
 from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.fleet.fleet import Fleet
@@ -23,7 +24,6 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.role import Role as RecordedRole
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term.replan import replan
 from prfaas.scheduler.long_term.traffic import Traffic

@@ -19,13 +19,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.transfers.prefix_pull import PULL_S, Pull, Pulled
 from prfaas.types import BlockHash, NodeId, NotNow
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PrefixCopies:
     ) -> None:
         began_s = self._clock.now()
         relay = self._fleet.links.relay_between(source, target)
-        pull = Pull(source.kvd_url, copy.hashes, relay, within_s)
+        pull = PullPrefix(source.kvd_url, copy.hashes, relay, within_s)
         tally = self.tallies[copy.why]
         try:
             async with asyncio.timeout(within_s):
@@ -120,7 +120,7 @@ class PrefixCopies:
         took_s = self._clock.now() - began_s
         log.info("%s: %d bytes in %.3f s", copy, answer.granted_bytes, took_s)
 
-    def _count(self, tally: Tally, answer: Pulled) -> None:
+    def _count(self, tally: Tally, answer: PrefixPulled) -> None:
         tally.made += 1
         tally.tokens += answer.tokens
         tally.nbytes += answer.granted_bytes

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from prfaas.cache.hashing import block_hashes, tail_hash
-from prfaas.errors import EngineError, InputError, PrfaasError
-from prfaas.integrations.vllm.layout import NativeLayout
-from prfaas.integrations.vllm.params import (
+from prfaas.contracts.kv_transfer_params import (
     RemoteDecode,
     RemotePrefill,
-    handed_off,
-    parse,
-    refused,
+    ResponseParams,
+    decode,
+    encode,
+    prefill_error,
 )
+from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.integrations.vllm.progress import Saving, loads
 from prfaas.integrations.vllm.steps import Load, Save, Steps
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -82,12 +83,12 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         try:
-            asked = parse(request.kv_transfer_params, request.num_prompt_tokens)
+            asked = decode(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
             if (request.kv_transfer_params or {}).get("do_remote_prefill"):
                 self._lost(request, str(error))
             else:
-                self._refuse(request, refused("invalid_request", str(error)))
+                self._refuse(request, _refused("invalid_request", str(error)))
             return
         match asked:
             case RemoteDecode():
@@ -194,7 +195,7 @@ class SchedulerSide:
 
     def _begin(self, request: Request, asked: RemoteDecode) -> None:
         if request.prompt_token_ids is None or request.mm_features:
-            self._refuse(request, refused("invalid_request", "only text is handed off"))
+            self._refuse(request, _refused("invalid_request", "only text is handed off"))
             return
         tokens = asked.handoff_tokens
         _cut(request, tokens)
@@ -204,10 +205,10 @@ class SchedulerSide:
                 hashes, tokens, checkpoint_tokens=(), grant=asked.grant, tail=tail
             )
         except PrfaasError as error:
-            self._refuse(request, refused("kvd_unavailable", str(error)))
+            self._refuse(request, _refused("kvd_unavailable", str(error)))
             return
         if isinstance(lease, NotNow):
-            answer = refused("overloaded", lease.reason, lease.retry_after_s)
+            answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
         saving = Saving(
@@ -273,12 +274,18 @@ class SchedulerSide:
         try:
             if job.problem is not None:
                 job.lease.abort(job.problem)
-                return refused("engine_failed", job.problem)
+                return _refused("engine_failed", job.problem)
             job.lease.commit()
         except PrfaasError as error:
-            return refused("transfer_lost", str(error))
+            return _refused("transfer_lost", str(error))
         self._count("handoffs", 1)
-        return handed_off(job.asked)
+        return encode(
+            ResponseParams(
+                do_remote_prefill=True,
+                transfer_id=job.asked.grant.transfer_id,
+                handoff_tokens=job.asked.handoff_tokens,
+            )
+        )
 
     def _end(self, request_id: str) -> None:
         """Nobody touches the request's pages any more."""
@@ -306,3 +313,8 @@ def _cut(request: Request, tokens: int) -> None:
     del request._all_token_ids[tokens:]
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
+
+
+def _refused(code: str, message: str, retry_after_s: float | None = None) -> dict[str, Any]:
+    """vLLM answers with HTTP 200: the error travels in the response's parameters."""
+    return encode(prefill_error(code, message, retry_after_s))

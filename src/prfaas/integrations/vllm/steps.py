@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from prfaas.integrations.vllm.layout import Move
-from prfaas.kvd.engine_socket.messages import Ticket
+from prfaas.kvd.engine_socket.messages import LeaseTicket
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     request_id: str
-    ticket: Ticket | None  # with the first save of a request
+    ticket: LeaseTicket | None  # with the first save of a request
     moves: tuple[Move, ...]
     last: bool
 
@@ -21,7 +21,7 @@ class Save:
 @dataclass(frozen=True, slots=True)
 class Load:
     request_id: str
-    ticket: Ticket
+    ticket: LeaseTicket
     moves: tuple[Move, ...]
 
 
