@@ -10,7 +10,7 @@ from prfaas.config.host import KvdTimeouts
 from prfaas.faults.clients import Clients
 from prfaas.faults.questions import Verdict, learnt, prompt
 from prfaas.faults.resource_usage import settled
-from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.gateway.dispatch.attempts import RetryBudget
 from tests.faults.conftest import Fire
 from tests.faults.test_campaign import check_sockets
 

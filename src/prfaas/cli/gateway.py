@@ -81,9 +81,9 @@ def gateway(
         kvd_key_file = file.parent / section.kvd_key_file
     kvd_key = read_secret(kvd_key_file) if kvd_key_file is not None else None
     options = GatewayOptions(
-        words=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
+        tokenizer=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
         keys=[_tenant_key(key, file) for key in section.keys],
-        back=BackendOptions(record=record, node_key=kvd_key),
+        backend=BackendOptions(record=record, node_key=kvd_key),
     )
     problem = Study(file, "exact").problem(deployment)
     # Threads parse and hash long prompts. The event loop releases the interpreter lock with every
