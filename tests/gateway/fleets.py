@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.config.gateway import DEFAULTS, GatewaySection, GatewayTimeouts
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import PlacementRequest, Router
@@ -26,13 +29,14 @@ def fleet_and_router(
     *,
     homes: Sequence[dict[str, str]] = HOMES,
     fars: Sequence[dict[str, str]] = FARS,
+    limits: GatewaySection = DEFAULTS,
     **scheduler: object,
 ) -> tuple[Fleet, Router]:
     """All nodes answer: `a` prefills, `b` and `c` decode; `f` is the remote node."""
-    made = deployment(homes, fars, **scheduler)
+    made = msgspec.structs.replace(deployment(homes, fars, **scheduler), gateway=limits)
     solved = problem(made)
     fleet = Fleet(made, solved, clock)
-    router = Router(fleet, made.scheduler, clock)
+    router = Router(fleet, made.scheduler, clock, limits=limits)
     for member, name in zip(fleet.members, "abcf", strict=True):
         appear(fleet, member, name, clock.now())
     plan = plan_for_nodes(
@@ -47,6 +51,10 @@ def fleet_and_router(
         fleet.assign_role(node, role)
     fleet.refresh()
     return fleet, router
+
+
+def with_timeouts(**seconds: float) -> GatewaySection:
+    return GatewaySection(timeouts=GatewayTimeouts(**seconds))
 
 
 def member_of(fleet: Fleet, node: NodeId) -> Member:

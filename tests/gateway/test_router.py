@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from prfaas.config.gateway import GatewaySection, GatewayTimeouts
 from prfaas.errors import RequestError
 from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
@@ -75,6 +76,21 @@ async def test_waiting_is_bounded() -> None:
         await router.place(placement(LONG, clock), 0.0)
     assert refused.value.status == 503 and refused.value.retry_after_s
     assert not router.waiting_room
+
+
+async def test_a_full_queue_refuses_requests() -> None:
+    clock = FakeClock()
+    timeouts = GatewayTimeouts(queue_retry_after_s=7.0)
+    limits = GatewaySection(max_queued=1, timeouts=timeouts)
+    fleet, router = fleet_and_router(clock, limits=limits)
+    fleet.drain(B)
+    fleet.drain(C)
+    waiting = asyncio.create_task(router.place(placement(LONG, clock), 60.0))
+    await until(lambda: len(router.waiting_room) == 1)
+    with pytest.raises(RequestError, match="1 requests are waiting already") as refused:
+        await router.place(placement(LONG, clock), 60.0)
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
+    waiting.cancel()
 
 
 @pytest.mark.parametrize("at_once", [False, True])

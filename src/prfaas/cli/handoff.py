@@ -16,12 +16,12 @@ from rich.table import Table
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.gateway import DEFAULTS
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, ResponseParams, encode
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.display.console import console, print_json
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
-from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import choose_handoff as handoff_length
 from prfaas.security.deployment_key import read_deployment_key
@@ -141,7 +141,11 @@ class _Node:
         body = {"model": self.model, "temperature": 0.0, "return_token_ids": True, **fields}
         url = f"{self.url}/v1/completions"
         return await self.calls.request_json(
-            "POST", url, dict[str, Any], timeout_s=PREFILL_S, body=msgspec.json.encode(body)
+            "POST",
+            url,
+            dict[str, Any],
+            timeout_s=DEFAULTS.timeouts.prefill_s,
+            body=msgspec.json.encode(body),
         )
 
 
@@ -247,7 +251,9 @@ def _cached(answer: dict[str, Any]) -> str:
 
 
 async def _node(calls: HttpClient, kvds: HttpClient, url: str, kvd: str | None) -> _Node:
-    models = await calls.request_json("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
+    models = await calls.request_json(
+        "GET", f"{url}/v1/models", dict[str, Any], timeout_s=DEFAULTS.timeouts.node_poll_timeout_s
+    )
     return _Node(calls, kvds, url, models["data"][0], kvd)
 
 
@@ -256,7 +262,9 @@ async def _ids(node: _Node, prompt: str | list[int]) -> list[int]:
         return prompt
     body = msgspec.json.encode({"model": node.model, "prompt": prompt})
     url = f"{node.url}/tokenize"
-    answer = await node.calls.request_json("POST", url, dict[str, Any], timeout_s=LOOK_S, body=body)
+    answer = await node.calls.request_json(
+        "POST", url, dict[str, Any], timeout_s=DEFAULTS.timeouts.node_poll_timeout_s, body=body
+    )
     ids: list[int] = answer["tokens"]
     return ids
 

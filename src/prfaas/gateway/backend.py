@@ -23,7 +23,7 @@ from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
-from prfaas.gateway.dispatch.handoff import ABORT_S, OPEN_S, HandOffs
+from prfaas.gateway.dispatch.handoff import HandOffs
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.evacuation import Evacuations
@@ -37,10 +37,6 @@ from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
-
-CUT_S = 5.0  # when the gateway stops, for requests that are cut off to release what they hold
-# When the gateway stops, for background calls: a transfer that is being opened, and then its abort.
-END_S = OPEN_S + ABORT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +121,12 @@ async def running(
         timeouts = deployment.gateway.timeouts
         http = await stack.enter_async_context(open_client(options.node_key, timeouts.connect_s))
         # Ends last, before the connections close: the parts that end earlier still start calls.
-        background_calls = await stack.enter_async_context(BackgroundCalls(END_S))
+        # Long enough for a transfer that is being opened, and then for its abort.
+        end_s = timeouts.open_s + timeouts.kvd_call_s
+        background_calls = await stack.enter_async_context(BackgroundCalls(end_s))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         fleet = Fleet(deployment, problem, clock)
-        router = Router(fleet, deployment.scheduler, clock, decision_log)
+        router = Router(fleet, deployment.scheduler, clock, decision_log, deployment.gateway)
         poller = Poller(fleet, http, clock, tasks)
         copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves
@@ -143,14 +141,14 @@ async def running(
         if deployment.gateway.plans:
             replication = Replication(fleet, copies, evacuations, clock, rules)
             loops.append(tasks.create_task(replication.run()))
-        budget = RetryBudget()
+        budget = RetryBudget(max_attempts=deployment.gateway.max_attempts)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         dispatcher = Dispatcher(router, hand_offs, budget, planning.traffic, clock)
         status = GatewayStatus(fleet, router, planning, budget, copies, clock)
         try:
             yield GatewayBackend(fleet, router, dispatcher, poller, status, clock)
         finally:
-            await dispatcher.end(CUT_S)
+            await dispatcher.end(timeouts.cancel_s)
             for loop in loops:
                 loop.cancel()
             poller.stop()

@@ -15,6 +15,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.index import NodeMatch
 from prfaas.clock import Clock
 from prfaas.config.deployment import SchedulerSection
+from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fleet.booking import Booking
@@ -29,8 +30,6 @@ from prfaas.scheduler.view import View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import NodeId
 
-MAX_WAITING = 4096  # requests; more are refused
-FULL_RETRY_S = 5.0
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
 
 
@@ -52,6 +51,7 @@ class Router:
         rules: SchedulerSection,
         clock: Clock,
         decision_log: DecisionLog | None = None,
+        limits: GatewaySection = DEFAULTS,
     ) -> None:
         self.state = ShortTermState(rules)
         self.short_term_log = ShortTermLog()
@@ -59,6 +59,7 @@ class Router:
         self._fleet = fleet
         self._clock = clock
         self._decision_log = decision_log
+        self._limits = limits
         self._plan: Plan | None = None
         fleet.call_on_change(self.retry_waiting)
 
@@ -80,12 +81,12 @@ class Router:
         return placement.booking
 
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
-        if len(self.waiting_room) >= MAX_WAITING:
+        if len(self.waiting_room) >= self._limits.max_queued:
             raise RequestError(
                 429,
                 "overloaded",
                 f"{len(self.waiting_room)} requests are waiting already",
-                retry_after_s=FULL_RETRY_S,
+                retry_after_s=self._limits.timeouts.queue_retry_after_s,
             )
         self.waiting_room.put(placement, hold)
         try:
@@ -100,7 +101,10 @@ class Router:
                 placement.booking.close(self._clock.now())
             if isinstance(error, TimeoutError):
                 message = f"no node could take the request within {patience_s:.0f} s: {hold.reason}"
-                raise RequestError(503, "overloaded", message, retry_after_s=FULL_RETRY_S) from None
+                retry_after_s = self._limits.timeouts.queue_retry_after_s
+                raise RequestError(
+                    503, "overloaded", message, retry_after_s=retry_after_s
+                ) from None
             raise
 
     def retry_waiting(self) -> None:

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.attempts import (
-    MAX_ATTEMPTS,
-    PLACEMENT_TIMEOUT_S,
     Attempts,
     RetryBudget,
 )
@@ -17,6 +16,9 @@ from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow
 from tests.gateway.fleets import LONG, A, B, C, F, fleet_and_router, placement
+
+MAX_ATTEMPTS = DEFAULTS.max_attempts
+TIMEOUTS = DEFAULTS.timeouts
 
 
 def attempts(clock: FakeClock) -> tuple[Attempts, Router, RequestTrace]:
@@ -53,7 +55,7 @@ def test_a_full_decode_node_means_another_node_and_then_a_backoff() -> None:
     trace.attempts = 1
     subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))
     assert subject.avoid == frozenset(), "after the backoff all nodes are tried again"
-    clock.advance(PLACEMENT_TIMEOUT_S - 1)
+    clock.advance(TIMEOUTS.queue_s - 1)
     subject.record_full(DecodeNodeFull(B, NotNow("full", 5.0)))
     with pytest.raises(RequestError, match="full") as refused:
         subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))

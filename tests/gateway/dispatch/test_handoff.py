@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
+from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import HUNG_AFTER_S
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
@@ -35,9 +35,12 @@ from tests.gateway.fleets import (
     fleet_and_router,
     member_of,
     placement,
+    with_timeouts,
 )
 from tests.gateway.peers import Peer, peer
 from tests.gateway.reports import report
+
+TIMEOUTS = DEFAULTS.timeouts
 
 GRANT = Grant(TransferId("t-1"), "token", "b:7400", {}, 1000, 60.0)
 OPEN, COMMIT, ABORT = "POST /v1/open", "GET /v1/transfers/t-1", "POST /v1/transfers/t-1/abort"
@@ -80,7 +83,7 @@ class Case:
 
 
 @asynccontextmanager
-async def case() -> AsyncIterator[Case]:
+async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
     clock = FakeClock()
     async with (
         peer() as kvd,
@@ -89,7 +92,8 @@ async def case() -> AsyncIterator[Case]:
         BackgroundCalls(5.0) as background_calls,
     ):
         homes = [HOMES[0], {**HOMES[1], "kvd_url": kvd.url}, HOMES[2]]
-        fleet, router = fleet_and_router(clock, homes=homes, fars=[{**FARS[0], "url": node.url}])
+        fars = [{**FARS[0], "url": node.url}]
+        fleet, router = fleet_and_router(clock, homes=homes, fars=fars, limits=limits)
         booking = await router.place(placement(LONG, clock), 1.0)
         assert (booking.route.prefill, booking.route.decode) == (F, B)
         copies = PrefixCopies(fleet, http, background_calls, clock)
@@ -252,9 +256,8 @@ async def test_a_transfer_that_expires_at_the_receiver_fails_the_attempt() -> No
         await one.kvd.requested(ABORT)
 
 
-async def test_a_commit_that_does_not_come_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "PREFILL_S", 0.2)
-    async with case() as one:
+async def test_a_commit_that_does_not_come_times_out() -> None:
+    async with case(with_timeouts(prefill_s=0.2)) as one:
         with pytest.raises(AttemptFailed, match=r"not finished within 0\.2 s") as failed:
             await one.carry_out()
         assert failed.value.avoid == (F,) and failed.value.prefill
@@ -269,7 +272,7 @@ async def test_a_node_that_hangs_during_the_transfer_fails_the_attempt(
     async with case() as one:
         carrying = asyncio.create_task(one.carry_out())
         await one.kvd.requested(COMMIT)
-        one.clock.advance(HUNG_AFTER_S + 1.0)
+        one.clock.advance(TIMEOUTS.hung_s + 1.0)
         for member in one.fleet.members:
             if member.node != silent:
                 member.kvd_seen_s = member.engine_seen_s = one.clock.now()
@@ -286,7 +289,7 @@ async def test_a_link_that_is_cut_for_long_fails_the_attempt() -> None:
         stats = LinkStats("b:7400", 1.0, 0, 0.0, 1000, 0, waited_s=1.0)
         one.fleet.record_report(member_of(one.fleet, F), report("f", links=(stats,)))
         one.fleet.update()
-        one.clock.advance(handoff.CUT_S + 0.1)
+        one.clock.advance(TIMEOUTS.link_down_s + 0.1)
         with pytest.raises(AttemptFailed, match="the link from far is cut") as failed:
             await carrying
         assert failed.value.avoid == (F,) and failed.value.prefill

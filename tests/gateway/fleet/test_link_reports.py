@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.fleet.link_reports import (
     ANSWERS_WITHIN_S,
     CONNECTING_S,
@@ -10,7 +11,7 @@ from prfaas.gateway.fleet.link_reports import (
     LinkReports,
     combine,
 )
-from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member, Membership
+from prfaas.gateway.fleet.membership import Member, Membership
 from prfaas.types import LinkStats
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
@@ -29,6 +30,8 @@ STATS = LinkStats(
     retransmitted_segments=3,
     congestion_window_bytes=100,
 )
+
+TIMEOUTS = DEFAULTS.timeouts
 OUT = (FAR, HOME)
 
 
@@ -81,7 +84,9 @@ def test_a_receiver_that_does_not_answer_is_late_until_it_is_dead() -> None:
     assert waited_s(10.5) == 1.0
     assert waited_s(10.0 + ANSWERS_WITHIN_S + 0.4) == pytest.approx(0.6)
     assert waited_s(12.0) == 0.0
-    assert waited_s(10.0 + ANSWERS_WITHIN_S + DEAD_AFTER_S) == 1.0, "its silence explains nothing"
+    assert waited_s(10.0 + ANSWERS_WITHIN_S + TIMEOUTS.unresponsive_s) == 1.0, (
+        "its silence explains nothing"
+    )
 
 
 def two_clusters(via: str | None = None) -> tuple[LinkReports, Membership]:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from prfaas.gateway.fleet.membership import HUNG_AFTER_S
+from prfaas.config.gateway import DEFAULTS
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
 from tests.gateway.fleets import B, C, fleet_and_router, member_of
 from tests.gateway.reports import IDLE, appear, load
+
+TIMEOUTS = DEFAULTS.timeouts
 
 
 def test_calls_that_wait_for_a_silent_node_are_cancelled_once() -> None:
@@ -19,7 +21,7 @@ def test_calls_that_wait_for_a_silent_node_are_cancelled_once() -> None:
     ):
         with liveness.cancel_when_silent(B, lambda: cancelled.append("ended"), begun=False):
             pass
-        clock.advance(HUNG_AFTER_S)
+        clock.advance(TIMEOUTS.hung_s)
         fleet.update()
         assert cancelled == [] and not liveness.has_hung(B)
         clock.advance(1.0)
@@ -29,7 +31,7 @@ def test_calls_that_wait_for_a_silent_node_are_cancelled_once() -> None:
         fleet.update()
         fleet.update()
         assert cancelled == ["b"] and liveness.has_hung(B) and not liveness.has_hung(C)
-        clock.advance(HUNG_AFTER_S + 1.0)
+        clock.advance(TIMEOUTS.hung_s + 1.0)
         appear(fleet, member_of(fleet, C), "c", clock.now())
         fleet.update()
         assert cancelled == ["b", "b streams"]

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
+from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.membership import (
-    DEAD_AFTER_S,
-    FORGOTTEN_AFTER_S,
-    HUNG_AFTER_S,
     Member,
     Membership,
 )
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
+
+TIMEOUTS = DEFAULTS.timeouts
 
 HOME_NODE = {"url": "http://h:1", "kvd_url": "http://h:2/"}
 FAR_NODE = {"url": "http://f:1", "kvd_url": "http://f:2"}
@@ -35,8 +35,8 @@ def test_a_member_that_answers_is_alive_until_it_is_silent_for_too_long() -> Non
     assert [m.cluster for m in subject] == [HOME, HOME, FAR]
     assert home.kvd_url == "http://h:2" and not home.is_alive(0.0)
     answer(subject, home, "a", 10.0)
-    assert home.is_alive(10.0) and home.is_alive(10.0 + 0.99 * DEAD_AFTER_S)
-    assert not home.is_alive(10.0 + DEAD_AFTER_S)
+    assert home.is_alive(10.0) and home.is_alive(10.0 + 0.99 * TIMEOUTS.unresponsive_s)
+    assert not home.is_alive(10.0 + TIMEOUTS.unresponsive_s)
     assert subject.named(NodeId("a")) is home and not far.is_alive(10.0)
 
 
@@ -44,9 +44,9 @@ def test_a_member_that_is_silent_for_longer_has_hung() -> None:
     subject, home, far = members()
     assert not home.has_hung(1000.0), "it has never answered: it may be starting"
     answer(subject, home, "a", 10.0)
-    assert not home.has_hung(10.0 + HUNG_AFTER_S) and home.has_hung(10.1 + HUNG_AFTER_S)
-    home.kvd_seen_s = 11.0 + HUNG_AFTER_S
-    assert home.has_hung(10.1 + HUNG_AFTER_S), "its kvd answers, its engine does not"
+    assert not home.has_hung(10.0 + TIMEOUTS.hung_s) and home.has_hung(10.1 + TIMEOUTS.hung_s)
+    home.kvd_seen_s = 11.0 + TIMEOUTS.hung_s
+    assert home.has_hung(10.1 + TIMEOUTS.hung_s), "its kvd answers, its engine does not"
 
 
 def test_a_node_needs_a_kvd_and_an_engine() -> None:
@@ -96,7 +96,7 @@ def test_registered_members_expire_and_listed_members_do_not() -> None:
     assert new is not None and not new.listed
     assert subject.register("http://n:2/", ClusterId(FAR), 6.0) is None
     assert subject.register("http://h:2", ClusterId(HOME), 6.0) is None, "listed"
-    assert subject.expired(5.0 + FORGOTTEN_AFTER_S) == []
-    assert subject.expired(5.1 + FORGOTTEN_AFTER_S) == [new]
+    assert subject.expired(5.0 + TIMEOUTS.forget_s) == []
+    assert subject.expired(5.1 + TIMEOUTS.forget_s) == [new]
     subject.remove(new)
     assert len(subject) == 3

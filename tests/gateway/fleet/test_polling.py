@@ -12,18 +12,20 @@ import pytest
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import MonotonicClock
+from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.client.node_client import Load
-from prfaas.gateway.fleet import polling
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import FORGOTTEN_AFTER_S, Member
+from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
 from tests.gateway.backends import FAR, prompt, until
-from tests.gateway.fleets import fleet_and_router
+from tests.gateway.fleets import fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
 from tests.gateway.reports import report
+
+TIMEOUTS = DEFAULTS.timeouts
 
 N = NodeId("n")
 STATS, EVENTS = "GET /v1/stats", "GET /v1/events"
@@ -50,12 +52,10 @@ class Case:
 
 
 @asynccontextmanager
-async def polled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
+async def polled() -> AsyncIterator[Case]:
     """A member that has just registered, and answers nothing yet."""
-    monkeypatch.setattr(polling, "KVD_EVERY_S", 0.01)
-    monkeypatch.setattr(polling, "ENGINE_EVERY_S", 0.01)
     clock = MonotonicClock()
-    fleet, _ = fleet_and_router(clock)
+    fleet, _ = fleet_and_router(clock, limits=with_timeouts(kvd_poll_s=0.01, node_poll_s=0.01))
     async with peer() as kvd, peer() as engine, open_client() as http:
         async with asyncio.TaskGroup() as tasks:
             poller = Poller(fleet, http, clock, tasks)
@@ -89,10 +89,8 @@ def stored(seq: int, group: str, blocks: int) -> HashEvent:
     return HashEvent(seq, N, group, 64, tuple(hashes if group == "full" else hashes[-1:]), "stored")
 
 
-async def test_a_member_is_used_once_kvd_and_engine_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with polled(monkeypatch) as one:
+async def test_a_member_is_used_once_kvd_and_engine_answer() -> None:
+    async with polled() as one:
         await one.kvd.script(STATS, report(N))
         await until(lambda: one.member.report is not None)
         assert not one.is_usable
@@ -104,9 +102,9 @@ async def test_a_member_is_used_once_kvd_and_engine_answer(
 
 
 async def test_an_engine_that_fails_loses_its_card_and_is_asked_for_it_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with polled(monkeypatch) as one:
+    async with polled() as one:
         await answer(one)
         await until(lambda: one.is_usable)
         await one.engine.script(METRICS, "broken", 500)
@@ -119,8 +117,8 @@ async def test_an_engine_that_fails_loses_its_card_and_is_asked_for_it_again(
         assert caplog.text.count(f"the engine of {one.kvd.url} does not answer") == 1
 
 
-async def test_a_draining_engine_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with polled(monkeypatch) as one:
+async def test_a_draining_engine_is_not_used() -> None:
+    async with polled() as one:
         await answer(one)
         await until(lambda: one.is_usable)
         await one.engine.script(HEALTH, {"error": {"code": "draining", "message": "bye"}}, 503)
@@ -128,8 +126,8 @@ async def test_a_draining_engine_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
         assert one.member.leaving and one.member.card is not None
 
 
-async def test_cache_events_are_applied_after_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with polled(monkeypatch) as one:
+async def test_cache_events_are_applied_after_a_snapshot() -> None:
+    async with polled() as one:
         await answer(one)
         held = {"full": PROMPT.at(64)[:2], "state": PROMPT.at(64)[1:2]}
         await one.kvd.script(EVENTS, page(7, snapshot=held))
@@ -138,10 +136,8 @@ async def test_cache_events_are_applied_after_a_snapshot(monkeypatch: pytest.Mon
         await until(lambda: one.cached_tokens() == 5 * 64)
 
 
-async def test_after_a_restart_of_the_kvd_a_snapshot_replaces_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with polled(monkeypatch) as one:
+async def test_after_a_restart_of_the_kvd_a_snapshot_replaces_everything() -> None:
+    async with polled() as one:
         await answer(one)
         held = {"full": PROMPT.at(64)[:2], "state": PROMPT.at(64)[1:2]}
         await one.kvd.script(EVENTS, page(7, snapshot=held))
@@ -164,7 +160,7 @@ async def test_a_member_that_has_expired_is_not_polled_any_more() -> None:
         poller.start(member)
         poller.drop_expired()
         assert member in list(fleet.members)
-        clock.advance(FORGOTTEN_AFTER_S + 1.0)
+        clock.advance(TIMEOUTS.forget_s + 1.0)
         poller.drop_expired()
         assert member not in list(fleet.members)
         # The task group ends because the member's task is cancelled.

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kvd_api import (
     LONGEST_WAIT_S,
     AbortTransfer,
@@ -22,14 +23,16 @@ from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.types import Grant, NodeId, NotNow, TransferId
 
-ASK_S = 5.0  # a kvd responds from memory
 _SLACK_S = 5.0  # added to a request's timeout for the time after a long poll has ended
 _Opened: TypeAlias = Grant | NotNow
 _Pulling: TypeAlias = PrefixPulled | NotNow
 
 
 class KvdClient:
-    def __init__(self, http: HttpClient, url: str) -> None:
+    def __init__(
+        self, http: HttpClient, url: str, timeouts: GatewayTimeouts = DEFAULTS.timeouts
+    ) -> None:
+        self._timeouts = timeouts
         self.url = url.rstrip("/")
         self._http = http
 
@@ -39,7 +42,7 @@ class KvdClient:
             "POST",
             f"{self.url}/v1/open",
             _Opened,  # type: ignore[arg-type]  # a union is not a `type`
-            timeout_s=ASK_S,
+            timeout_s=self._timeouts.kvd_call_s,
             body=body,
         )
 
@@ -57,12 +60,16 @@ class KvdClient:
 
     async def transfer(self, transfer_id: TransferId) -> TransferStatus:
         url = f"{self.url}/v1/transfers/{transfer_id}"
-        return await self._http.request_json("GET", url, TransferStatus, timeout_s=ASK_S)
+        return await self._http.request_json(
+            "GET", url, TransferStatus, timeout_s=self._timeouts.kvd_call_s
+        )
 
     async def abort(self, transfer_id: TransferId, reason: str) -> None:
         body = msgspec.json.encode(AbortTransfer(reason))
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
-        await self._http.request_json("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
+        await self._http.request_json(
+            "POST", url, TransferStatus, timeout_s=self._timeouts.kvd_call_s, body=body
+        )
 
     async def pull(self, request: PullPrefix) -> PrefixPulled | NotNow:
         """Returns when the kvd holds the prefix."""
@@ -77,7 +84,7 @@ class KvdClient:
 
     async def stats(self) -> KvdReport:
         return await self._http.request_json(
-            "GET", f"{self.url}/v1/stats", KvdReport, timeout_s=ASK_S
+            "GET", f"{self.url}/v1/stats", KvdReport, timeout_s=self._timeouts.kvd_call_s
         )
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
@@ -89,7 +96,7 @@ class KvdClient:
         body = msgspec.json.encode(role)
         try:
             return await self._http.request_json(
-                "POST", f"{self.url}/v1/role", Role, timeout_s=ASK_S, body=body
+                "POST", f"{self.url}/v1/role", Role, timeout_s=self._timeouts.kvd_call_s, body=body
             )
         except PeerHttpError as error:
             if error.status == 409:

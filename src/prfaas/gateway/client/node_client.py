@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.contracts.openai import Usage, UsageField
 from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.http_client.client import Exchange, HttpClient
 
-LOOK_S = 3.0  # for metrics, health and the model card
-PREFILL_S = 600.0
-SILENCE_S = 300.0  # longest time without an event from a node that is alive
 _DRAINING = "draining"  # the error code of /health
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
@@ -56,13 +54,16 @@ class _Prefilled(msgspec.Struct, frozen=True):
 
 
 class NodeClient:
-    def __init__(self, http: HttpClient, url: str) -> None:
+    def __init__(
+        self, http: HttpClient, url: str, timeouts: GatewayTimeouts = DEFAULTS.timeouts
+    ) -> None:
+        self._timeouts = timeouts
         self.url = url.rstrip("/")
         self._http = http
 
     async def card(self) -> Card:
         answer: Any = await self._http.request_json(
-            "GET", f"{self.url}/v1/models", Any, timeout_s=LOOK_S
+            "GET", f"{self.url}/v1/models", Any, timeout_s=self._timeouts.node_poll_timeout_s
         )
         try:
             card = answer["data"][0]
@@ -72,7 +73,9 @@ class NodeClient:
 
     async def load(self) -> Load:
         """The sum over the engines of a server: with data parallelism a server has several."""
-        page = await self._http.request("GET", f"{self.url}/metrics", timeout_s=LOOK_S)
+        page = await self._http.request(
+            "GET", f"{self.url}/metrics", timeout_s=self._timeouts.node_poll_timeout_s
+        )
         found = {"running": 0.0, "waiting": 0.0}
         for name, value in _LOAD.findall(page):
             found[name.decode()] += float(value)
@@ -81,7 +84,9 @@ class NodeClient:
     async def draining(self) -> bool:
         """Whether the node takes no new requests because it was asked to stop."""
         try:
-            await self._http.request("GET", f"{self.url}/health", timeout_s=LOOK_S)
+            await self._http.request(
+                "GET", f"{self.url}/health", timeout_s=self._timeouts.node_poll_timeout_s
+            )
         except PeerHttpError as error:
             return error.code == _DRAINING
         return False
@@ -94,7 +99,7 @@ class NodeClient:
             "POST",
             f"{self.url}/v1/completions",
             _Prefilled,
-            timeout_s=PREFILL_S,
+            timeout_s=self._timeouts.prefill_s,
             body=body,
             headers=headers,
         )
@@ -118,7 +123,9 @@ class NodeClient:
         """Entered when the first event has arrived, or the whole body of a response that is not a
         stream. `unless` gets a function that ends the wait, before and after the first token."""
         url = f"{self.url}{path}"
-        exchange = await self._http.send("POST", url, body, headers, silence_s=SILENCE_S)
+        exchange = await self._http.send(
+            "POST", url, body, headers, silence_s=self._timeouts.token_s
+        )
         async with exchange:
             with unless(exchange.give_up, begun=False):
                 await exchange.check_status()

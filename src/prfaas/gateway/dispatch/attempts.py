@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from prfaas.clock import Clock
+from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
 from prfaas.gateway.fleet.booking import Booking
@@ -17,8 +18,6 @@ from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.request import RequestTrace
 from prfaas.types import NodeId
 
-MAX_ATTEMPTS = 4  # of one request, the first included
-PLACEMENT_TIMEOUT_S = 60.0  # a request waits at most this long for nodes, all attempts together
 RETRY_AFTER_S = 1.0  # sent to a client whose request has failed too often
 
 
@@ -31,13 +30,14 @@ class RetryBudget:
     left: float = 20.0
     spent: int = 0
     denied: int = 0
+    max_attempts: int = DEFAULTS.max_attempts  # of one request, including the first
 
     def add_request(self) -> None:
         self.left = min(self.limit, self.left + self.per_request)
 
     def take(self, attempts: int) -> bool:
         """Whether a request that has made `attempts` attempts may make one more."""
-        if attempts >= MAX_ATTEMPTS or self.left < 1:
+        if attempts >= self.max_attempts or self.left < 1:
             self.denied += 1
             return False
         self.left -= 1
@@ -55,7 +55,7 @@ class Attempts:
         self._budget = budget
         self._clock = clock
         self._trace = trace
-        self._until_s = clock.now() + PLACEMENT_TIMEOUT_S
+        self._until_s = clock.now() + fleet.timeouts.queue_s
         self._failed_at: set[NodeId] = set()
         self._full: set[NodeId] = set()
         self._backoff_s = 0.0

@@ -178,7 +178,7 @@ class Dispatcher:
             raise AttemptFailed("its engine has just left", route.decode)
         try:
             answer = await stack.enter_async_context(
-                NodeClient(self._http, url).answer(
+                NodeClient(self._http, url, self._fleet.timeouts).answer(
                     request.path,
                     msgspec.json.encode(body),
                     {"X-Request-Id": request.id},

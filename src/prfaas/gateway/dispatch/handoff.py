@@ -20,8 +20,8 @@ from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
-from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
-from prfaas.gateway.client.node_client import PREFILL_S, NodeClient
+from prfaas.gateway.client.kvd_client import KvdClient
+from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
@@ -32,11 +32,7 @@ from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.types import Grant, NodeId, NotNow
 
-CUT_S = 3.0  # a transfer over a link that is cut for longer is given up; shorter cuts heal
-OPEN_S = 2 * ASK_S  # connecting included
-ABORT_S = ASK_S
-# A prefill waits for its copies at most this long plus a multiple of the time they should take.
-COPY_S = 1.0
+# A prefill waits for its copies at most `prefix_copy_s` plus this multiple of their predicted time.
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
@@ -90,6 +86,7 @@ class HandOff:
         self, starter: HandOffs, booking: Booking, prefill: Member, decode: Member
     ) -> None:
         self._fleet = starter.fleet
+        self._timeouts = starter.fleet.timeouts
         self._http = starter.http
         self._background_calls = starter.background_calls
         self._prefix_copies = starter.copies
@@ -98,7 +95,7 @@ class HandOff:
         self._route = booking.route
         self._prefill = prefill
         self._decode = decode
-        self._kvd = KvdClient(self._http, decode.kvd_url)
+        self._kvd = KvdClient(self._http, decode.kvd_url, self._timeouts)
         self._grant: Grant | None = None
         self._prefilling: asyncio.Future[int | None | PeerError] | None = None
         self._committed = False
@@ -155,7 +152,9 @@ class HandOff:
     async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
         # The call must finish even when this request is cancelled: only its response says what was
         # reserved.
-        opening = self._background_calls.run(self._kvd.open(transfer), OPEN_S, must_finish=True)
+        opening = self._background_calls.run(
+            self._kvd.open(transfer), self._timeouts.open_s, must_finish=True
+        )
         try:
             answer = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -178,7 +177,7 @@ class HandOff:
 
     def _abort(self, grant: Grant, reason: str) -> None:
         call = self._kvd.abort(grant.transfer_id, reason)
-        self._background_calls.run(call, ABORT_S, must_finish=True)
+        self._background_calls.run(call, self._timeouts.kvd_call_s, must_finish=True)
 
     async def _copy_prefixes(self, prompt: PromptHashes) -> None:
         """Copies the prefixes that the prefill is to resume from. Without them the prefill takes
@@ -186,7 +185,9 @@ class HandOff:
         compat = self._prefill.compat
         if not self._route.copies or compat is None:
             return
-        bound_s = COPY_S + _COPY_TIMES * max(copy.seconds for copy in self._route.copies)
+        bound_s = self._timeouts.prefix_copy_s + _COPY_TIMES * max(
+            copy.seconds for copy in self._route.copies
+        )
         under_way = []
         for planned in self._route.copies:
             hashes = prompt.at(compat.block_tokens)[: planned.tokens // compat.block_tokens]
@@ -210,14 +211,14 @@ class HandOff:
         url = self._prefill.engine_url
         if url is None:
             raise AttemptFailed("its engine has just left", self._route.prefill, prefill=True)
-        node = NodeClient(self._http, url)
+        node = NodeClient(self._http, url, self._timeouts)
         prefilling = self._prefilling = self._background_calls.run(
-            node.prefill(msgspec.json.encode(body), headers), PREFILL_S
+            node.prefill(msgspec.json.encode(body), headers), self._timeouts.prefill_s
         )
         record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(record)
         committing = self._background_calls.run(
-            self._kvd.wait_committed(grant.transfer_id), PREFILL_S
+            self._kvd.wait_committed(grant.transfer_id), self._timeouts.prefill_s
         )
         waiting: set[asyncio.Future[Any]] = {prefilling, committing}
         try:
@@ -260,7 +261,7 @@ class HandOff:
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)
-        if self._fleet.links.cut_for_s(link_id) > CUT_S:
+        if self._fleet.links.cut_for_s(link_id) > self._timeouts.link_down_s:
             raise AttemptFailed(
                 f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True
             )

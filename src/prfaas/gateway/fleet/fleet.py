@@ -49,6 +49,7 @@ class Fleet:
             _configured_links(deployment),
             slots=problem.local.decode.bs_max,
         )
+        self.timeouts = deployment.gateway.timeouts
         self.members = Membership(deployment)
         self.roles = Roles()
         self.liveness = Liveness(self.members, clock)

@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import LATE_WINDOW_S
-from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member
+from prfaas.gateway.fleet.membership import Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
@@ -120,7 +120,7 @@ def _late_s(receiver: Member, now_s: float) -> float:
     receiver that stays silent is dead, and its silence does not explain waiting bytes."""
     reported_s = 0.0 if receiver.report is None else receiver.report.late_s
     silent_s = now_s - receiver.kvd_seen_s - ANSWERS_WITHIN_S
-    return max(reported_s, silent_s if silent_s < DEAD_AFTER_S else 0.0)
+    return max(reported_s, silent_s if silent_s < receiver.timeouts.unresponsive_s else 0.0)
 
 
 def discount(stats: LinkStats, receiver_late_s: float) -> LinkStats:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prfaas.clock import Clock
-from prfaas.gateway.fleet.membership import HUNG_AFTER_S, Membership
+from prfaas.gateway.fleet.membership import Membership
 from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Liveness:
                 log.warning(
                     "%s has been silent for %g s: cancelling %d calls that wait for it",
                     node,
-                    HUNG_AFTER_S,
+                    self._members.timeouts.hung_s,
                     len(waiting),
                 )
                 for cancel in waiting:

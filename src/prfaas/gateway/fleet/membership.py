@@ -2,9 +2,9 @@
 
 Bookkeeping only: the poller reports, `Fleet` records, the router reads. A member comes from the
 deployment file or registers itself by heartbeat. A member is alive while its kvd and its engine
-answer. A member that has been silent for `DEAD_AFTER_S`, or has just failed a request, gets no new
-requests until it answers again. Requests stop waiting for a member that has been silent for
-`HUNG_AFTER_S`.
+answer. A member that has been silent for `unresponsive_s`, or has just failed a request, gets no
+new requests until it answers again. Requests stop waiting for a member that has been silent for
+`hung_s`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prfaas.config import Deployment
+from prfaas.config.gateway import GatewayTimeouts
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.types import ClusterId, Compat, NodeId
 
 log = logging.getLogger(__name__)
-
-DEAD_AFTER_S = 4.0
-# Longer than the above: passing over a busy node costs other requests its speed, but cancelling a
-# request that waits for it costs the work already done.
-HUNG_AFTER_S = 10.0
-FORGOTTEN_AFTER_S = 60.0  # of silence, for members that registered themselves
 
 
 @dataclass(slots=True)
@@ -35,6 +30,9 @@ class Member:
     kvd_url: str
     cluster: ClusterId
     listed: bool  # in the deployment file
+    # `hung_s` is longer than `unresponsive_s`: passing over a busy node costs other requests its
+    # speed, but cancelling a request that waits for it costs the work already done.
+    timeouts: GatewayTimeouts
     url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
     via: str | None = None  # address of a relay that other clusters use to reach this kvd
     report: KvdReport | None = None
@@ -63,7 +61,7 @@ class Member:
         return None if pool is None else pool.compat
 
     def is_kvd_alive(self, now_s: float) -> bool:
-        return self.kvd_seen_s > max(now_s - DEAD_AFTER_S, self.kvd_failed_s)
+        return self.kvd_seen_s > max(now_s - self.timeouts.unresponsive_s, self.kvd_failed_s)
 
     def is_alive(self, now_s: float) -> bool:
         return (
@@ -71,22 +69,23 @@ class Member:
             and self.card is not None
             and not self.leaving
             and self.is_kvd_alive(now_s)
-            and self.engine_seen_s > max(now_s - DEAD_AFTER_S, self.engine_failed_s)
+            and self.engine_seen_s > max(now_s - self.timeouts.unresponsive_s, self.engine_failed_s)
         )
 
     def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
-        """Whether the member has been silent for `HUNG_AFTER_S`, although its connections may be
+        """Whether the member has been silent for `hung_s`, although its connections may be
         open. False for a member that has never answered. An answer that already streams needs the
         engine only."""
         seen_s = self.engine_seen_s
         if not engine_only:
             seen_s = min(seen_s, self.kvd_seen_s)
-        return math.isfinite(seen_s) and seen_s < now_s - HUNG_AFTER_S
+        return math.isfinite(seen_s) and seen_s < now_s - self.timeouts.hung_s
 
 
 class Membership:
     def __init__(self, deployment: Deployment) -> None:
         self._members: dict[str, Member] = {}  # by the kvd's address
+        self.timeouts = deployment.gateway.timeouts
         self._by_name: dict[NodeId, Member] = {}
         self._local = ClusterId(deployment.of_kind("pd")[0].name)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
@@ -94,7 +93,12 @@ class Membership:
             for node in cluster.nodes:
                 kvd_url = node.kvd_url.rstrip("/")
                 self._members[kvd_url] = Member(
-                    kvd_url, ClusterId(cluster.name), True, node.url.rstrip("/"), node.via
+                    kvd_url,
+                    ClusterId(cluster.name),
+                    True,
+                    self.timeouts,
+                    node.url.rstrip("/"),
+                    node.via,
                 )
 
     def __iter__(self) -> Iterator[Member]:
@@ -112,7 +116,7 @@ class Membership:
         if kvd_url in self._members:
             return None
         log.info("kvd %s registered for cluster %s", kvd_url, cluster)
-        member = self._members[kvd_url] = Member(kvd_url, cluster, False)
+        member = self._members[kvd_url] = Member(kvd_url, cluster, False, self.timeouts)
         member.kvd_seen_s = now_s
         return member
 
@@ -140,8 +144,8 @@ class Membership:
         return is_new
 
     def expired(self, now_s: float) -> list[Member]:
-        """Members that registered themselves and have been silent for `FORGOTTEN_AFTER_S`."""
-        since_s = now_s - FORGOTTEN_AFTER_S
+        """Members that registered themselves and have been silent for `forget_s`."""
+        since_s = now_s - self.timeouts.forget_s
         return [m for m in self._members.values() if not m.listed and m.kvd_seen_s < since_s]
 
     def remove(self, member: Member) -> None:

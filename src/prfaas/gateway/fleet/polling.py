@@ -17,17 +17,11 @@ from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import FORGOTTEN_AFTER_S, Member
+from prfaas.gateway.fleet.membership import Member
 from prfaas.http_client.client import HttpClient
 from prfaas.types import BlockHash, NodeId
 
 log = logging.getLogger(__name__)
-
-ENGINE_EVERY_S = 1.0
-# Links change at once: a sender's figures are at most half a second old when it is polled
-# (`kvd/process.py` samples that often), and the gateway acts on them within another half second.
-KVD_EVERY_S = 0.5
-EVENTS_WAIT_S = 30.0  # of one long poll
 
 
 class Poller:
@@ -37,6 +31,7 @@ class Poller:
         self, fleet: Fleet, http: HttpClient, clock: Clock, tasks: asyncio.TaskGroup
     ) -> None:
         self._fleet = fleet
+        self._timeouts = fleet.timeouts
         self._http = http
         self._clock = clock
         self._tasks = tasks
@@ -56,12 +51,12 @@ class Poller:
     def drop_expired(self) -> None:
         """Removes members that have been silent for so long that they are not expected back."""
         for member in self._fleet.members.expired(self._clock.now()):
-            log.info("removing kvd %s: silent for %g s", member.kvd_url, FORGOTTEN_AFTER_S)
+            log.info("removing kvd %s: silent for %g s", member.kvd_url, self._timeouts.forget_s)
             self._polled.pop(member.kvd_url).cancel()
             self._fleet.remove(member)
 
     async def _poll_member(self, member: Member) -> None:
-        kvd = KvdClient(self._http, member.kvd_url)
+        kvd = KvdClient(self._http, member.kvd_url, self._timeouts)
         async with asyncio.TaskGroup() as group:
             followed: set[NodeId] = set()
 
@@ -75,14 +70,17 @@ class Poller:
             async def poll_engine() -> None:
                 await self._poll_engine(member)
 
-            group.create_task(self._poll_every(KVD_EVERY_S, poll_kvd, "kvd", member))
-            group.create_task(self._poll_every(ENGINE_EVERY_S, poll_engine, "engine", member))
+            # `kvd_poll_s` is short because links change at once: a sender samples its figures every
+            # half second (`kvd/process.py`), and the gateway acts on them within another.
+            kvd_s, node_s = self._timeouts.kvd_poll_s, self._timeouts.node_poll_s
+            group.create_task(self._poll_every(kvd_s, poll_kvd, "kvd", member))
+            group.create_task(self._poll_every(node_s, poll_engine, "engine", member))
 
     async def _poll_engine(self, member: Member) -> None:
         url = member.engine_url
         if url is None:
             return
-        node = NodeClient(self._http, url)
+        node = NodeClient(self._http, url, self._timeouts)
         try:
             if member.card is None:
                 self._fleet.record_card(member, await node.card())
@@ -120,9 +118,9 @@ class Poller:
         instance, since = "", SNAPSHOT
         while True:
             try:
-                page = await kvd.events(name, since, EVENTS_WAIT_S)
+                page = await kvd.events(name, since, self._timeouts.event_poll_s)
             except PeerError:
-                await asyncio.sleep(ENGINE_EVERY_S)
+                await asyncio.sleep(self._timeouts.node_poll_s)
                 continue
             if page.instance != instance or page.snapshot is not None:
                 if page.snapshot is None:
@@ -131,7 +129,8 @@ class Poller:
                     continue
                 if not self._fleet.prefixes.add(member, name):
                     since = SNAPSHOT
-                    await asyncio.sleep(ENGINE_EVERY_S)  # until an engine has registered
+                    # No engine has registered yet.
+                    await asyncio.sleep(self._timeouts.node_poll_s)
                     continue
                 instance = page.instance
                 held = {g: [BlockHash(h) for h in names] for g, names in page.snapshot.items()}

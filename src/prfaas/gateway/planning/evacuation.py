@@ -12,7 +12,6 @@ from typing import Any
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
-from prfaas.gateway.client.kvd_client import ASK_S
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, copy_of
@@ -57,7 +56,7 @@ class Evacuations:
         if not proposals:
             return None
         until_s = self._clock.now() + self._rules.evacuate_s
-        within_s = self._rules.evacuate_s + ASK_S
+        within_s = self._rules.evacuate_s + self._fleet.timeouts.kvd_call_s
         return self._background_calls.run(self._copy_all(proposals, until_s), within_s)
 
     async def _copy_all(self, proposals: Sequence[CopyProposal], until_s: float) -> None:

@@ -40,7 +40,6 @@ from prfaas.types import ClusterId, NodeId
 log = logging.getLogger(__name__)
 
 STEP_EVERY_S = 0.5
-START_S = 5.0  # the first plan waits this long for the nodes of the deployment file
 
 
 class LongTermLoop:
@@ -98,8 +97,9 @@ class LongTermLoop:
 
     def _may_plan(self) -> bool:
         """The first plan does not come with the first node that answers: the other nodes of the
-        deployment file are given `START_S`."""
-        if self._router.plan is not None or self._clock.now() > self._started_s + START_S:
+        deployment file are given `first_plan_s`."""
+        deadline_s = self._started_s + self._fleet.timeouts.first_plan_s
+        if self._router.plan is not None or self._clock.now() > deadline_s:
             return True
         now = self._clock.now()
         return all(member.is_alive(now) for member in self._fleet.members if member.listed)
@@ -185,7 +185,7 @@ class LongTermLoop:
 
     async def _write_role(self, member: Member, role: RecordedRole) -> bool:
         """Returns whether the kvd has recorded the role; if not, the next step retries."""
-        kvd = KvdClient(self._http, member.kvd_url)
+        kvd = KvdClient(self._http, member.kvd_url, self._fleet.timeouts)
         try:
             written = await kvd.set_role(role)
             if written is None:

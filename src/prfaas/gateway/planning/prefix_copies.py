@@ -21,7 +21,7 @@ from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
-from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
+from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
@@ -94,7 +94,8 @@ class PrefixCopies:
             return None
         within_s = min(within_s, PULL_S)
         copying = self._make(copy, source, target, within_s)
-        task: asyncio.Future[Any] = self._background_calls.run(copying, within_s + ASK_S)
+        timeout_s = within_s + self._fleet.timeouts.kvd_call_s
+        task: asyncio.Future[Any] = self._background_calls.run(copying, timeout_s)
         self._under_way[key] = (copy, task)
         task.add_done_callback(lambda _: self._under_way.pop(key))
         return task
@@ -108,7 +109,8 @@ class PrefixCopies:
         tally = self.tallies[copy.why]
         try:
             async with asyncio.timeout(within_s):
-                answer = await KvdClient(self._http, target.kvd_url).pull(pull)
+                kvd = KvdClient(self._http, target.kvd_url, self._fleet.timeouts)
+                answer = await kvd.pull(pull)
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"{copy.target} refused: {answer.reason}")
         except (PeerError, TimeoutError) as error:
