@@ -182,7 +182,7 @@ async def _play(
         story.answer, story.text = choice["token_ids"], choice["text"]
         if compare:
             with timer.step("compare"):
-                # Under a salt that nobody has used: whatever is cached is left alone.
+                # Under an unused salt, so that the cached prefixes are not used.
                 nobody = secrets.token_hex(8)
                 alone = await prefill.complete(**{**fields, "cache_salt": nobody})
             story.expected = alone["choices"][0]["token_ids"]
