@@ -104,6 +104,11 @@ class Process:
             self._news.notify_all()
 
 
+# On a busy machine a node with a real model may take longer to start again than a kvd keeps a
+# committed transfer by default. Tests of that timeout set it themselves, which wins.
+KEEP_COMMITTED = ("--set", "kvd.timeouts.dispatch_s=600")
+
+
 class Host:
     """A kvd and a node at it. Either may be killed and started again."""
 
@@ -120,7 +125,8 @@ class Host:
 
     def start_kvd(self) -> None:
         """Again at the same addresses, as an operator's has fixed ones."""
-        self.kvd = Process("kvd", "--socket", self._socket, *self._kvd_options, *self._addresses)
+        options = (*KEEP_COMMITTED, *self._kvd_options, *self._addresses)
+        self.kvd = Process("kvd", "--socket", self._socket, *options)
         ready = self.kvd.ready(KvdReady)
         self.kvd_url = ready.http
         self._addresses = ("--listen", ready.data, "--http", ready.http.removeprefix("http://"))
