@@ -216,7 +216,7 @@ def test_bad_deployments(prfaas: Run, tmp_path: Path, old: str, new: str, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--load", "2"), "--load: the paper reading has no queue"),
+        (("--load", "2"), "--load: the paper reading has no queues"),
         (("--reading", "exact", "--load", "0"), "--load: 0.0 requests/s"),
         (("--reading", "exact", "--load", "nan"), "--load: nan requests/s"),
         (("--reading", "fuzzy"), "'fuzzy' is not one of"),

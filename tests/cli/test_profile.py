@@ -131,7 +131,7 @@ def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
     [
         ((), "give either --model or --url"),
         (("--url", "http://127.0.0.1:9", "--model", "x"), "give either --model or --url"),
-        (("--url", "http://127.0.0.1:9"), "--accelerator: which hardware?"),
+        (("--url", "http://127.0.0.1:9"), "--accelerator: required with --url"),
         (("--url", "http://127.0.0.1:9", "--accelerator", "h20"), "is it running?"),
     ],
 )

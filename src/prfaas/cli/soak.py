@@ -1,4 +1,4 @@
-"""`prfaas soak`: a deployment of real processes under traffic, and a fault every few seconds."""
+"""`prfaas soak`: serves traffic on real processes while a fault strikes every few seconds."""
 
 from __future__ import annotations
 
@@ -26,22 +26,41 @@ _OPTIONS = SoakOptions()
 
 
 @click.command()
-@click.option("--minutes", default=_OPTIONS.seconds / 60, show_default=True, help="Of traffic.")
 @click.option(
-    "--engine", type=click.Choice(["emulated", "hf"]), default="emulated", show_default=True
+    "--minutes", default=_OPTIONS.seconds / 60, show_default=True, help="Minutes of traffic."
 )
-@click.option("--fault-every-s", default=_OPTIONS.fault_every_s, show_default=True)
-@click.option("--seed", default=_OPTIONS.seed, show_default=True, help="Of traffic and faults.")
+@click.option(
+    "--engine",
+    type=click.Choice(["emulated", "hf"]),
+    default="emulated",
+    show_default=True,
+    help="Engine of the nodes: emulated accelerators, or hf with a tiny real model.",
+)
+@click.option(
+    "--fault-every-s",
+    default=_OPTIONS.fault_every_s,
+    show_default=True,
+    help="Seconds from one fault to the next.",
+)
+@click.option(
+    "--seed", default=_OPTIONS.seed, show_default=True, help="Seed of the traffic and the faults."
+)
 @click.option(
     "--deployment",
     "file",
     default=CASE_STUDY,
     show_default=True,
     type=click.Path(path_type=Path),
-    help="emulated: its clusters, made small.",
+    help="Deployment file whose clusters the emulated engines serve, scaled down.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="The report goes here, too.")
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write the report to, besides stdout."
+)
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path),
+    help="Folder for the logs of all processes.  [default: a new temporary folder]",
+)
 def soak(
     minutes: float,
     engine: FireEngine,
@@ -51,12 +70,15 @@ def soak(
     out: Path | None,
     logs: Path | None,
 ) -> None:
-    """Serve mixed traffic while processes are killed and frozen, the WAN cut, slowed and damaged,
-    arenas and disks filled, and clocks set.
+    """Serve mixed traffic while a fault strikes every few seconds, and check every answer.
 
-    One PrfaaS node, one prefill and two decode nodes, two gateways. Every answer is compared with
-    that of one process. Prints a report as JSON. Exit code 0: every request is accounted for, no
-    token was wrong, memory and sockets are flat, every kvd's pool is whole.
+    The faults: processes are killed and frozen; the WAN is cut, slowed and damages bytes; memory
+    and disks are full; wall clocks jump. The deployment: one PrfaaS node, one prefill node, two
+    decode nodes, two gateways.
+
+    Prints a report as JSON. The exit code is 0 when every request is accounted for, no token
+    differs from the answer of a single node, memory and sockets do not grow, and the pool of every
+    kvd is consistent.
 
     \b
       prfaas soak --minutes 3
@@ -87,5 +109,5 @@ def soak(
         out.write_bytes(msgspec.json.format(msgspec.json.encode(shown)) + b"\n")
     print_json(shown)
     if not report.ok:
-        say(f"logs are in {folder}")
+        say(f"the logs are in {folder}")
         sys.exit(1)
