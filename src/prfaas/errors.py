@@ -1,12 +1,26 @@
-"""Every error this project raises on purpose.
+"""Every error that this project raises on purpose.
 
     PrfaasError
-    ├── InputError          a file, key, line or flag is wrong: says which one, and what to do
-    ├── EngineError         one job could not be computed; other jobs are unharmed
-    └── PeerError           another process broke a rule, or went away
-        ├── ConnectionLost  a connection that cannot be made, broke, or fell silent
-        ├── WireError       bytes that are not our protocol, or break its limits
-        └── TransferFailed  a transfer ended without a commit: says why
+    ├── InputError              a file, key, line or flag is wrong: names it, and says what to do
+    ├── EngineError             one job could not be computed; other jobs are unharmed
+    ├── StreamBroken            the engine was lost after the first token of a response
+    ├── HttpError               an HTTP error response: status, code, message
+    │   ├── RequestError        this process ends a client's request with it
+    │   └── PeerHttpError       a peer ended this process's request with it; a PeerError, too
+    └── PeerError               another process broke a rule, or went away
+        ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
+        ├── PeerHttpError       see above
+        ├── WireError           bytes that are not our protocol, or break its limits
+        └── TransferFailed      a transfer ended without a commit: says why
+
+Errors of one package are defined in the module that raises them:
+
+    prfaas.gateway.api.response_stream._Stalled   the client stopped reading its response
+    prfaas.gateway.dispatch.handoff.Failed        an attempt failed before the first token
+    prfaas.gateway.dispatch.handoff.Later         the decode node has no memory for it now
+    prfaas.launch.children.ChildDied              a process of a deployment ended unexpectedly
+    prfaas.faults.episode.Unmet                   a condition of the fault campaign did not hold
+    prfaas.testing.netns.NetworkError             the test network could not be set up
 
 An expected "not now" is a value (`prfaas.types.NotNow`), not an exception; a broken invariant of
 our own is an `assert`. The CLI turns `InputError` into one line on stderr and exit code 2.
@@ -44,7 +58,7 @@ class InputError(PrfaasError):
         return f"{line}; {self.fix}" if self.fix else line
 
     def in_file(self, file: str | Path) -> InputError:
-        """The same error, said of `file`; an error that already names its file keeps it."""
+        """The same error with `file` as its file; an error that already names a file keeps it."""
         return InputError(self.problem, file=self.file or file, where=self.where, fix=self.fix)
 
 
@@ -53,17 +67,50 @@ class EngineError(PrfaasError):
     Other jobs are unharmed."""
 
 
+class StreamBroken(PrfaasError):
+    """The decode engine was lost after the first token. The client receives an error event."""
+
+
+class HttpError(PrfaasError):
+    """An HTTP error response, sent or received. `code` is a word for programs, empty when the
+    sender gave none; `param` names the request's field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(HttpError):
+    """This process ends a client's request with an error, before the first token of a response."""
+
+
 class PeerError(PrfaasError):
-    """Another process broke a rule, or went away. Nothing of ours is wrong."""
+    """Another process broke a rule, or went away. This process is not at fault."""
+
+
+class PeerHttpError(HttpError, PeerError):
+    """A peer answered a request of this process with an error."""
 
 
 class ConnectionLost(PeerError):
-    """A connection that cannot be made, broke, or fell silent for too long."""
+    """A connection could not be made, broke, or was silent for too long."""
 
 
 class WireError(PeerError):
-    """Bytes that are not our protocol, or break its limits; the connection is of no more use."""
+    """Bytes that are not our protocol, or break its limits; the connection cannot be used again."""
 
 
 class TransferFailed(PeerError):
-    """A transfer ended without a commit. The receiver has given its memory back, or will."""
+    """A transfer ended without a commit. The receiver has freed its memory, or will."""

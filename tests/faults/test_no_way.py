@@ -27,7 +27,7 @@ class Told(NamedTuple):
 
 async def told(stage: FaultDeployment, gateway: int, question: Question, *, stream: bool) -> Told:
     target = stage.targets[gateway]
-    async with stage.http.post(
+    async with stage.load_session.post(
         f"{target.url}/v1/completions",
         data=body(target.model, question, stream=stream, salt=f"no way {gateway} {stream}"),
         headers={"Content-Type": "application/json"},

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
+from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.membership import HUNG_AFTER_S
-from prfaas.gateway.request import RequestError
 from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.plan import staffed, with_instances
 from prfaas.scheduler.request import Request

@@ -1,4 +1,4 @@
-"""Calls over real sockets, to a server that says exactly what it is told to."""
+"""The HTTP client over real sockets, against a server with scripted responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
-from prfaas.http_client.client import HttpClient, PeerHttpError, calling
+from prfaas.http_client.client import HttpClient, open_client
 from tests.gateway.backs import until
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -21,7 +21,7 @@ HELLO = OK + b"Content-Length: 5\r\n\r\nhello"
 
 
 class Peer:
-    """Answers each request with the next of `answers`, in the pieces given; then says no more."""
+    """Sends the next of `answers` for each request, in the given pieces; then sends nothing."""
 
     def __init__(self, answers: Sequence[Sequence[bytes]], *, closes: bool) -> None:
         self._answers = iter(answers)
@@ -46,14 +46,14 @@ class Peer:
                     await asyncio.sleep(0)
                 if self._closes:
                     writer.close()
-                    await writer.wait_closed()  # aborting might take back what was said
+                    await writer.wait_closed()  # aborting might drop bytes that were sent
                     break
         self.open -= 1
 
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """Its URL. In the end nothing of it is left."""
+    """The URL of a server. Leaving the block closes its connections and ends its tasks."""
     running: set[asyncio.Task[None]] = set()
 
     async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +63,7 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
         try:
             await serve(reader, writer)
         except asyncio.CancelledError:
-            pass  # by us, in the end; asyncio would log an error of a handler that was cancelled
+            pass  # at the end of the block; asyncio logs an error for a cancelled handler
         finally:
             writer.transport.abort()
 
@@ -84,17 +84,23 @@ async def talking(*answers: Sequence[bytes], closes: bool = False) -> AsyncItera
         yield peer
 
 
-async def read(calls: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> bytes:
-    return await calls.read("GET", f"{peer.url}/x", timeout_s)
+async def read(http: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> bytes:
+    return await http.request("GET", f"{peer.url}/x", timeout_s=timeout_s)
 
 
 async def test_a_request_on_the_wire() -> None:
-    async with talking([HELLO]) as peer, calling("secret") as calls:
-        answer = await calls.read("POST", f"{peer.url}/v1/a?b=1", 20, b"{}", {"X-Request-Id": "7"})
+    async with talking([HELLO]) as peer, open_client("secret") as http:
+        answer = await http.request(
+            "POST",
+            f"{peer.url}/v1/a?b=1",
+            timeout_s=20,
+            body=b"{}",
+            headers={"X-Request-Id": "7"},
+        )
         assert answer == b"hello"
         host = peer.url.removeprefix("http://")
-        (said,) = peer.requests
-        assert said.decode() == (
+        (request,) = peer.requests
+        assert request.decode() == (
             f"POST /v1/a?b=1 HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
             "X-Request-Id: 7\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
         )
@@ -104,7 +110,7 @@ framings = st.sampled_from(["length", "chunked", "until the end"])
 
 
 @given(framings, st.binary(max_size=300), st.lists(st.integers(0, 400), max_size=8), st.data())
-async def test_however_an_answer_is_framed_and_cut(
+async def test_every_framing_and_every_split_of_a_response(
     framing: str, body: bytes, cuts: list[int], data: st.DataObject
 ) -> None:
     if framing == "length":
@@ -118,14 +124,14 @@ async def test_however_an_answer_is_framed_and_cut(
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     pieces = [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
-    async with talking(pieces, closes=framing == "until the end") as peer, calling() as calls:
-        assert await read(calls, peer) == body
+    async with talking(pieces, closes=framing == "until the end") as peer, open_client() as http:
+        assert await read(http, peer) == body
 
 
-async def test_connections_are_used_again() -> None:
-    async with talking(*[[HELLO]] * 4) as peer, calling() as calls:
+async def test_connections_are_reused() -> None:
+    async with talking(*[[HELLO]] * 4) as peer, open_client() as http:
         for _ in range(3):
-            assert await read(calls, peer) == b"hello"
+            assert await read(http, peer) == b"hello"
         assert peer.connections == 1
 
 
@@ -133,58 +139,60 @@ async def test_connections_are_used_again() -> None:
     "first",
     [
         OK + b"Connection: close\r\nContent-Length: 5\r\n\r\nhello",
-        HELLO + b"and more",  # nobody asked
+        HELLO + b"and more",  # data with no request pending
     ],
 )
-async def test_connections_that_are_not(first: bytes) -> None:
-    async with talking([first], [HELLO]) as peer, calling() as calls:
-        assert await read(calls, peer) == b"hello"
+async def test_connections_that_are_not_reused(first: bytes) -> None:
+    async with talking([first], [HELLO]) as peer, open_client() as http:
+        assert await read(http, peer) == b"hello"
         await until(lambda: peer.open == 0)
-        assert await read(calls, peer) == b"hello"
+        assert await read(http, peer) == b"hello"
         assert peer.connections == 2
 
 
-async def test_idle_connections_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "IDLE_S", 0.01)
 
-    async with talking([HELLO]) as peer, calling() as calls:
-        await read(calls, peer)
+    async with talking([HELLO]) as peer, open_client() as http:
+        await read(http, peer)
         await until(lambda: peer.open == 0)
 
 
-async def test_hints_before_the_answer_are_passed_over() -> None:
+async def test_informational_responses_are_skipped() -> None:
     hint = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    async with talking([hint, HELLO]) as peer, calling() as calls:
-        assert await read(calls, peer) == b"hello"
+    async with talking([hint, HELLO]) as peer, open_client() as http:
+        assert await read(http, peer) == b"hello"
 
 
 @pytest.mark.parametrize(
-    ("pieces", "closes", "said"),
+    ("pieces", "closes", "expected"),
     [
         ([], True, "closed by the peer"),
         ([OK], True, "closed by the peer"),
         ([HELLO[:-1]], True, "closed by the peer"),
         ([OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"], True, "closed by the peer"),
-        ([b"220 mail.example.org ESMTP\r\n"], False, "does not speak HTTP"),
-        ([], False, "no answer in time"),
-        ([HELLO[:-1]], False, "no answer in time"),
+        ([b"220 mail.example.org ESMTP\r\n"], False, "is not HTTP"),
+        ([], False, "no response in time"),
+        ([HELLO[:-1]], False, "no response in time"),
     ],
 )
-async def test_an_answer_that_does_not_come(pieces: list[bytes], closes: bool, said: str) -> None:
-    async with talking(pieces, closes=closes) as peer, calling() as calls:
-        with pytest.raises(ConnectionLost, match=said):
-            await read(calls, peer, timeout_s=20.0 if "time" not in said else 0.05)
+async def test_a_response_that_does_not_arrive(
+    pieces: list[bytes], closes: bool, expected: str
+) -> None:
+    async with talking(pieces, closes=closes) as peer, open_client() as http:
+        with pytest.raises(ConnectionLost, match=expected):
+            await read(http, peer, timeout_s=20.0 if "time" not in expected else 0.05)
         await until(lambda: peer.open == 0)
 
 
-def test_silence_is_bounded_and_speech_is_not() -> None:
-    """Ten pieces in six times the bound; then nothing. The clock is moved, not waited for."""
+def test_silence_is_bounded_and_a_stream_is_not() -> None:
+    """Ten pieces in six times the bound; then nothing. The test moves the clock instead."""
     bound_s, pieces = 100.0, 10
-    took: list[asyncio.Event] = []
+    taken_events: list[asyncio.Event] = []
 
-    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_pieces(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n")
-        for taken in took:
+        for taken in taken_events:
             writer.write(b"1\r\na\r\n")
             await taken.wait()
         await asyncio.Event().wait()
@@ -192,17 +200,17 @@ def test_silence_is_bounded_and_speech_is_not() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, MovedLoop)
-        took.extend(asyncio.Event() for _ in range(pieces))
-        async with serving(speak) as url, calling() as calls:
-            async with await calls.send("GET", url, silence_s=bound_s) as exchange:
-                await exchange.accepted()
-                for taken in took:
-                    assert await exchange.more() == b"a"
+        taken_events.extend(asyncio.Event() for _ in range(pieces))
+        async with serving(send_pieces) as url, open_client() as http:
+            async with await http.send("GET", url, silence_s=bound_s) as exchange:
+                await exchange.check_status()
+                for taken in taken_events:
+                    assert await exchange.read_some() == b"a"
                     loop.move(0.6 * bound_s)
                     taken.set()
                 loop.move(bound_s)
-                with pytest.raises(ConnectionLost, match="no answer in time"):
-                    await exchange.more()
+                with pytest.raises(ConnectionLost, match="no response in time"):
+                    await exchange.read_some()
 
     # Not an async test: this test needs an event loop of another class.
     with asyncio.Runner(loop_factory=MovedLoop) as runner:
@@ -210,7 +218,7 @@ def test_silence_is_bounded_and_speech_is_not() -> None:
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """Its clock can be moved forwards."""
+    """An event loop whose clock can be moved forwards."""
 
     _moved_s = 0.0
 
@@ -221,8 +229,8 @@ class MovedLoop(asyncio.SelectorEventLoop):
         self._moved_s += seconds
 
 
-async def test_who_does_not_read_holds_the_peer_back() -> None:
-    """What nobody takes stays with the sender: kernels hold a few MB, the client one more."""
+async def test_a_caller_that_does_not_read_slows_down_the_peer() -> None:
+    """Bytes that are not read stay with the sender: kernels hold a few MB, the client one more."""
     total = 64 << 20
     sent = 0
 
@@ -236,40 +244,40 @@ async def test_who_does_not_read_holds_the_peer_back() -> None:
         writer.close()
         await writer.wait_closed()
 
-    async with serving(pour) as url, calling() as calls:
-        async with await calls.send("GET", url, silence_s=20) as exchange:
-            await exchange.accepted()
+    async with serving(pour) as url, open_client() as http:
+        async with await http.send("GET", url, silence_s=20) as exchange:
+            await exchange.check_status()
             before = -1
-            while before != sent:  # until it is held back
+            while before != sent:  # until the sender has to wait
                 before = sent
                 await asyncio.sleep(0.1)
             assert sent < total
-            assert len(await exchange.rest()) == total
+            assert len(await exchange.read_rest()) == total
 
 
-async def test_who_stops_reading_ends_the_connection() -> None:
-    async with talking([HELLO[:-1]], [HELLO]) as peer, calling() as calls:
-        reading = asyncio.create_task(read(calls, peer))
+async def test_cancelling_a_request_closes_the_connection() -> None:
+    async with talking([HELLO[:-1]], [HELLO]) as peer, open_client() as http:
+        reading = asyncio.create_task(read(http, peer))
         await until(lambda: bool(peer.requests))
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
         await until(lambda: peer.open == 0)
-        assert await read(calls, peer) == b"hello"
+        assert await read(http, peer) == b"hello"
 
 
-async def test_errors_in_both_shapes() -> None:
+async def test_errors_in_both_formats() -> None:
     openai = b'{"error":{"message":"no","code":"full","param":"prompt"}}'
     problem = b'{"code":"gone","message":"it was here"}'
-    for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", "")):
+    for body, code in ((openai, "full"), (problem, "gone"), (b"<html>", ""), (b'"\xff"', "")):
         answer = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b"
-        async with talking([answer % (len(body), body)], [HELLO]) as peer, calling() as calls:
-            with pytest.raises(PeerHttpError) as said:
-                await read(calls, peer)
-            assert (said.value.status, said.value.code) == (503, code)
-            assert said.value.retry_after_s == 7
-            assert await read(calls, peer) == b"hello"
-            assert peer.connections == 1, "an error that was read leaves the connection whole"
+        async with talking([answer % (len(body), body)], [HELLO]) as peer, open_client() as http:
+            with pytest.raises(PeerHttpError) as error:
+                await read(http, peer)
+            assert (error.value.status, error.value.code) == (503, code)
+            assert error.value.retry_after_s == 7
+            assert await read(http, peer) == b"hello"
+            assert peer.connections == 1, "a connection is reused after an error response"
 
 
 @pytest.mark.parametrize(
@@ -282,16 +290,28 @@ async def test_errors_in_both_shapes() -> None:
         "http://127.0.0.1:1/a b",
         "http://127.0.0.1:1/a\r\nX: y",
         "http://[::1/x",
-        "http://127.0.0.1:1/",  # nobody listens
+        "http://127.0.0.1:1/",  # no process listens
+        "http://a..b/",  # IDNA refuses the host name
     ],
 )
-async def test_urls_that_lead_nowhere(url: str) -> None:
-    async with calling() as calls:
+async def test_urls_without_a_peer(url: str) -> None:
+    async with open_client() as http:
         with pytest.raises(ConnectionLost):
-            await calls.read("GET", url, 20)
+            await http.request("GET", url, timeout_s=20)
 
 
 async def test_a_header_is_one_line() -> None:
-    async with talking([HELLO]) as peer, calling() as calls:
+    async with talking([HELLO]) as peer, open_client() as http:
         with pytest.raises(ValueError, match="X-Request-Id"):
-            await calls.read("GET", peer.url, 20, b"", {"X-Request-Id": "a\r\nHost: b"})
+            await http.request(
+                "GET", peer.url, timeout_s=20, headers={"X-Request-Id": "a\r\nHost: b"}
+            )
+
+
+@pytest.mark.parametrize("body", [b'"\xff"', b"[" * 100_000, b"{}", b"<html>"])
+async def test_a_response_that_is_not_the_expected_json(body: bytes) -> None:
+    whole = OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with talking([whole]) as peer, open_client() as http:
+        with pytest.raises(PeerHttpError, match="unexpected response") as error:
+            await http.request_json("GET", peer.url, list[int], timeout_s=20)
+        assert error.value.status == 502

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import console, print_json
-from prfaas.errors import ConnectionLost, InputError, PeerError
-from prfaas.http_client.client import PeerHttpError
+from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.security.deployment_key import read_key
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 

@@ -21,8 +21,9 @@ import msgspec
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
-from prfaas.errors import PeerError
+from prfaas.errors import PeerError, PeerHttpError
 from prfaas.faults.wall_clock import WallClock
+from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
 from prfaas.launch.commands import Engines, Host
@@ -34,6 +35,8 @@ GATEWAYS = ("gateway-0", "gateway-1")  # the first one plans
 LOOK_S = 0.05  # between two looks at what has no event
 PATIENCE_S = 120.0  # for what must happen; engines that import torch on a busy machine take long
 ASK_S = 10.0
+# No idle connection is left at a process: the sockets that each process holds are counted.
+_ONE_REQUEST = {"Connection": "close"}
 REQUEST_S = 180.0  # longer than a gateway lets one wait, with the answer behind it
 
 
@@ -43,18 +46,20 @@ class FaultDeployment:
         hosts: Hosts,
         commands_of: dict[str, Command],
         urls: Sequence[str],
-        http: aiohttp.ClientSession,
+        http: HttpClient,
+        load_session: aiohttp.ClientSession,
         stories: RequestOutcomes,
         wall_clock: WallClock,
     ) -> None:
         self.wall_clock = wall_clock
         self.deployment = hosts.deployment
         self.stories = stories
-        self.http = http
+        self.load_session = load_session
         self.clock = MonotonicClock()
         model = hosts.deployment.model.name
-        self.targets = [Target(http, url, self.clock, model) for url in urls]
+        self.targets = [Target(load_session, url, self.clock, model) for url in urls]
         self.killed: Counter[str] = Counter()
+        self._http = http
         self._hosts = hosts
         self._commands = commands_of
         self._children = hosts.children
@@ -86,30 +91,27 @@ class FaultDeployment:
     def node(self, name: str) -> Target:
         """Its engine, asked directly."""
         url = self._hosts.engine_urls[name]
-        return Target(self.http, url, self.clock, self.deployment.model.name)
+        return Target(self.load_session, url, self.clock, self.deployment.model.name)
 
     # What they say --------------------------------------------------------------------------------
 
     async def get(self, url: str) -> Any:
         """JSON. Raises `PeerError`."""
-        return msgspec.json.decode(await self._call("GET", url, None))
+        return msgspec.json.decode(await self._call("GET", url))
 
     async def post(self, url: str, body: Any) -> Any:
         return msgspec.json.decode(await self._call("POST", url, msgspec.json.encode(body)))
 
     async def text(self, url: str) -> str:
-        return (await self._call("GET", url, None)).decode()
+        return (await self._call("GET", url)).decode()
 
-    async def _call(self, method: str, url: str, body: bytes | None) -> bytes:
-        limit = aiohttp.ClientTimeout(total=ASK_S)
+    async def _call(self, method: str, url: str, body: bytes = b"") -> bytes:
         try:
-            async with self.http.request(method, url, data=body, timeout=limit) as answer:
-                data = await answer.read()
-                if answer.status >= 400:
-                    raise PeerError(f"{url}: HTTP {answer.status}: {data.decode()}")
-                return data
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise PeerError(f"{url}: {error or type(error).__name__}") from None
+            return await self._http.request(
+                method, url, timeout_s=ASK_S, body=body, headers=_ONE_REQUEST
+            )
+        except PeerHttpError as error:
+            raise PeerError(f"{url}: HTTP {error.status}: {error}") from None
 
     def kvd_url(self, name: str) -> str:
         return self._hosts.kvds[name].url
@@ -184,9 +186,10 @@ async def staged(
         launched_hosts(
             deployment, engines, folder, tether, say=say, environment=wall_clock.environment
         ) as hosts,
+        open_client() as http,
         aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
-        ) as http,
+        ) as load_session,
     ):
         running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
         again: dict[str, Command] = {}
@@ -205,7 +208,9 @@ async def staged(
         urls = await hosts.children.started([gateway(name, 0) for name in GATEWAYS])
         for name, url in urls.items():
             again[name] = gateway(name, urlsplit(url).port or 0)
-        stage = FaultDeployment(hosts, again, list(urls.values()), http, stories, wall_clock)
+        stage = FaultDeployment(
+            hosts, again, list(urls.values()), http, load_session, stories, wall_clock
+        )
         await stage.until(stage.all_in_use)
         yield stage
 

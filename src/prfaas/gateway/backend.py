@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher, request_of
@@ -28,10 +28,10 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import Replication
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, Upstream
+from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import pace_metric, shown_explanation, shown_plan, shown_state
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
@@ -127,7 +127,7 @@ async def running(
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
-        calls = await stack.enter_async_context(calling(options.node_key))
+        calls = await stack.enter_async_context(open_client(options.node_key))
         # Ended last, before the connections close: what is ended earlier still starts calls.
         errands = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

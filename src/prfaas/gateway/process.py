@@ -17,12 +17,13 @@ from aiohttp import web
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
 from prfaas.errors import InputError
-from prfaas.gateway.api import GatewayApi, Limits
+from prfaas.gateway.api import GatewayApi, Limits, ServedModel
 from prfaas.gateway.api.api_keys import Keyring, TenantKey
 from prfaas.gateway.api.body_limits import BodyReader
-from prfaas.gateway.api.loop_lag import watched
+from prfaas.gateway.api.loop_lag import measure_lag
 from prfaas.gateway.api.metrics import ApiMetrics
 from prfaas.gateway.api.prompts import THREADS, Prompts
+from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
 from prfaas.planner.problem import Problem
@@ -82,8 +83,7 @@ async def serving(
         metrics = ApiMetrics()
         metrics.include(backend.metrics)
         front = GatewayApi(
-            deployment.model.name,
-            max_tokens,
+            ServedModel(deployment.model.name, max_tokens),
             backend,
             Prompts(options.words, max_tokens, threads),
             Keyring(options.keys),
@@ -93,8 +93,7 @@ async def serving(
                 patience_s=section.body_s,
             ),
             Limits(section.max_in_flight, section.stall_s),
-            metrics,
-            clock,
+            RequestLog(metrics, clock),
         )
         runner = web.AppRunner(
             front.application(),
@@ -112,7 +111,7 @@ async def serving(
         try:
             await web.SockSite(runner, listening).start()
             host, port = listening.getsockname()[:2]
-            async with watched(metrics.loop_stall_s.observe):
+            async with measure_lag(metrics.loop_lag_s.observe):
                 yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             await runner.cleanup()

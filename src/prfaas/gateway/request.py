@@ -58,30 +58,6 @@ class RequestTrace:
     failures: list[str] = field(default_factory=list)  # of attempts, one line each
 
 
-class RequestError(Exception):
-    """The request ends here, before its first token. The front puts it into OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param  # the field that is wrong
-        self.retry_after_s = retry_after_s
-
-
-class StreamBroken(Exception):
-    """The decode engine was lost behind the first token: the client gets an error event."""
-
-
 class Upstream(Protocol):
     """The decode engine's answer. For a stream every item is a list of whole events
     (`data: ...\\n\\n`) that have come together, of which the first is there already; else the one

@@ -18,13 +18,13 @@ from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager, PromptMatch
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.booking import Booking
 from prfaas.gateway.fleet.link_reports import LinkReports
 from prfaas.gateway.fleet.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.fleet.prefill_work import PrefillWork
-from prfaas.gateway.request import RequestError
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.kvd.report import Report

@@ -1,2 +1,2 @@
-"""The HTTP client for calls between the processes of a deployment: long-lived connections, and a
-timeout for every call."""
+"""The HTTP client for requests between the processes of a deployment: long-lived connections, and
+a timeout for every request."""

@@ -1,7 +1,7 @@
-"""HTTP calls to nodes and kvds over long-lived connections, each with its bounds in time.
+"""HTTP requests to other processes of a deployment, each with a timeout.
 
-A call fails with `ConnectionLost` when the peer does not answer, with `PeerHttpError` when the
-answer is an error. This module knows nothing of what is asked.
+A request fails with `ConnectionLost` when the peer does not respond, and with `PeerHttpError` when
+the response is an error. This module does not know which requests are made.
 """
 
 from __future__ import annotations
@@ -13,40 +13,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prfaas.errors import ConnectionLost, PeerError
+from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client.connection import Connection
 from prfaas.http_client.connection_pool import ConnectionPool, header
 
-# Below what common servers keep an idle connection for (uvicorn: 5 s): a request on a connection
-# that the server is just closing fails, and nobody can tell whether it was acted on.
+# Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
+# the server is just closing fails, and the client cannot tell whether the server acted on it.
 IDLE_S = 4.0
-_SHOWN_CHARS = 500  # of an answer that makes no sense
+_SHOWN_CHARS = 500  # of a response that cannot be decoded
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
 
 
-class PeerHttpError(PeerError):
-    """A peer answered with an error. `code` is its word for it, empty where it has none."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-
 class Exchange:
-    """A request that was sent. Used as a context: leaving it gives the connection back, or ends it
-    when the answer was not read to its end."""
+    """A request that was sent, and its response. Used as a context: leaving it returns the
+    connection to its pool, or closes it when the response was not read to its end."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -55,33 +37,34 @@ class Exchange:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._connection.done(IDLE_S)
+        self._connection.release(IDLE_S)
 
-    async def accepted(self) -> None:
-        """Returns when an answer begins that is no error."""
-        await self._connection.answered()
+    async def check_status(self) -> None:
+        """Returns when the response's headers have arrived. Raises `PeerHttpError` when its status
+        is an error."""
+        await self._connection.wait_for_headers()
         if self._connection.status >= 400:
-            raise _said(self._connection, await self._connection.rest())
+            raise _peer_error(self._connection, await self._connection.read_rest())
 
-    async def more(self) -> bytes | None:
-        """What has come since the last time; None behind the end."""
-        return await self._connection.more()
+    async def read_some(self) -> bytes | None:
+        """The bytes that arrived since the previous call; None at the end of the response."""
+        return await self._connection.read_some()
 
-    async def rest(self) -> bytes:
-        return await self._connection.rest()
+    async def read_rest(self) -> bytes:
+        return await self._connection.read_rest()
 
     def give_up(self) -> None:
-        """Whoever waits for more fails with `ConnectionLost`."""
+        """Closes the connection: a caller that waits for bytes gets `ConnectionLost`."""
         self._connection.close("given up")
 
 
 class HttpClient:
     def __init__(self, key: str | None = None) -> None:
-        """`key` is sent to every peer as a bearer token."""
+        """Every request carries `key` as its bearer token."""
         self._key = key
-        self._origins: dict[str, ConnectionPool] = {}
+        self._pools: dict[str, ConnectionPool] = {}
 
-    async def ask(
+    async def request_json(
         self,
         method: str,
         url: str,
@@ -91,21 +74,24 @@ class HttpClient:
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> T:
-        """The answer's JSON as `kind`."""
-        return _decoded(await self.read(method, url, timeout_s, body, headers), kind, url)
+        """The response's JSON as `kind`."""
+        data = await self.request(method, url, timeout_s=timeout_s, body=body, headers=headers)
+        return _decoded(data, kind, url)
 
-    async def read(
+    async def request(
         self,
         method: str,
         url: str,
+        *,
         timeout_s: float,
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> bytes:
-        asked = await self.send(method, url, body, headers, total_s=timeout_s)
-        async with asked:
-            await asked.accepted()
-            return await asked.rest()
+        """The response's body."""
+        exchange = await self.send(method, url, body, headers, total_s=timeout_s)
+        async with exchange:
+            await exchange.check_status()
+            return await exchange.read_rest()
 
     async def send(
         self,
@@ -117,38 +103,40 @@ class HttpClient:
         total_s: float | None = None,
         silence_s: float | None = None,
     ) -> Exchange:
-        """Returns when the request is on its way."""
+        """Returns when the request has been written to a connection. `total_s` bounds the whole
+        response, `silence_s` the time in which no byte of it arrives."""
         root, target = _split(url)
-        origin = self._origins.get(root)
-        if origin is None:
-            origin = self._origins[root] = ConnectionPool(root, self._key)
-        head = f"{method} {target} HTTP/1.1\r\n{origin.headers}"
+        pool = self._pools.get(root)
+        if pool is None:
+            pool = self._pools[root] = ConnectionPool(root, self._key)
+        head = f"{method} {target} HTTP/1.1\r\n{pool.headers}"
         for name, value in headers.items():
             head += header(name, value)
         if method != "GET":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        connection = await origin.connection()
+        connection = await pool.connection()
         connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
         return Exchange(connection)
 
     def close(self) -> None:
-        for origin in self._origins.values():
-            origin.close()
+        for pool in self._pools.values():
+            pool.close()
 
 
 @asynccontextmanager
-async def calling(key: str | None = None) -> AsyncIterator[HttpClient]:
-    calls = HttpClient(key)
+async def open_client(key: str | None = None) -> AsyncIterator[HttpClient]:
+    """A client whose connections are closed at the end of the block."""
+    client = HttpClient(key)
     try:
-        yield calls
+        yield client
     finally:
-        calls.close()
+        client.close()
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Scheme and host; what a request asks for there."""
+    """Scheme and host; path and query."""
     if " " in url or not url.isprintable():
-        raise ConnectionLost(f"{url!r} is no URL")
+        raise ConnectionLost(f"{url!r} is not a URL")
     slash = url.find("/", len("https://"))
     return (url, "/") if slash < 0 else (url[:slash], url[slash:])
 
@@ -156,18 +144,18 @@ def _split(url: str) -> tuple[str, str]:
 def _decoded(data: bytes, kind: type[T], url: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except _NOT_JSON as error:
         shown = data[:_SHOWN_CHARS].decode(errors="replace")
         raise PeerHttpError(
-            502, "", f"{url} does not answer as expected ({error}): {shown}"
+            502, "", f"{url} sent an unexpected response ({error}): {shown}"
         ) from None
 
 
-def _said(connection: Connection, data: bytes) -> PeerHttpError:
-    """Nodes answer in OpenAI's shape, {"error": {...}}; kvds with a `Problem`."""
+def _peer_error(connection: Connection, data: bytes) -> PeerHttpError:
+    """Nodes and gateways send OpenAI's error body, {"error": {...}}; kvds send a `Problem`."""
     try:
         body: Any = msgspec.json.decode(data)
-    except msgspec.MsgspecError:
+    except _NOT_JSON:
         body = None
     error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict):

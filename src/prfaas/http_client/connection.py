@@ -1,8 +1,8 @@
-"""One connection to a peer: requests one after the other, and their answers as they come.
+"""One connection to a peer: it sends requests one after the other and reads their responses.
 
-`httptools` reads HTTP; what is here waits, bounds what is held, and ends what does not come. A
-request to a gateway makes four such exchanges: they are the larger part of what it costs
-(bench/gateway.py). Knows nothing of what is asked.
+`httptools` parses HTTP. This module waits for bytes, bounds the bytes in memory, and closes the
+connection at a timeout. The gateway makes four such exchanges per request, which are the larger
+part of a request's CPU cost (bench/gateway.py). This module does not know which requests are made.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import httptools
 
 from prfaas.errors import ConnectionLost
 
-_HELD_BYTES = 1 << 20  # of an answer that nobody takes; then its peer has to wait
-_ONE_WRITE_BYTES = 1 << 16  # up to here copying is quicker than a second part of a write
+_HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
+_ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster than two buffers
 
 
 class Connection(asyncio.Protocol):
-    """`idle` is told when the next request may be sent, `closed` when none may any more."""
+    """Calls `idle` when the next request may be sent, and `closed` when it has been closed."""
 
     def __init__(
         self,
@@ -36,74 +36,74 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: ConnectionLost | None = None
-        self._asked = False
+        self._pending = False
         self._begin(None, None)
 
     def _begin(self, total_s: float | None, silence_s: float | None) -> None:
-        self.status = 0  # until the head of the answer is there
-        self.headers: dict[bytes, bytes] = {}  # names in small letters
-        self._whole = False
-        self._keeps = False
+        self.status = 0  # until the headers of the response have arrived
+        self.headers: dict[bytes, bytes] = {}  # names in lower case
+        self._complete = False
+        self._keep_alive = False
         self._parts: list[bytes] = []
         self._held_bytes = 0
         self._paused = False
-        self._heard_s = self._loop.time()
-        self._until_s = None if total_s is None else self._heard_s + total_s
+        self._received_s = self._loop.time()
+        self._deadline_s = None if total_s is None else self._received_s + total_s
         self._silence_s = silence_s
 
-    # Asking ---------------------------------------------------------------------------------------
+    # Requests -------------------------------------------------------------------------------------
 
     def send(
         self, head: bytes, body: bytes, *, total_s: float | None, silence_s: float | None
     ) -> None:
-        """Bounds are for the whole answer, and for the time without a byte of it."""
+        """`total_s` bounds the whole response, `silence_s` the time in which no byte arrives."""
         self._stop_timer()
         self._begin(total_s, silence_s)
-        self._asked = True
+        self._pending = True
         self._watch()
         if len(body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
 
-    async def answered(self) -> None:
-        """Returns when `status` and `headers` are there."""
+    async def wait_for_headers(self) -> None:
+        """Returns when `status` and `headers` have arrived."""
         while not self.status:
             await self._wait()
 
-    async def more(self) -> bytes | None:
-        """What has come since the last time; None behind the end."""
+    async def read_some(self) -> bytes | None:
+        """The bytes that arrived since the previous call; None at the end of the response."""
         while not self._parts:
-            if self._whole:
+            if self._complete:
                 return None
             await self._wait()
-        taken = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._held_bytes = 0
         if self._paused and self._problem is None:
             self._paused = False
             self._transport.resume_reading()
-        return taken
+        return data
 
-    async def rest(self) -> bytes:
+    async def read_rest(self) -> bytes:
         parts = []
-        while (part := await self.more()) is not None:
+        while (part := await self.read_some()) is not None:
             parts.append(part)
         return b"".join(parts)
 
-    def done(self, idle_s: float) -> None:
-        """Nobody wants more of this answer; what is left of it is not waited for. Idle for so long
-        it is closed."""
+    def release(self, idle_s: float) -> None:
+        """Ends the exchange. A connection whose response was read completely can be used again and
+        is closed after `idle_s` without a request; any other connection is closed now."""
         self._stop_timer()
-        self._asked = False
-        if self._whole and self._keeps and self._problem is None:
+        self._pending = False
+        if self._complete and self._keep_alive and self._problem is None:
             self._timer = self._loop.call_later(idle_s, self.close, "idle")
             self._idle(self)
         else:
             self.close("given up")
 
     def close(self, reason: str) -> None:
-        """Whoever waits is told."""
+        """A caller that waits for bytes gets `ConnectionLost` with this reason."""
         self._stop_timer()
         if self._problem is None:
             self._problem = ConnectionLost(f"{self._name}: {reason}")
@@ -127,14 +127,14 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _watch(self) -> None:
-        """Looks again when a bound may have been reached: bytes that come set no timers."""
-        bounds = [] if self._until_s is None else [self._until_s]
+        """Checks the timeouts and sets a timer for the next check; arriving bytes set no timers."""
+        bounds = [] if self._deadline_s is None else [self._deadline_s]
         if self._silence_s is not None:
-            bounds.append(self._heard_s + self._silence_s)
+            bounds.append(self._received_s + self._silence_s)
         if not bounds:
             return
         if min(bounds) <= self._loop.time():
-            self.close("no answer in time")
+            self.close("no response in time")
         else:
             self._timer = self._loop.call_at(min(bounds), self._watch)
 
@@ -143,29 +143,29 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    # The transport's ------------------------------------------------------------------------------
+    # Callbacks of the transport -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if not self._asked or self._whole:
-            self.close("speaks unasked")
+        if not self._pending or self._complete:
+            self.close("peer sent data with no request pending")
             return
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.close(f"does not speak HTTP: {error}")
+            self.close(f"peer sent data that is not HTTP: {error}")
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if self.status and not framed:
-            self._whole = True  # such an answer ends with its connection
+            self._complete = True  # such a response ends with its connection
         self.close(str(error) if error else "closed by the peer")
 
-    # The parser's ---------------------------------------------------------------------------------
+    # Callbacks of the parser ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.lower()] = value
@@ -181,8 +181,8 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        if self.status < 200:  # "go on", "early hints": the answer is still to come
+        if self.status < 200:  # 100 Continue, 103 Early Hints: the response follows
             self.status, self.headers = 0, {}
         else:
-            self._whole = True
-            self._keeps = self._parser.should_keep_alive()
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()

@@ -1,4 +1,4 @@
-"""The connections to one host and port: those that nobody uses are used again."""
+"""The connections to one host and port. Idle connections are used again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CONNECT_S = 3.0
 
 class ConnectionPool:
     def __init__(self, url: str, key: str | None) -> None:
-        """`key` goes with every request as a bearer token."""
+        """Every request carries `key` as its bearer token."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConnectionLost(f"{url!r} is no URL: {error}") from None
+            raise ConnectionLost(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConnectionLost(f"{url!r} is no URL of a peer, like http://HOST:PORT")
+            raise ConnectionLost(f"{url!r} is not the URL of a peer, such as http://HOST:PORT")
         self._url = url
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
@@ -33,23 +33,23 @@ class ConnectionPool:
             self.headers += header("Authorization", f"Bearer {key}")
 
     async def connection(self) -> Connection:
-        """One that nobody uses."""
+        """An idle connection, or a new one."""
         if self._idle:
-            return self._idle.pop()  # the latest: the others may rest, and end
+            return self._idle.pop()  # the latest: the others reach their idle timeout and close
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, made = await asyncio.get_running_loop().create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self._url, self._idle.append, self._forget),
                     self._host,
                     self._port,
                     ssl=self._tls,
                 )
         except TimeoutError:
-            raise ConnectionLost(f"{self._url}: no connection in time") from None
-        except OSError as error:
+            raise ConnectionLost(f"{self._url}: not connected in time") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA refuses
             raise ConnectionLost(f"{self._url}: {error}") from None
-        self._open.add(made)
-        return made
+        self._open.add(connection)
+        return connection
 
     def _forget(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -58,10 +58,10 @@ class ConnectionPool:
 
     def close(self) -> None:
         for connection in list(self._open):
-            connection.close("this side stops")
+            connection.close("this client is closed")
 
 
 def header(name: str, value: str) -> str:
     if not value.isprintable():
-        raise ValueError(f"{name} would be more than one line of a request")
+        raise ValueError(f"{name} must be one line of printable characters")
     return f"{name}: {value}\r\n"

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import aiohttp
 import msgspec
 
+from prfaas.errors import PeerError, PeerHttpError
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.report import Report, Reporter
 
 log = logging.getLogger(__name__)
@@ -26,29 +27,20 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 async def beat(
-    http: aiohttp.ClientSession,
-    gateway: str,
-    kvd_url: str,
-    cluster: str,
-    reporter: Reporter,
-    key: str | None = None,
+    http: HttpClient, gateway: str, kvd_url: str, cluster: str, reporter: Reporter
 ) -> None:
     """Until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     heard = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
         problem = ""
         try:
-            async with http.post(url, data=body, headers=headers, timeout=timeout) as response:
-                if response.status >= 400:
-                    problem = f"answers {response.status}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            problem = str(error) or type(error).__name__
+            await http.request("POST", url, timeout_s=_ANSWER_S, body=body)
+        except PeerHttpError as error:
+            problem = f"answers {error.status}: {error}"
+        except PeerError as error:
+            problem = str(error)
         if heard != (not problem):
             heard = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from prfaas.errors import InputError, PeerError
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import Role, compare_and_set
@@ -57,7 +57,7 @@ class GatewaySide:
         outgoing: OutgoingTransfers,
         events: EventLog,
         reporter: Reporter,
-        http: aiohttp.ClientSession,
+        http: HttpClient,
     ) -> None:
         self._store = store
         self._incoming = incoming

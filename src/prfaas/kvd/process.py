@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import InputError
+from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.pins import Pins
 from prfaas.kvd.engine_socket.server import Engines
 from prfaas.kvd.events import EventLog
@@ -28,7 +28,6 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers, TransferOptions
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
-from prfaas.security.deployment_key import bearer
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -121,8 +120,10 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             listener,
             lateness,
         )
-        client = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(options.key)))
-        side = GatewaySide(store, incoming, outgoing, events, reporter, client)
+        kvds = await stack.enter_async_context(open_client(options.key))
+        gateway_key = options.key if options.gateway_key is None else options.gateway_key
+        gateways = await stack.enter_async_context(open_client(gateway_key))
+        side = GatewaySide(store, incoming, outgoing, events, reporter, kvds)
         served = await _serve_http(stack, side.app(options.key), options.http)
         engines.http_url = http_url = f"http://{_reachable(served, options.advertise)}"
         await _serve_engines(stack, engines, options.socket)
@@ -131,10 +132,8 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(_sweep(incoming, links))]
         for gateway in options.gateways:
-            telling = beat(
-                client, gateway, http_url, options.cluster, reporter, options.gateway_key
-            )
-            tasks.append(group.create_task(telling))
+            beating = beat(gateways, gateway, http_url, options.cluster, reporter)
+            tasks.append(group.create_task(beating))
         try:
             yield Running(options.socket, data, http_url, store)
         finally:

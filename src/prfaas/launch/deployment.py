@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
-from prfaas.errors import PeerError
+from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Children
 from prfaas.launch.commands import Engines, Host, KvdAt
@@ -51,18 +50,12 @@ class Live:
     deployment: Deployment
     hosts: Hosts
     gateway_url: str
-    http: aiohttp.ClientSession
+    http: HttpClient
 
     async def state(self) -> dict[str, Any]:
+        """Raises `PeerError`."""
         url = f"{self.gateway_url}/prfaas/v1/state"
-        try:
-            async with self.http.get(url) as answer:
-                found: dict[str, Any] = msgspec.json.decode(await answer.read())
-                return found
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise PeerError(f"{url}: no answer: {error}") from None
-        except msgspec.MsgspecError as error:
-            raise PeerError(f"{url}: not JSON: {error}") from None
+        return await self.http.request_json("GET", url, dict[str, Any], timeout_s=ASK_S)
 
 
 @asynccontextmanager
@@ -131,8 +124,7 @@ async def launched_gateway(
     file = hosts.folder / "deployment.toml"
     file.write_text(deployment_toml(running), encoding="utf-8")
     say("the gateway")
-    timeout = aiohttp.ClientTimeout(total=ASK_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with open_client() as http:
         for kvd in hosts.kvds.values():
             await _forget_role(http, kvd.url)
         child = await hosts.children.start(commands.gateway(file, options, heard))
@@ -144,13 +136,12 @@ async def launched_gateway(
             await hosts.children.end([child])
 
 
-async def _forget_role(http: aiohttp.ClientSession, kvd_url: str) -> None:
+async def _forget_role(http: HttpClient, kvd_url: str) -> None:
     """A new gateway keeps the roles it finds, and these may be another deployment's."""
     url = f"{kvd_url}/v1/role"
-    async with http.get(url, raise_for_status=True) as answer:
-        role = await answer.json()
-    async with http.post(url, json={**role, "role": "both"}, raise_for_status=True):
-        pass
+    role = await http.request_json("GET", url, dict[str, Any], timeout_s=ASK_S)
+    body = msgspec.json.encode({**role, "role": "both"})
+    await http.request("POST", url, timeout_s=ASK_S, body=body)
 
 
 async def _all_seen(live: Live) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from prfaas.engine.api import StepTiming
-from prfaas.errors import PeerError
+from prfaas.http_client.client import HttpClient
 
+ASK_S = 60.0  # for one response; only a process that hangs takes longer
 _COUNTERS = {
     "prfaas_emulated_steps_total": "steps",
     "prfaas_emulated_wanted_seconds_total": "wanted_s",
@@ -18,10 +18,12 @@ _COUNTERS = {
 }
 
 
-async def step_timing(http: aiohttp.ClientSession, node_urls: Iterable[str]) -> StepTiming:
-    """The sum over the nodes. The session's own timeout holds for every node."""
-    pages = await asyncio.gather(*(_page(http, f"{url}/metrics") for url in node_urls))
-    return sum_of([parse_timing(page) for page in pages])
+async def step_timing(http: HttpClient, node_urls: Iterable[str]) -> StepTiming:
+    """The sum over the nodes. Raises `PeerError` when a node does not respond."""
+    pages = await asyncio.gather(
+        *(http.request("GET", f"{url}/metrics", timeout_s=ASK_S) for url in node_urls)
+    )
+    return sum_of([parse_timing(page.decode()) for page in pages])
 
 
 def parse_timing(page: str) -> StepTiming:
@@ -43,11 +45,3 @@ def sum_of(timings: Iterable[StepTiming]) -> StepTiming:
             total.steps + one.steps, total.wanted_s + one.wanted_s, total.late_s + one.late_s
         )
     return total
-
-
-async def _page(http: aiohttp.ClientSession, url: str) -> str:
-    try:
-        async with http.get(url, raise_for_status=True) as answer:
-            return await answer.text()
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise PeerError(f"{url}: no answer: {error}") from None

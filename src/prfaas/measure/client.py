@@ -3,6 +3,9 @@
 Knows nothing of load or of what is served: a body goes out, a `TimedAnswer` comes back. Never
 raises for what a server or the network does; the answer then says in few words what went wrong, so
 that equal failures can be counted.
+
+This client uses aiohttp, not `prfaas.http_client`: it sends load to any OpenAI server, over TLS as
+well, and must not share code with the processes that it measures.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import aiohttp
 import msgspec
 
 from prfaas.clock import Clock
+from prfaas.contracts.openai import Usage
 from prfaas.errors import InputError
 
 TIMEOUT_S = 600.0  # of one request, from its beginning to its last token
@@ -45,16 +49,6 @@ class TimedAnswer:
         return self.moments_s[0] - self.asked_s
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
 class _Choice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
@@ -62,7 +56,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -154,7 +148,7 @@ class Target:
             answer.prompt_tokens = event.usage.prompt_tokens
             answer.output_tokens = event.usage.completion_tokens
             if event.usage.prompt_tokens_details is not None:
-                answer.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+                answer.cached_tokens = event.usage.cached_tokens
         return None
 
     async def models(self) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from prfaas.errors import InputError, PeerError, PrfaasError
+from prfaas.contracts.openai import Error, ErrorBody
+from prfaas.errors import InputError, PeerError, RequestError
 from prfaas.types import NotNow
 
 Code: TypeAlias = Literal[
@@ -33,44 +34,23 @@ _STATUS: dict[Code, int] = {
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 424: "FailedDependencyError"}
 
 
-class RequestError(PrfaasError):
-    """One request's end, as its client hears it."""
+def request_error(
+    code: Code, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> RequestError:
+    return RequestError(_STATUS[code], code, message, param=param, retry_after_s=retry_after_s)
 
-    def __init__(
-        self,
-        code: Code,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.code: Code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
 
-    @property
-    def status(self) -> int:
-        return _STATUS[self.code]
-
-    def body(self) -> dict[str, object]:
-        kind = _TYPES.get(self.status, "InternalServerError")
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+def error_body(error: RequestError) -> ErrorBody:
+    kind = _TYPES.get(error.status, "InternalServerError")
+    return ErrorBody(Error(error.message, kind, error.param, error.code))
 
 
 def bad_input(error: InputError) -> RequestError:
-    return RequestError("invalid_request", str(error), param=error.where)
+    return request_error("invalid_request", str(error), param=error.where)
 
 
 def not_now(refusal: NotNow) -> RequestError:
-    return RequestError("overloaded", refusal.reason, retry_after_s=refusal.retry_after_s)
+    return request_error("overloaded", refusal.reason, retry_after_s=refusal.retry_after_s)
 
 
 def of_job(error: Exception) -> RequestError:
@@ -81,6 +61,6 @@ def of_job(error: Exception) -> RequestError:
         case InputError():
             return bad_input(error)
         case PeerError():
-            return RequestError("kvd_unavailable", str(error))
+            return request_error("kvd_unavailable", str(error))
         case _:
-            return RequestError("engine_failed", str(error))
+            return request_error("engine_failed", str(error))

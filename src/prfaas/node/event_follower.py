@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import aiohttp
-import msgspec
-
+from prfaas.errors import PeerError
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.events import EventPage
 from prfaas.node.events import Announcer
 from prfaas.node.publisher import EventPublisher
@@ -21,8 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class EventFollower:
-    def __init__(self, session: aiohttp.ClientSession, kvd_url: str) -> None:
-        self._session = session
+    def __init__(self, http: HttpClient, kvd_url: str) -> None:
+        self._http = http
         self._url = f"{kvd_url}/v1/events"
 
     async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
@@ -30,7 +29,7 @@ class EventFollower:
         while True:
             try:
                 page = await self._page(since)
-            except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            except PeerError as error:
                 _LOG.warning("no cache events from the kvd: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -42,11 +41,8 @@ class EventFollower:
             publisher.publish(translated(announcer, page))
 
     async def _page(self, since: int) -> EventPage:
-        query = {"since": str(since), "wait_s": f"{WAIT_S:g}"}
-        timeout = aiohttp.ClientTimeout(total=2 * WAIT_S)
-        async with self._session.get(self._url, params=query, timeout=timeout) as answer:
-            answer.raise_for_status()
-            return msgspec.json.decode(await answer.read(), type=EventPage)
+        url = f"{self._url}?since={since}&wait_s={WAIT_S:g}"
+        return await self._http.request_json("GET", url, EventPage, timeout_s=2 * WAIT_S)
 
 
 def translated(announcer: Announcer, page: EventPage) -> list[dict[str, object]]:

@@ -19,7 +19,7 @@ from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.engine.api import Export, Job, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
-from prfaas.node.errors import RequestError, not_now
+from prfaas.node.errors import not_now, request_error
 from prfaas.node.request_schema import RemoteDecode, RemotePrefill, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
@@ -140,9 +140,9 @@ class JobBuilder:
             tail = self._tail(part, len(part.prompt), hashes)
             lease = self._kvd.begin(hashes, len(part.prompt), grant=transfer.grant, tail=tail)
         except ConnectionLost as error:
-            raise RequestError("kvd_unavailable", str(error)) from error
+            raise request_error("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
-            raise RequestError("transfer_lost", str(error)) from error
+            raise request_error("transfer_lost", str(error)) from error
         if isinstance(lease, NotNow):
             raise not_now(lease)
         return self._with_lease(part, lease, hashes)
@@ -151,9 +151,9 @@ class JobBuilder:
         try:
             lease = self._kvd.attach(transfer.transfer_id)
         except ConnectionLost as error:
-            raise RequestError("kvd_unavailable", str(error)) from error
+            raise request_error("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
-            raise RequestError("transfer_lost", str(error)) from error
+            raise request_error("transfer_lost", str(error)) from error
         hashes = self._hashes(work, lease.tokens)
         named = (tuple(hashes), self._tail(work, lease.tokens, hashes))
         held = (lease.ticket.hashes, lease.ticket.tail)

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-import aiohttp
 from aiohttp import web
 
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
+from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.node.event_follower import EventFollower, Learner
 from prfaas.node.events import Announcer
@@ -24,7 +24,6 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.publisher import publishing
 from prfaas.node.request_runner import serving
 from prfaas.node.server import Model, Surface
-from prfaas.security.deployment_key import bearer
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -90,10 +89,8 @@ async def run_node(
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listening).start()
         if kvd.url is not None:
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(headers=bearer(kvd.key))
-            )
-            follower = EventFollower(session, kvd.url)
+            http = await stack.enter_async_context(open_client(kvd.key))
+            follower = EventFollower(http, kvd.url)
             await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
         report(url)
         await stop.wait()

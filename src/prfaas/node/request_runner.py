@@ -19,7 +19,7 @@ from prfaas.clock import Clock
 from prfaas.engine.api import Engine, Event, Failed, Finished, Prefilled, Token
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.node import errors
-from prfaas.node.errors import RequestError
+from prfaas.node.errors import request_error
 from prfaas.node.job_builder import JobBuilder, Prepared, Work
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_schema import RemoteDecode
@@ -102,7 +102,7 @@ class RequestRunner:
 
     def start(self, work: Work) -> Ongoing:
         if self.draining:
-            raise RequestError("draining", "this node is shutting down", retry_after_s=RETRY_S)
+            raise request_error("draining", "this node is shutting down", retry_after_s=RETRY_S)
         ongoing = Ongoing(work, self._clock.now(), self._engine.cancel)
         self._ongoing.add(ongoing)
         self._idle.clear()
@@ -138,7 +138,7 @@ class RequestRunner:
         else:
             self._metrics.succeeded(ongoing.ended_by or ending.reason)
             if ending.reason == "cancelled":  # whoever still listens must not take it for complete
-                ending = Failed(RequestError("draining", "cut off: this node is shutting down"))
+                ending = Failed(request_error("draining", "cut off: this node is shutting down"))
         ongoing.over = True
         _LOG.info("%s %s", ongoing, ending)
         ongoing.events.put_nowait(ending)
@@ -197,7 +197,7 @@ class RequestRunner:
                     self._engine.cancel(ongoing.work.id)
                     while not isinstance(await inbox.get(), Finished | Failed):
                         pass
-                    return Failed(RequestError("transfer_lost", reason))
+                    return Failed(request_error("transfer_lost", reason))
                 case Prefilled():
                     await self._computed(ongoing, prepared)
                     self._count_prompt(prepared, event)
@@ -217,7 +217,7 @@ class RequestRunner:
             await self._in_thread(prepared.computed)
         except PeerError as error:
             if isinstance(ongoing.work.transfer, RemoteDecode):
-                raise RequestError("transfer_lost", str(error)) from error
+                raise request_error("transfer_lost", str(error)) from error
             _LOG.warning("a prefix was not kept: %s", error)
 
     def _count_prompt(self, prepared: Prepared, event: Prefilled) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.contracts.openai import StreamOptions
 from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
 from prfaas.text import Chat, is_multimodal
@@ -47,10 +48,6 @@ _FIXED_IN_CHAT: dict[str, tuple[object, ...]] = _FIXED | {
     "tool_choice": ("auto", "none"),  # tools are described to the model; nothing forces a call
     "chat_template": (),
 }
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool = False
 
 
 class TransferParams(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from prfaas.contracts.openai import ErrorBody
 from prfaas.engine.api import Finished, Prefilled
 from prfaas.text import AnswerText
 
@@ -129,10 +130,10 @@ class Account:
         return choice
 
 
-def error_piece(body: dict[str, object]) -> bytes:
+def error_piece(body: ErrorBody) -> bytes:
     """An error after the first piece: the status line has been sent already."""
     return _event(body)
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def _event(data: dict[str, Any] | ErrorBody) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"

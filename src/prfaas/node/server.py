@@ -14,9 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
 from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Sampling, Token
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
-from prfaas.node.errors import RequestError
+from prfaas.node.errors import request_error
 from prfaas.node.job_builder import Work
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_runner import Ongoing, RequestRunner
@@ -77,7 +77,7 @@ class Surface:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._serving.draining:
-            raise RequestError("draining", "this node is shutting down")
+            raise request_error("draining", "this node is shutting down")
         return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -145,7 +145,7 @@ class Surface:
 
     def _check_model(self, asked: Generation) -> None:
         if asked.model is not None and asked.model != self._model.name:
-            raise RequestError(
+            raise request_error(
                 "model_not_found",
                 f"{asked.model!r} is not served here; {self._model.name!r} is",
                 param="model",
@@ -252,7 +252,7 @@ class Surface:
                     await response.write(account.piece(text, held))
                 case Failed(error):
                     failure = errors.of_job(error)
-                    await response.write(error_piece(failure.body()))
+                    await response.write(error_piece(errors.error_body(failure)))
                     break
         if account.finish_reason is not None and asked.stream_options is not None:
             if asked.stream_options.include_usage:
@@ -271,11 +271,11 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except RequestError as error:
         failure = error
     except web.HTTPRequestEntityTooLarge:
-        failure = RequestError("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
+        failure = request_error("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
     headers = {}
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))
-    return _json(failure.body(), status=failure.status, headers=headers)
+    return _json(errors.error_body(failure), status=failure.status, headers=headers)
 
 
 def _json(

@@ -21,7 +21,7 @@ from prfaas.clock import Clock
 from prfaas.errors import InputError, PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
-from prfaas.http_client.client import HttpClient, calling
+from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import handoff as handoff_length
 from prfaas.types import Compat, Grant, NotNow, OpenTransfer
 
@@ -72,7 +72,7 @@ class HandoffReport:
 async def run_handoff(pair: NodePair, request: HandoffRequest, clock: Clock) -> HandoffReport:
     """Raises `PeerError` when a process does not respond or fails, and `InputError` when the pair
     cannot hand off: the error names the reason."""
-    async with calling() as nodes, calling(pair.kvd_key) as kvds:
+    async with open_client() as nodes, open_client(pair.kvd_key) as kvds:
         prefill = await _connect(nodes, kvds, pair.prefill_url, pair.prefill_kvd_url)
         decode = await _connect(nodes, kvds, pair.decode_url, pair.decode_kvd_url)
         if decode.kvd is None:
@@ -103,13 +103,13 @@ class _Node:
 
     async def _post(self, path: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         body = msgspec.json.encode({"model": self._model, **fields})
-        return await self._http.ask(
+        return await self._http.request_json(
             "POST", f"{self.url}{path}", dict[str, Any], timeout_s=timeout_s, body=body
         )
 
 
 async def _connect(nodes: HttpClient, kvds: HttpClient, url: str, kvd_url: str | None) -> _Node:
-    models = await nodes.ask("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
+    models = await nodes.request_json("GET", f"{url}/v1/models", dict[str, Any], timeout_s=LOOK_S)
     card = models["data"][0]
     kvd_url = kvd_url or (card.get("prfaas") or {}).get("kvd_url")
     return _Node(nodes, url, card["id"], None if kvd_url is None else KvdClient(kvds, kvd_url))
@@ -212,7 +212,7 @@ class _SingleHandoff:
 
     async def _commit(self, grant: Grant) -> HandoffStep:
         with self._step("commit") as step:
-            await self._receiver.committed(grant.transfer_id)
+            await self._receiver.wait_committed(grant.transfer_id)
         return step
 
     @contextmanager

@@ -3,6 +3,9 @@
 Starting one takes most of a minute (three processes import torch), so that tests and benchmarks
 share them. Each has a core of its own: OpenMP threads of two servers on the same cores wait for
 each other. Knows nothing of kvds or hand-offs.
+
+Requests use the standard library's client, not `prfaas.http_client`: the server is foreign, and
+tests call it from code that has no event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Values from a JSON schema, as the published document has them; and nearly such values."""
+"""Strategies for values that match a JSON schema of the OpenAPI document, and for values that
+nearly match it."""
 
 from __future__ import annotations
 
@@ -70,13 +71,13 @@ class Schemas:
                 return ANYTHING
 
     def nearly(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-        """Of which a field is something else."""
+        """Values that match the schema but for one field."""
 
-        def spoilt(value: dict[str, Any]) -> st.SearchStrategy[Any]:
+        def with_other_value(value: dict[str, Any]) -> st.SearchStrategy[Any]:
             names = st.sampled_from(sorted(value) or ["prompt"])
             return st.builds(lambda name, other: {**value, name: other}, names, ANYTHING)
 
-        return self.values(schema).flatmap(spoilt)
+        return self.values(schema).flatmap(with_other_value)
 
     def _objects(self, schemas: list[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
         needed: dict[str, Any] = {}

@@ -4,23 +4,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.errors import RequestError
 from prfaas.gateway.api.api_keys import Keyring, TenantKey, salt_of
-from prfaas.gateway.request import RequestError
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
-def test_other_tenants_and_other_salts_are_other_salts(
+def test_each_pair_of_tenant_and_client_salt_has_its_own_salt(
     one: tuple[str, str], two: tuple[str, str]
 ) -> None:
     assert (salt_of(*one) == salt_of(*two)) == (one == two)
 
 
-def test_everybody_is_let_in_where_there_are_no_keys() -> None:
+def test_without_keys_every_request_is_accepted() -> None:
     assert Keyring([]).tenant(None) == Keyring([]).tenant("Bearer x") == ""
 
 
 @given(st.text())
-def test_only_the_key_opens(other: str) -> None:
+def test_only_the_exact_key_is_accepted(other: str) -> None:
     ring = Keyring([TenantKey("sk-é", "one"), TenantKey("sk-2", "two")])
     assert ring.tenant("Bearer sk-é") == "one" and ring.tenant("Bearer sk-2") == "two"
     if other.strip() not in ("sk-é", "sk-2"):

@@ -1,4 +1,4 @@
-"""The server's own rules: names, limits, keys, what clients see of usage and of failures."""
+"""The API's rules: request ids, limits, keys, and the usage and errors that clients see."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
-from prfaas.gateway.request import GatewayRequest, RequestError, StreamBroken, Upstream
-from tests.gateway.api.fronts import ApiServer, OneNode, api_server
+from prfaas.gateway.request import GatewayRequest, Upstream
+from tests.gateway.api.api_server import ApiServer, OneNode, api_server
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -26,7 +27,7 @@ async def events(server: ApiServer, **fields: Any) -> list[bytes]:
         return (await answer.read()).removesuffix(b"\n\n").split(b"\n\n")
 
 
-async def test_usage_is_shown_to_those_who_asked() -> None:
+async def test_clients_see_the_usage_that_they_requested() -> None:
     async with api_server() as server:
         hidden = await events(server, seed=1)
         shown = await events(server, seed=1, stream_options={"include_usage": True})
@@ -38,10 +39,10 @@ async def test_usage_is_shown_to_those_who_asked() -> None:
         assert 'prfaas_gateway_output_tokens_total{route="local"} 4.0' in page
         assert 'prfaas_gateway_prompt_tokens_total{route="local"} 6.0' in page
         assert "prfaas_gateway_in_flight 0.0" in page
-        assert "prfaas_gateway_nodes 1.0" in page, "what the back counts is shown, too"
+        assert "prfaas_gateway_nodes 1.0" in page, "the metrics of the backend are included"
 
 
-async def test_requests_keep_a_sane_name_and_get_one_otherwise() -> None:
+async def test_a_valid_request_id_is_kept_and_others_are_replaced() -> None:
     async with api_server() as server:
         for sent, kept in (("mine-1", True), ("no spaces", False), ("x" * 200, False)):
             for body in (GOOD, {"prompt": []}):
@@ -76,7 +77,7 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
                 while b"[DONE]" not in received:
                     received += await answer.content.readany()
                 answer.close()
-            await server.backend.left.wait()
+            await server.backend.ended.wait()
             page = ""
             while "prfaas_gateway_requests_total{" not in page:
                 page = (await server.get("/metrics"))[1].decode()
@@ -84,56 +85,56 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
     assert line["outcome"] == "completed"
 
 
-async def test_more_than_the_limit_are_told_to_come_back() -> None:
+async def test_requests_over_the_limit_get_429_with_retry_after() -> None:
     async with api_server(max_in_flight=1, scales=Scales(time=0.1)) as server:
         slow = asyncio.create_task(server.post("/v1/completions", {**GOOD, "max_tokens": 3000}))
-        await server.backend.came.wait()
+        await server.backend.arrived.wait()
         body = msgspec.json.encode(GOOD)
         async with server.http.post(f"{server.url}/v1/completions", data=body) as answer:
             assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
             assert (await answer.json())["error"]["type"] == "rate_limit_error"
         assert (await server.get("/health"))[0] == 200
         slow.cancel()
-        await server.backend.left.wait()
+        await server.backend.ended.wait()
         status = 429
-        while status == 429:  # the server hears of it when the socket closes
+        while status == 429:  # the slow request ends when its socket closes
             status, _ = await server.post("/v1/completions", GOOD)
         assert status == 200
 
 
-async def test_long_requests_are_bounded_together() -> None:
+async def test_the_bytes_of_all_bodies_are_bounded() -> None:
     async with api_server(max_body_mb=1.0, max_bodies_mb=1.0, scales=Scales(time=0.1)) as server:
         body = {**GOOD, "user": "x" * 600_000, "max_tokens": 3000}
         slow = asyncio.create_task(server.post("/v1/completions", body))
-        await server.backend.came.wait()
+        await server.backend.arrived.wait()
         status, answer = await server.post("/v1/completions", body)
-        assert status == 503 and "at once" in answer["error"]["message"]
+        assert status == 503 and "exceed" in answer["error"]["message"]
         assert (await server.post("/v1/completions", GOOD))[0] == 200
         slow.cancel()
 
 
-async def test_salts_are_the_tenants_own() -> None:
+async def test_each_tenant_has_its_own_salts() -> None:
     keys = [TenantKey("a", "one"), TenantKey("b", "two"), TenantKey("c", "one"), TenantKey("d", "")]
 
     async with api_server(keys=keys) as server:
 
         async def salt(key: str, **fields: Any) -> str:
-            status, told = await server.post(
+            status, answer = await server.post(
                 "/prfaas/v1/explain", {**GOOD, **fields}, Authorization=f"Bearer {key}"
             )
             assert status == 200
-            found: str = told["salt"]
+            found: str = answer["salt"]
             return found
 
         one, two = await salt("a"), await salt("b")
         assert one == await salt("c") != two and await salt("d") == ""
         mine = await salt("a", cache_salt="mine")
         assert len({one, two, mine, await salt("b", cache_salt="mine"), ""}) == 5
-        # Nobody gets at another's cache by naming its salt.
+        # A client cannot reach another tenant's cache by sending its salt.
         assert await salt("d", cache_salt=one) not in (one, two, mine)
 
 
-async def test_keys_are_asked_for_where_prompts_are() -> None:
+async def test_every_path_but_those_of_probes_requires_a_key() -> None:
     async with api_server(keys=[TenantKey("right", "")]) as server:
         for path in ("/v1/models", "/prfaas/v1/state", "/prfaas/v1/plan", "/nowhere"):
             assert (await server.get(path))[0] == 401
@@ -148,7 +149,7 @@ async def test_keys_are_asked_for_where_prompts_are() -> None:
         assert "prfaas_gateway_unauthorized_total 9.0" in page
 
 
-async def test_paths_that_are_not_there_have_openais_shape_too() -> None:
+async def test_unknown_paths_and_methods_get_openais_error_body() -> None:
     async with api_server() as server:
         status, body = await server.get("/nowhere")
         assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
@@ -156,19 +157,19 @@ async def test_paths_that_are_not_there_have_openais_shape_too() -> None:
         assert (status, json.loads(body)["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_registering_and_asking_about_routes() -> None:
+async def test_state_plan_explain_and_register() -> None:
     async with api_server() as server:
         assert json.loads((await server.get("/prfaas/v1/state"))[1]) == {"nodes": 1}
         assert json.loads((await server.get("/prfaas/v1/plan"))[1]) == {"threshold_tokens": 1}
         chat = {"messages": [{"role": "user", "content": "hi"}]}
-        status, told = await server.post("/prfaas/v1/explain", chat)
-        assert status == 200 and told["prompt_tokens"] > 2 and not server.backend.asked
-        status, told = await server.post("/prfaas/v1/register", {"kvd_url": "http://x"})
-        assert status == 400 and not server.backend.beats
+        status, answer = await server.post("/prfaas/v1/explain", chat)
+        assert status == 200 and answer["prompt_tokens"] > 2 and not server.backend.requests
+        status, answer = await server.post("/prfaas/v1/register", {"kvd_url": "http://x"})
+        assert status == 400 and not server.backend.heartbeats
 
 
 class _Endless:
-    """As fast as it is read."""
+    """A stream without an end, as fast as the gateway reads it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -180,7 +181,7 @@ class _Endless:
             yield [event]
 
 
-async def test_an_engine_is_not_read_ahead_of_a_slow_client(
+async def test_a_slow_client_slows_down_reading_from_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     endless = _Endless()
@@ -194,11 +195,11 @@ async def test_an_engine_is_not_read_ahead_of_a_slow_client(
         while 'outcome="stalled"' not in (await server.get("/metrics"))[1].decode():
             pass
         writer.close()
-        # What the kernel's buffers of both ends hold, and little more.
+        # The gateway reads little more than the kernel's buffers of both ends hold.
         assert 0 < endless.nbytes < 32_000_000
 
 
-async def test_a_client_that_leaves_in_mid_stream_is_no_error(
+async def test_a_client_that_disconnects_during_a_stream_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(OneNode, "answer", answering(_Endless()))
@@ -222,14 +223,14 @@ class _Lost:
 
 
 class _Context:
-    """An answer that is not the node's."""
+    """The context of `Backend.answer`: yields `upstream`, or refuses the request."""
 
     def __init__(self, upstream: Upstream | None) -> None:
         self._upstream = upstream
 
     async def __aenter__(self) -> Upstream:
         if self._upstream is None:
-            raise RequestError(503, "no_capacity", "everything is busy", retry_after_s=2.5)
+            raise RequestError(503, "no_capacity", "all nodes are busy", retry_after_s=2.5)
         return self._upstream
 
     async def __aexit__(self, *_: object) -> None:
@@ -237,13 +238,13 @@ class _Context:
 
 
 def answering(upstream: Upstream | None) -> Any:
-    def answer(self: OneNode, ask: GatewayRequest, story: Any) -> _Context:
+    def answer(self: OneNode, request: GatewayRequest, trace: Any) -> _Context:
         return _Context(upstream)
 
     return answer
 
 
-async def test_an_engine_lost_behind_the_first_token_is_an_event_and_no_end_mark(
+async def test_an_engine_lost_after_the_first_token_ends_the_stream_with_an_error_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OneNode, "answer", answering(_Lost()))
@@ -256,10 +257,10 @@ async def test_an_engine_lost_behind_the_first_token_is_an_event_and_no_end_mark
         status, whole = await server.post("/v1/completions", GOOD)
         assert status == 502 and whole["error"]["code"] == "engine_lost"
         page = (await server.get("/metrics"))[1].decode()
-        assert page.count('outcome="broken"') == 2  # the counter, and when it was made
+        assert page.count('outcome="broken"') == 2  # the counter, and its creation time
 
 
-async def test_what_the_back_refuses_says_when_to_come_back(
+async def test_a_refusal_of_the_backend_carries_retry_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OneNode, "answer", answering(None))

@@ -1,4 +1,5 @@
-"""Requests nobody should send: refused with a reason, in bounded memory; the next one is served."""
+"""Invalid and abusive requests: refused with a reason, in bounded memory, and the next request is
+served."""
 
 from __future__ import annotations
 
@@ -21,18 +22,24 @@ from tests.gateway.api.schemas import Schemas
 from tests.waiting import HANG_S, PATIENCE_S
 
 BODY_MB = 4
-SOON_S = 1.0  # what comes slowly on purpose is given up after this
+SOON_S = 1.0  # the time limit of the server that gets slow requests
 GENERATING = ["/v1/completions", "/v1/chat/completions"]
 POSTED = [*GENERATING, "/prfaas/v1/explain", "/prfaas/v1/register"]
 MANY = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
-class Victim:
-    """A front in another process."""
+class Server:
+    """The API server in another process."""
 
     def __init__(self, patience_s: float) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.gateway.api.child", str(BODY_MB), str(patience_s)],
+            [
+                sys.executable,
+                "-m",
+                "tests.gateway.api.server_process",
+                str(BODY_MB),
+                str(patience_s),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -47,12 +54,12 @@ class Victim:
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            said = answer.read()
+            data = answer.read()
         finally:
             connection.close()
         if answer.status == 200:
-            return 200, said
-        return answer.status, json.loads(said)["error"]
+            return 200, data
+        return answer.status, json.loads(data)["error"]
 
     def is_well(self) -> bool:
         return self.post("/v1/completions", b'{"prompt": [1], "max_tokens": 1}')[0] == 200
@@ -62,83 +69,83 @@ class Victim:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
-        self._popen.communicate()  # the end of its input ends it
+        self._popen.communicate()  # the process ends when its standard input is closed
         assert self._popen.returncode == 0
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[Victim]:
-    victim = Victim(PATIENCE_S)
-    yield victim
-    assert victim.is_well()
-    victim.close()
+def server() -> Iterator[Server]:
+    server = Server(PATIENCE_S)
+    yield server
+    assert server.is_well()
+    server.close()
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Victim]:
-    victim = Victim(SOON_S)
-    yield victim
-    victim.close()
+def impatient() -> Iterator[Server]:
+    server = Server(SOON_S)
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
-def schemas(victim: Victim) -> Schemas:
-    connection = http.client.HTTPConnection(*victim.address, timeout=HANG_S)
+def schemas(server: Server) -> Schemas:
+    connection = http.client.HTTPConnection(*server.address, timeout=HANG_S)
     connection.request("GET", "/openapi.json")
     document = json.load(connection.getresponse())
     connection.close()
     return Schemas(document)
 
 
-def refused(status: int, error: Any) -> None:
+def check_refused(status: int, error: Any) -> None:
     assert 400 <= status < 500, (status, error)
     assert error["message"] and error["type"] == "invalid_request_error" and error["code"]
 
 
-# From the published document ----------------------------------------------------------------------
+# From the OpenAPI document ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", POSTED)
-def test_what_the_document_allows_is_answered_as_it_says(
-    victim: Victim, schemas: Schemas, path: str
+def test_bodies_that_match_the_document_get_a_documented_status(
+    server: Server, schemas: Schemas, path: str
 ) -> None:
     @MANY
     @given(schemas.values(schemas.body_of(path)))
     def check(body: dict[str, Any]) -> None:
-        if path in GENERATING:  # answers as long as the model may give are not what is looked at
+        if path in GENERATING:  # short answers: their length is not tested here
             body = {**body, "model": "made-up", "max_tokens": 2}
             body.pop("max_completion_tokens", None)
-        status, error = victim.post(path, json.dumps(body).encode())
+        status, error = server.post(path, json.dumps(body).encode())
         assert status in schemas.documented(path)
         if status != 200:
-            refused(status, error)
+            check_refused(status, error)
 
     check()
 
 
 @pytest.mark.parametrize("path", POSTED)
-def test_what_the_document_nearly_allows_has_a_reason(
-    victim: Victim, schemas: Schemas, path: str
+def test_bodies_that_nearly_match_the_document_get_a_reason(
+    server: Server, schemas: Schemas, path: str
 ) -> None:
     @MANY
     @given(schemas.nearly(schemas.body_of(path)))
     def check(body: dict[str, Any]) -> None:
         if path in GENERATING and not body.get("max_completion_tokens"):
             body = {"max_tokens": 2, **body}
-        status, error = victim.post(path, json.dumps(body).encode())
+        status, error = server.post(path, json.dumps(body).encode())
         assert status in schemas.documented(path)
         if status != 200:
-            refused(status, error)
+            check_refused(status, error)
 
     check()
 
 
-def test_a_good_request_fits_the_document(victim: Victim, schemas: Schemas) -> None:
-    """The other way round: the strategies do reach what is served."""
+def test_a_good_request_fits_the_document(server: Server, schemas: Schemas) -> None:
+    """The reverse: the document has the paths that are served, and good bodies are accepted."""
     assert set(GENERATING) <= set(schemas.document["paths"])
     served = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [CHAT]}}
     for path, body in served.items():
-        assert victim.post(path, json.dumps({**body, "max_tokens": 1}).encode())[0] == 200
+        assert server.post(path, json.dumps({**body, "max_tokens": 1}).encode())[0] == 200
 
 
 CHAT = {"role": "user", "content": "x"}
@@ -164,17 +171,17 @@ CHAT = {"role": "user", "content": "x"}
 @example(b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}", "/v1/completions")
 @example(b'{"prompt": "x", "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "/v1/completions")
 @example(b'{"messages": ' + b'[{"a":' * 50_000 + b"1" + b"}]" * 50_000 + b"}", POSTED[1])
-def test_bytes_that_are_no_request(victim: Victim, body: bytes, path: str) -> None:
-    refused(*victim.post(path, body))
+def test_bytes_that_are_not_a_request(server: Server, body: bytes, path: str) -> None:
+    check_refused(*server.post(path, body))
 
 
-def test_a_template_cannot_be_led_astray(victim: Victim) -> None:
+def test_malformed_messages_are_refused(server: Server) -> None:
     nested: Any = "x"
     for _ in range(400):
         nested = [nested]
     for content in (nested, {"a": 1}, [{"type": ["text"]}, 7], [{"type": "text", "text": 1}]):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-        refused(*victim.post("/v1/chat/completions", json.dumps(body).encode()))
+        check_refused(*server.post("/v1/chat/completions", json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize(
@@ -187,30 +194,30 @@ def test_a_template_cannot_be_led_astray(victim: Victim) -> None:
         b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 50_000 + b"\r\n",
     ],
 )
-def test_what_is_not_http_is_a_400(victim: Victim, raw: bytes) -> None:
-    with socket.create_connection(victim.address, timeout=HANG_S) as client:
+def test_data_that_is_not_http_gets_400(server: Server, raw: bytes) -> None:
+    with socket.create_connection(server.address, timeout=HANG_S) as client:
         try:
             client.sendall(raw)
-            said = client.recv(4096)
-        except ConnectionError:  # it may have hung up on the rest
+            data = client.recv(4096)
+        except ConnectionError:  # the server may have closed the connection already
             return
-    assert said == b"" or said.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), said
+    assert data == b"" or data.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), data
 
 
 # Size and time ------------------------------------------------------------------------------------
 
 
-def test_a_body_that_is_announced_too_large_is_not_read(victim: Victim) -> None:
-    with socket.create_connection(victim.address, timeout=HANG_S) as client:
+def test_a_body_with_a_too_large_content_length_is_not_read(server: Server) -> None:
+    with socket.create_connection(server.address, timeout=HANG_S) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n"
         client.sendall(head.encode())
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
 
-def pour(victim: Victim) -> int:
-    """A body without an end, as fast as it is taken. How much was."""
+def pour(server: Server) -> int:
+    """Sends an endless body as fast as the server reads it. Returns the number of bytes sent."""
     sent = 0
-    with socket.create_connection(victim.address, timeout=HANG_S) as client:
+    with socket.create_connection(server.address, timeout=HANG_S) as client:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head.encode())
         chunk = b"%x\r\n" % 100_000 + b" " * 100_000 + b"\r\n"
@@ -223,32 +230,34 @@ def pour(victim: Victim) -> int:
     return sent
 
 
-def test_memory_is_bounded_whatever_is_sent(victim: Victim) -> None:
+def test_memory_is_bounded_under_a_flood(server: Server) -> None:
     largest = json.dumps({"prompt": "x" * (BODY_MB * 1_000_000 - 100)}).encode()
     with ThreadPoolExecutor(6) as threads:
 
         def flood() -> None:
-            told = list(threads.map(lambda _: victim.post("/v1/completions", largest), range(12)))
-            # Too long for the model, or one too many at once.
-            assert {status for status, _ in told} <= {400, 503}
-            list(threads.map(lambda _: pour(victim), range(6)))
+            answers = list(
+                threads.map(lambda _: server.post("/v1/completions", largest), range(12))
+            )
+            # Too long for the model, or over the limit of all bodies.
+            assert {status for status, _ in answers} <= {400, 503}
+            list(threads.map(lambda _: pour(server), range(6)))
 
-        flood()  # what an allocator keeps for next time is kept once
-        before = victim.rss_bytes()
+        flood()  # the allocator keeps memory after the first flood
+        before = server.rss_bytes()
         for _ in range(2):
             flood()
-    assert victim.rss_bytes() - before < 10 * BODY_MB * 1_000_000
-    assert victim.is_well()
+    assert server.rss_bytes() - before < 10 * BODY_MB * 1_000_000
+    assert server.is_well()
 
 
-def test_slow_bodies_are_given_up(impatient: Victim) -> None:
+def test_slow_bodies_time_out(impatient: Server) -> None:
     with socket.create_connection(impatient.address, timeout=HANG_S) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
-def test_slow_heads_are_given_up(impatient: Victim, sent: bytes) -> None:
+def test_slow_headers_time_out(impatient: Server, sent: bytes) -> None:
     with socket.create_connection(impatient.address, timeout=HANG_S) as client:
         client.sendall(sent)
-        assert client.recv(4096) == b""  # closed, by the other side
+        assert client.recv(4096) == b""  # closed by the server

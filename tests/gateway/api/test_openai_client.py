@@ -1,4 +1,4 @@
-"""The official client, unchanged, against the server."""
+"""The official OpenAI client, unchanged, against the gateway's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.api_keys import TenantKey
-from tests.gateway.api.fronts import MAX_TOKENS, ApiServer, api_server
+from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server
 from tests.node.surface import BYTES
 from tests.waiting import HANG_S
 
@@ -56,9 +56,9 @@ async def test_chats_whole_and_streamed() -> None:
             assert said == whole.choices[0].message.content
             assert last.choices == [] and last.usage is not None and whole.usage is not None
             assert last.usage.completion_tokens == whole.usage.completion_tokens
-            ask = server.backend.asked[-1]
-            assert len(ask.token_ids) == whole.usage.prompt_tokens and ask.conversation
-            assert ask.fields["messages"] == MESSAGES  # untouched, parts and all
+            request = server.backend.requests[-1]
+            assert len(request.token_ids) == whole.usage.prompt_tokens and request.conversation
+            assert request.fields["messages"] == MESSAGES  # unchanged
 
 
 async def test_models() -> None:
@@ -70,7 +70,7 @@ async def test_models() -> None:
                 await client.models.retrieve("another")
 
 
-async def test_what_is_wrong_is_the_clients_own_exception() -> None:
+async def test_errors_become_the_clients_exceptions() -> None:
     async with api_server(keys=KEYS) as server:
         async with client_of(server) as client:
             good = {"model": "made-up", "prompt": "x", "max_tokens": 1}
@@ -92,14 +92,14 @@ async def test_what_is_wrong_is_the_clients_own_exception() -> None:
             assert n.value.param == "n"
             with pytest.raises(openai.BadRequestError) as engine:
                 await client.completions.create(**{**good, "prompt": [300]})
-            assert "263" in engine.value.message  # the engine's own words
-        async with client_of(server, "sk-wrong") as stranger:
+            assert "263" in engine.value.message  # the engine's message
+        async with client_of(server, "sk-wrong") as unauthorised:
             with pytest.raises(openai.AuthenticationError) as key:
-                await stranger.completions.create(**good)
+                await unauthorised.completions.create(**good)
             assert key.value.code == "invalid_api_key"
 
 
-async def test_a_stream_that_is_closed_ends_its_job() -> None:
+async def test_closing_a_stream_ends_its_job() -> None:
     async with api_server(scales=Scales(time=0.01)) as server:
         async with client_of(server) as client:
             stream = await client.completions.create(
@@ -108,25 +108,25 @@ async def test_a_stream_that_is_closed_ends_its_job() -> None:
             async for _ in stream:
                 break
             await stream.close()
-            await server.backend.left.wait()
+            await server.backend.ended.wait()
             await server.backend.node.serving.drain(HANG_S)
             assert "cancelled" in (await server.get("/metrics"))[1].decode()
 
 
-async def test_a_call_that_is_cancelled_before_its_answer_ends_its_job() -> None:
+async def test_cancelling_a_request_before_its_first_token_ends_its_job() -> None:
     async with api_server(scales=Scales(time=1.0)) as server:
         async with client_of(server) as client:
             asking = asyncio.create_task(
                 client.completions.create(model="made-up", prompt="x" * 100, max_tokens=3000)
             )
-            await server.backend.came.wait()
+            await server.backend.arrived.wait()
             asking.cancel()
-            await server.backend.left.wait()
+            await server.backend.ended.wait()
             await server.backend.node.serving.drain(HANG_S)
 
 
-async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
-    async with api_server(words=None) as server:
+async def test_text_requires_a_tokenizer_and_token_ids_do_not() -> None:
+    async with api_server(tokenizer=None) as server:
         async with client_of(server) as client:
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
                 await client.completions.create(model="made-up", prompt="x")
@@ -136,7 +136,7 @@ async def test_text_needs_a_tokenizer_and_ids_do_not() -> None:
             assert answer.choices[0].text is not None
 
 
-async def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
+async def test_tools_and_unknown_fields_reach_the_engine() -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 
     async with api_server() as server:
@@ -147,10 +147,10 @@ async def test_tools_and_what_nobody_knows_reach_the_engine() -> None:
                 tools=[tool],
                 tool_choice="auto",
                 max_tokens=1,
-                extra_body={"nobody_knows": {"deep": [1]}, "cache_salt": "mine"},
+                extra_body={"unknown_field": {"deep": [1]}, "cache_salt": "mine"},
             )
-            ask = server.backend.asked[-1]
-            assert ask.fields["tools"] == [tool] and ask.fields["tool_choice"] == "auto"
-            assert ask.fields["nobody_knows"] == {"deep": [1]}
-            assert "cache_salt" not in ask.fields and ask.salt not in ("", "mine")
-            assert BYTES.decode(ask.token_ids.array.tolist()).count("Why?") == 1
+            request = server.backend.requests[-1]
+            assert request.fields["tools"] == [tool] and request.fields["tool_choice"] == "auto"
+            assert request.fields["unknown_field"] == {"deep": [1]}
+            assert "cache_salt" not in request.fields and request.salt not in ("", "mine")
+            assert BYTES.decode(request.token_ids.array.tolist()).count("Why?") == 1

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.gateway.api.request_schema import Reading, read_chat, read_completion, read_either
+from prfaas.gateway.api.request_schema import (
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+    parse_either,
+)
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.text import Chat
 
@@ -19,20 +24,20 @@ def ids_of(prompt: Any) -> list[int]:
     return ids
 
 
-def completion(**fields: Any) -> Reading:
-    return read_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
+def completion(**fields: Any) -> ParsedRequest:
+    return parse_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
 
 
 @pytest.mark.parametrize(
-    ("prompt", "read"),
+    ("prompt", "expected"),
     [("text", "text"), ([4, 5], [4, 5]), (["text"], "text"), ([[4, 5]], [4, 5])],
 )
-def test_prompts_come_in_four_shapes(prompt: Any, read: Any) -> None:
+def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
     found = completion(prompt=prompt).prompt
-    assert (found if isinstance(found, str) else ids_of(found)) == read
+    assert (found if isinstance(found, str) else ids_of(found)) == expected
 
 
-def test_what_is_not_checked_is_passed_on_as_it_is() -> None:
+def test_fields_that_are_not_checked_are_forwarded_unchanged() -> None:
     fields = {
         "logit_bias": {"5": -1.5},
         "x": [None, {"y": "é"}],
@@ -41,42 +46,42 @@ def test_what_is_not_checked_is_passed_on_as_it_is() -> None:
     }
     assert completion(**fields).fields == fields
     chat = {"messages": MESSAGES, "tools": [{"type": "function"}], "reasoning_effort": "low"}
-    reading = read_chat(
+    parsed = parse_chat(
         json.dumps({**chat, "cache_salt": "s", "kv_transfer_params": None}).encode()
     )
-    assert reading.fields == chat and isinstance(reading.prompt, Chat)
-    assert reading.options.cache_salt == "s"
+    assert parsed.fields == chat and isinstance(parsed.prompt, Chat)
+    assert parsed.options.cache_salt == "s"
 
 
-def test_streams_always_ask_the_engine_for_usage() -> None:
+def test_streams_always_request_usage_from_the_engine() -> None:
     options = {"include_usage": False, "continuous_usage_stats": True}
-    reading = completion(stream=True, stream_options=options)
-    assert reading.fields["stream_options"] == {**options, "include_usage": True}
-    assert not reading.options.shows_usage
+    parsed = completion(stream=True, stream_options=options)
+    assert parsed.fields["stream_options"] == {**options, "include_usage": True}
+    assert not parsed.options.shows_usage
     assert completion(stream=True).fields["stream_options"] == {"include_usage": True}
     assert completion(stream=True, stream_options={"include_usage": True}).options.shows_usage
     assert "stream_options" not in completion().fields
 
 
-def test_prompt_logprobs_are_noticed_in_both_spellings() -> None:
+def test_prompt_logprobs_are_recognised_in_both_spellings() -> None:
     assert completion(prompt_logprobs=0).prompt_logprobs
     assert completion(echo=True, logprobs=1).prompt_logprobs
     assert not completion(echo=True).prompt_logprobs and not completion(logprobs=1).prompt_logprobs
 
 
-def test_the_length_of_an_answer_has_two_names() -> None:
+def test_the_output_limit_has_two_names() -> None:
     for fields, limit in (
         ({"max_tokens": 5}, 5),
         ({"max_completion_tokens": 4, "max_tokens": 5}, 4),
         ({}, None),
     ):
-        reading = read_either(json.dumps({"messages": MESSAGES, **fields}).encode())
-        assert reading.options.limit_tokens == limit
+        parsed = parse_either(json.dumps({"messages": MESSAGES, **fields}).encode())
+        assert parsed.options.limit_tokens == limit
 
 
-def test_of_a_field_that_is_there_twice_the_last_one_counts() -> None:
-    reading = read_completion(b'{"prompt": [1], "max_tokens": 1, "prompt": [2], "max_tokens": 2}')
-    assert ids_of(reading.prompt) == [2] and reading.fields == {"max_tokens": 2}
+def test_the_last_of_two_equal_fields_counts() -> None:
+    parsed = parse_completion(b'{"prompt": [1], "max_tokens": 1, "prompt": [2], "max_tokens": 2}')
+    assert ids_of(parsed.prompt) == [2] and parsed.fields == {"max_tokens": 2}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_of_a_field_that_is_there_twice_the_last_one_counts() -> None:
         ({"model": 5}, "model"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], where: str) -> None:
+def test_an_error_names_the_invalid_field(fields: dict[str, Any], where: str) -> None:
     with pytest.raises(InputError) as refused:
         completion(**fields)
     assert refused.value.where == where

@@ -1,4 +1,4 @@
-"""One client for both kinds of nodes, against a server that says what it is told to say."""
+"""One client for both kinds of nodes, against a server with scripted responses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from aiohttp import web
 
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
-from prfaas.gateway.request import StreamBroken
-from prfaas.http_client.client import PeerHttpError, calling
+from prfaas.http_client.client import open_client
 from tests.gateway.backs import until
 
 DONE = b"data: [DONE]\n\n"
@@ -52,20 +51,20 @@ async def serving(
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
-        async with calling() as calls:
-            yield NodeClient(calls, f"http://{host}:{port}/")
+        async with open_client() as http:
+            yield NodeClient(http, f"http://{host}:{port}/")
     finally:
         await runner.cleanup()
 
 
 async def streamed(client: NodeClient) -> tuple[list[bytes], int]:
     async with client.answer("/v1/completions", b"{}", {}, stream=True) as answer:
-        events = [event async for together in answer.events() for event in together]
+        events = [event async for batch in answer.events() for event in batch]
         return events, answer.output_tokens
 
 
 @pytest.mark.parametrize("size", [1, 7, 41, 1000])
-async def test_events_are_whole_however_they_arrive(size: int) -> None:
+async def test_events_are_whole_for_every_split_of_the_stream(size: int) -> None:
     whole = b"".join([*TOKENS, USAGE, DONE])
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
 
@@ -74,16 +73,16 @@ async def test_events_are_whole_however_they_arrive(size: int) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_silent_node_is_given_up(begun: bool) -> None:
-    """Before its first token and behind it; its connection stands all the while."""
+async def test_giving_up_on_a_silent_node(begun: bool) -> None:
+    """Before and after its first token, while its connection stays open."""
     silent = asyncio.Event()
-    ways: dict[bool, Callable[[], None]] = {}
+    give_ups: dict[bool, Callable[[], None]] = {}
 
     @contextmanager
     def unless(give_up: Callable[[], None], *, begun: bool) -> Iterator[None]:
-        ways[begun] = give_up
+        give_ups[begun] = give_up
         yield
-        del ways[begun]
+        del give_ups[begun]
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -95,16 +94,16 @@ async def test_a_silent_node_is_given_up(begun: bool) -> None:
         return response
 
     async def read(client: NodeClient) -> None:
-        ask = client.answer("/v1/completions", b"{}", {}, stream=True, unless=unless)
-        async with ask as found:
+        opening = client.answer("/v1/completions", b"{}", {}, stream=True, unless=unless)
+        async with opening as found:
             async for _ in found.events():
                 pass
 
     async with serving(answer) as client:
         reading = asyncio.create_task(read(client))
         await silent.wait()
-        await until(lambda: begun in ways)
-        ways[begun]()
+        await until(lambda: begun in give_ups)
+        give_ups[begun]()
         with pytest.raises(StreamBroken if begun else ConnectionLost):
             await reading
 
@@ -125,30 +124,30 @@ async def test_without_usage_events_are_counted() -> None:
         ),
     ],
 )
-async def test_a_stream_that_ends_too_soon_is_broken(pieces: Sequence[bytes], cut: bool) -> None:
+async def test_a_stream_that_ends_before_done_is_broken(pieces: Sequence[bytes], cut: bool) -> None:
     async with node(*pieces, cut=cut) as client:
         with pytest.raises(StreamBroken):
             await streamed(client)
 
 
-async def test_before_the_first_token_a_failure_can_be_tried_again() -> None:
+async def test_a_failure_before_the_first_token_is_a_peer_error() -> None:
     error = b'data: {"error":{"message":"lost","code":"transfer_lost"}}\n\n'
     async with node(error, DONE) as client:
-        with pytest.raises(PeerHttpError, match="lost") as said:
+        with pytest.raises(PeerHttpError, match="lost") as error:
             await streamed(client)
-        assert said.value.code == "transfer_lost"
+        assert error.value.code == "transfer_lost"
     async with node() as client:
         with pytest.raises(ConnectionLost):
             await streamed(client)
 
 
-async def test_what_is_no_stream_comes_in_one_piece() -> None:
+async def test_a_response_that_is_not_a_stream_is_one_item() -> None:
     body = json.dumps({"choices": [], "usage": {"completion_tokens": 3}}).encode()
 
     async with node(body[:5], body[5:]) as client:
         async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
             assert [parts async for parts in answer.events()] == [[body]]
-            assert answer.whole and answer.output_tokens == 3
+            assert answer.complete and answer.output_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,9 @@ async def test_vllm_refuses_a_prefill_with_http_200(params: object, status: int 
         if status is None:
             await client.prefill(b"{}", {})
             return
-        with pytest.raises(PeerHttpError) as said:
+        with pytest.raises(PeerHttpError) as error:
             await client.prefill(b"{}", {})
-        assert said.value.status == status
+        assert error.value.status == status
 
 
 async def test_load_and_card_of_both_kinds() -> None:
@@ -198,8 +197,8 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
         b"too long",
     ],
 )
-async def test_errors_of_every_shape_are_understood(body: bytes) -> None:
+async def test_error_bodies_of_every_format_are_understood(body: bytes) -> None:
     async with node(body, status=400) as client:
-        with pytest.raises(PeerHttpError, match="too long") as said:
+        with pytest.raises(PeerHttpError, match="too long") as error:
             await client.prefill(b"{}", {})
-        assert said.value.status == 400
+        assert error.value.status == 400

@@ -14,14 +14,14 @@ SPACE = st.text(" \n\r\t", max_size=2)
 
 @st.composite
 def written(draw: st.DrawFn) -> tuple[list[int], bytes]:
-    """Ids, and one of the ways to write them."""
+    """Ids, and one of the ways to write them in JSON."""
     ids = draw(st.lists(st.integers(0, LIMIT - 1), min_size=1, max_size=20))
-    words = ",".join(f"{draw(SPACE)}{one}{draw(SPACE)}" for one in ids)
-    return ids, f"[{words}]".encode()
+    items = ",".join(f"{draw(SPACE)}{one}{draw(SPACE)}" for one in ids)
+    return ids, f"[{items}]".encode()
 
 
 @given(written(), st.data())
-def test_what_is_read_is_what_was_written(
+def test_ids_survive_reading_and_writing(
     written: tuple[list[int], bytes], data: st.DataObject
 ) -> None:
     ids, text = written
@@ -40,6 +40,6 @@ def test_what_is_read_is_what_was_written(
         *(f"[{LIMIT}]", f"[1, {2**63}]", f"[{10**30}]", "null", "{}"),
     ],
 )
-def test_what_is_no_list_of_ids_is_not_read(text: str) -> None:
+def test_other_json_is_not_read(text: str) -> None:
     json.loads(text)
     assert TokenIds.read(text.encode()) is None

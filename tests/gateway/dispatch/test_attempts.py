@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.attempts import PATIENCE_S, Attempts
 from prfaas.gateway.dispatch.handoff import Failed, Later
 from prfaas.gateway.dispatch.retry_budget import MAX_ATTEMPTS, RetryBudget
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow

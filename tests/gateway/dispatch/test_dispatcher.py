@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.decision_log import replay
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace, StreamBroken
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.scheduler.costs import costs_of
 from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.kvd.report import Report
 from prfaas.types import NodeId

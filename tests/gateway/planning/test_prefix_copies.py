@@ -11,7 +11,7 @@ import pytest
 from prfaas.config.address import Address, parse_address
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.planning.prefix_copies import REST_S, PrefixCopies, PrefixCopy
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from prfaas.types import BlockHash, NodeId
 from prfaas.wan.path import Conditions
@@ -85,7 +85,7 @@ async def test_one_for_all_and_a_rest_after_a_failure() -> None:
         member.kvd_url = "http://127.0.0.1:1"  # nobody is there
     move = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
 
-    async with calling() as calls, BackgroundCalls(0.0) as errands:
+    async with open_client() as calls, BackgroundCalls(0.0) as errands:
         moves = PrefixCopies(subject, calls, errands, clock)
         tally = moves.tallies["route"]
 

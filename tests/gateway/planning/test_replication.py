@@ -16,7 +16,7 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
 from prfaas.gateway.router import PlacementRequest, Router
-from prfaas.http_client.client import calling
+from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats
@@ -99,7 +99,7 @@ async def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) 
     rules = MovesSection(every_s=1.0, at_once=2)
     found = []
 
-    async with calling() as calls, BackgroundCalls(0.0) as errands:
+    async with open_client() as calls, BackgroundCalls(0.0) as errands:
         moves = PrefixCopies(subject, calls, errands, clock)
         evacuations = Evacuations(subject, moves, errands, clock, rules)
         replicating = Replication(subject, moves, evacuations, clock, rules)

@@ -1,6 +1,6 @@
-"""The gateway's front: OpenAI's API over HTTP. Reads, checks and tokenises requests, hands them to
-a `Backend`, and relays the decode engine's answer. Knows nothing of clusters or routes."""
+"""The gateway's API: OpenAI over HTTP. It reads, checks and tokenises requests, hands them to a
+`Backend`, and streams the decode engine's response. It does not know clusters or routes."""
 
-from prfaas.gateway.api.app import GatewayApi, Limits
+from prfaas.gateway.api.app import GatewayApi, Limits, ServedModel
 
-__all__ = ["GatewayApi", "Limits"]
+__all__ = ["GatewayApi", "Limits", "ServedModel"]

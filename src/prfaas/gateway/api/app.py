@@ -1,4 +1,4 @@
-"""Paths, limits and the course of one request through the front."""
+"""The HTTP application: its paths, its limits, and the course of one request through the API."""
 
 from __future__ import annotations
 
@@ -14,30 +14,41 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from prfaas.clock import Clock
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import Keyring, salt_of
 from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
-from prfaas.gateway.api.metrics import ApiMetrics, RequestRecord
+from prfaas.gateway.api.metrics import RequestRecord
 from prfaas.gateway.api.openapi import openapi
 from prfaas.gateway.api.prompts import Prompts
-from prfaas.gateway.api.request_log import accounting
-from prfaas.gateway.api.request_schema import Reading, read_chat, read_completion, read_either
+from prfaas.gateway.api.request_log import RequestLog
+from prfaas.gateway.api.request_schema import (
+    ParsedRequest,
+    Parser,
+    parse_chat,
+    parse_completion,
+    parse_either,
+)
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
-from prfaas.gateway.request import Backend, GatewayRequest, RequestError, RequestTrace, StreamBroken
+from prfaas.gateway.request import Backend, GatewayRequest
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat, is_multimodal
 
 _LOG = logging.getLogger(__name__)
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ID = web.RequestKey("id", str)
 _TENANT = web.RequestKey("tenant", str)
-_BEGUN = web.RequestKey("begun", bool)  # the status line is out: nothing else can be said
-_OPEN = {"/health", "/metrics", "/openapi.json"}  # for probes and scrapers, which have no key
+_BEGUN = web.RequestKey("begun", bool)  # the status line has been sent
+_OPEN_PATHS = {"/health", "/metrics", "/openapi.json"}  # probes and scrapers have no key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    max_tokens: int  # of prompt and answer together
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +60,29 @@ class Limits:
 class GatewayApi:
     def __init__(
         self,
-        model: str,
-        max_tokens: int,
+        model: ServedModel,
         backend: Backend,
         prompts: Prompts,
         keyring: Keyring,
-        bodies: BodyReader,
+        body_reader: BodyReader,
         limits: Limits,
-        metrics: ApiMetrics,
-        clock: Clock,
+        request_log: RequestLog,
     ) -> None:
         self._model = model
-        self._max_tokens = max_tokens
         self._backend = backend
         self._prompts = prompts
         self._keyring = keyring
-        self._bodies = bodies
+        self._body_reader = body_reader
         self._limits = limits
-        self._metrics = metrics
-        self._clock = clock
-        self._turns = StartLimiter()
+        self._request_log = request_log
+        self._metrics = request_log.metrics
+        self._start_limiter = StartLimiter()
         self._in_flight = 0
         self._started_s = int(time.time())
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._told])
-        app.on_response_prepare.append(_name)
+        app = web.Application(middlewares=[self._handle_errors])
+        app.on_response_prepare.append(_add_request_id)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
@@ -89,91 +97,91 @@ class GatewayApi:
         return app
 
     @web.middleware
-    async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Names the request, and puts whatever it fails with into OpenAI's shape."""
+    async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Sets the request's id, checks its key, and turns errors into OpenAI's error responses."""
         sent = request.headers.get("X-Request-Id", "")
-        request[_ID] = sent if _SANE_ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
+        request[_ID] = sent if _VALID_ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
         try:
-            if request.path not in _OPEN:
+            if request.path not in _OPEN_PATHS:
                 request[_TENANT] = self._keyring.tenant(request.headers.get("Authorization"))
             return await handler(request)
-        except RequestError as refusal:
-            if refusal.status == 401:
+        except RequestError as error:
+            if error.status == 401:
                 self._metrics.unauthorized.inc()
-            return error_response(refusal)
+            return error_response(error)
         except InputError as error:
             return error_response(bad_input(error))
         except StreamBroken as error:
-            return error_response(RequestError(502, "engine_lost", f"the engine was lost: {error}"))
+            return error_response(
+                RequestError(502, "engine_lost", f"the decode engine was lost: {error}")
+            )
         except web.HTTPException as error:
             return error_response(of_http(error))
         except ConnectionError:
-            return web.Response()  # the client's: nobody is there to be told, nor is it an error
+            return web.Response()  # the client has left: this response is not sent
         except Exception:
             _LOG.exception("request %s", request[_ID])
             if _BEGUN in request:
-                raise  # and the connection ends
-            return error_response(RequestError(500, "internal_error", "the gateway failed"))
+                raise  # aiohttp closes the connection
+            return error_response(RequestError(500, "internal_error", "internal gateway error"))
 
-    # Generating -----------------------------------------------------------------------------------
+    # Completions and chats ------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, read_completion)
+        return await self._generate(request, parse_completion)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, read_chat)
+        return await self._generate(request, parse_chat)
 
-    async def _generate(
-        self, request: web.Request, read: Callable[[bytes], Reading]
-    ) -> web.StreamResponse:
-        story = RequestTrace(arrived_s=self._clock.now())
-        account = RequestRecord(request[_ID], request.path, request[_TENANT], story)
-        with accounting(account, self._metrics, self._clock):
+    async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
+        with self._request_log.record(request[_ID], request.path, request[_TENANT]) as record:
             if self._in_flight >= self._limits.max_in_flight:
                 raise RequestError(
-                    429, "overloaded", "too many requests at once", retry_after_s=RETRY_S
+                    429, "overloaded", "too many requests in flight", retry_after_s=RETRY_S
                 )
             self._in_flight += 1
             try:
-                return await self._admitted(request, read, account)
+                return await self._respond(request, parser, record)
             finally:
                 self._in_flight -= 1
 
-    async def _admitted(
-        self, request: web.Request, read: Callable[[bytes], Reading], account: RequestRecord
+    async def _respond(
+        self, request: web.Request, parser: Parser, record: RequestRecord
     ) -> web.StreamResponse:
-        async with self._bodies.read(request) as body:
-            await self._turns.mine()
-            reading = await self._prompts.read(read, body)
-            ask = await self._ask(request, reading, len(body))
+        async with self._body_reader.read(request) as body:
+            await self._start_limiter.wait()
+            parsed = await self._prompts.parse(parser, body)
+            gateway_request = await self._gateway_request(request, parsed, len(body))
             del body
-            account.prompt_tokens = len(ask.token_ids)
-            relay = ResponseStream(
-                request, shows_usage=reading.options.shows_usage, stall_s=self._limits.stall_s
+            record.prompt_tokens = len(gateway_request.token_ids)
+            response = ResponseStream(
+                request, shows_usage=parsed.options.shows_usage, stall_s=self._limits.stall_s
             )
             try:
-                async with self._backend.answer(ask, account.story) as upstream:
-                    if ask.stream:
-                        return await relay.stream(upstream)
-                    return await relay.whole(upstream)
+                async with self._backend.answer(gateway_request, record.trace) as upstream:
+                    if gateway_request.stream:
+                        return await response.stream(upstream)
+                    return await response.whole(upstream)
             finally:
-                account.usage, account.cut_short = relay.usage, relay.cut_short
-                account.delivered = relay.delivered
+                record.usage, record.cut_short = response.usage, response.cut_short
+                record.delivered = response.delivered
 
-    async def _ask(self, request: web.Request, reading: Reading, nbytes: int) -> GatewayRequest:
-        options = reading.options
-        if options.model is not None and options.model != self._model:
+    async def _gateway_request(
+        self, request: web.Request, parsed: ParsedRequest, body_bytes: int
+    ) -> GatewayRequest:
+        options = parsed.options
+        if options.model is not None and options.model != self._model.name:
             raise self._no_such_model(options.model)
-        chat = reading.prompt if isinstance(reading.prompt, Chat) else None
+        chat = parsed.prompt if isinstance(parsed.prompt, Chat) else None
         return GatewayRequest(
             id=request[_ID],
-            path=reading.path,
-            token_ids=await self._prompts.ids(reading, nbytes),
-            fields=reading.fields,
+            path=parsed.path,
+            token_ids=await self._prompts.token_ids(parsed, body_bytes),
+            fields=parsed.fields,
             salt=salt_of(request[_TENANT], options.cache_salt or ""),
             stream=bool(options.stream),
             conversation=chat is not None,
-            prompt_logprobs=reading.prompt_logprobs,
+            prompt_logprobs=parsed.prompt_logprobs,
             multimodal=chat is not None and is_multimodal(chat.messages),
         )
 
@@ -181,28 +189,28 @@ class GatewayApi:
         return RequestError(
             404,
             "model_not_found",
-            f"{name!r} is not served here; {self._model!r} is",
+            f"the model {name!r} is not served; {self._model.name!r} is",
             param="model",
         )
 
-    # About models and routes ----------------------------------------------------------------------
+    # Models, state and routes ---------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card()]})
 
     async def _one_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        if name != self._model:
+        if name != self._model.name:
             raise self._no_such_model(name)
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
         return {
-            "id": self._model,
+            "id": self._model.name,
             "object": "model",
             "created": self._started_s,
             "owned_by": "prfaas",
-            "max_model_len": self._max_tokens,
+            "max_model_len": self._model.max_tokens,
         }
 
     async def _state(self, request: web.Request) -> web.Response:
@@ -212,17 +220,18 @@ class GatewayApi:
         return _json(self._backend.plan())
 
     async def _explain(self, request: web.Request) -> web.Response:
-        async with self._bodies.read(request) as body:
-            ask = await self._ask(request, await self._prompts.read(read_either, body), len(body))
-            return _json(self._backend.explain(ask))
+        async with self._body_reader.read(request) as body:
+            parsed = await self._prompts.parse(parse_either, body)
+            gateway_request = await self._gateway_request(request, parsed, len(body))
+            return _json(self._backend.explain(gateway_request))
 
     async def _register(self, request: web.Request) -> web.Response:
-        async with self._bodies.read(request) as body:
+        async with self._body_reader.read(request) as body:
             try:
-                beat = msgspec.json.decode(body, type=Heartbeat)
+                heartbeat = msgspec.json.decode(body, type=Heartbeat)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise InputError(f"not a kvd's heartbeat: {error}") from None
-        self._backend.register(beat)
+                raise InputError(f"the body is not a heartbeat of a kvd: {error}") from None
+        self._backend.register(heartbeat)
         return _json({})
 
     # For operators --------------------------------------------------------------------------------
@@ -236,13 +245,13 @@ class GatewayApi:
         )
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
-        self._metrics.body_bytes.set(self._bodies.held_bytes)
+        self._metrics.body_bytes.set(self._body_reader.held_bytes)
         return web.Response(
             body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
 
-async def _name(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     request[_BEGUN] = True
     if _ID in request:
         response.headers["X-Request-Id"] = request[_ID]

@@ -1,4 +1,4 @@
-"""How a client hears that it did not work: OpenAI's error shape, and the status that fits."""
+"""Error responses: OpenAI's error body, with the matching HTTP status."""
 
 from __future__ import annotations
 
@@ -7,55 +7,44 @@ import math
 import msgspec
 from aiohttp import web
 
-from prfaas.errors import InputError
-from prfaas.gateway.request import RequestError
+from prfaas.contracts.openai import Error, ErrorBody
+from prfaas.errors import InputError, RequestError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-MAX_MESSAGE = 1000  # characters: what a client sent may be quoted, but not all of it
+MAX_MESSAGE = 1000  # characters: a message may quote the request, but not all of it
 
 
-class Error(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    error: Error
-
-
-def error_body(refusal: RequestError) -> bytes:
-    server = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    kind = _TYPES.get(refusal.status, server)
-    message = refusal.message
+def error_body(error: RequestError) -> bytes:
+    server = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(error.status, server)
+    message = error.message
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
-    return msgspec.json.encode(ErrorBody(Error(message, kind, refusal.param, refusal.code)))
+    return msgspec.json.encode(ErrorBody(Error(message, kind, error.param, error.code)))
 
 
-def error_response(refusal: RequestError) -> web.Response:
+def error_response(error: RequestError) -> web.Response:
     headers = {}
-    if refusal.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(refusal.retry_after_s)))
-    if refusal.status == 401:
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
-        body=error_body(refusal),
-        status=refusal.status,
+        body=error_body(error),
+        status=error.status,
         headers=headers,
         content_type="application/json",
     )
 
 
-def error_event(refusal: RequestError) -> bytes:
-    """Behind the first token: the status line has been sent already."""
-    return b"data: " + error_body(refusal) + b"\n\n"
+def error_event(error: RequestError) -> bytes:
+    """An error after the first token, when the status line has been sent already."""
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 def bad_input(error: InputError) -> RequestError:
-    said = f"{error.problem}; {error.fix}" if error.fix else error.problem
-    message = f"{error.where}: {said}" if error.where else said
+    problem = f"{error.problem}; {error.fix}" if error.fix else error.problem
+    message = f"{error.where}: {problem}" if error.where else problem
     return RequestError(400, "invalid_request", message, param=error.where)
 
 

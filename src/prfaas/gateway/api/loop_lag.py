@@ -1,4 +1,4 @@
-"""How long others keep the event loop from what is due: every stream waits for as long."""
+"""Event-loop lag: how much later than due the loop runs a callback. Every stream waits as long."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-LOOK_EVERY_S = 0.01
+PROBE_EVERY_S = 0.01
 
 
 @asynccontextmanager
-async def watched(observe: Callable[[float], None]) -> AsyncIterator[None]:
-    """Tells `observe` how many seconds late each look was."""
-    looking = asyncio.create_task(_look(observe))
+async def measure_lag(observe: Callable[[float], None]) -> AsyncIterator[None]:
+    """Calls `observe` with the lag in seconds of each probe, until the block ends."""
+    probing = asyncio.create_task(_probe(observe))
     try:
         yield
     finally:
-        looking.cancel()
+        probing.cancel()
 
 
-async def _look(observe: Callable[[float], None]) -> None:
+async def _probe(observe: Callable[[float], None]) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        due_s = loop.time() + LOOK_EVERY_S
-        await asyncio.sleep(LOOK_EVERY_S)
+        due_s = loop.time() + PROBE_EVERY_S
+        await asyncio.sleep(PROBE_EVERY_S)
         observe(max(0.0, loop.time() - due_s))

@@ -1,4 +1,4 @@
-"""What the front counts, for Prometheus: `prfaas_gateway_*`."""
+"""The API's Prometheus metrics, `prfaas_gateway_*`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from prfaas.gateway.api.response_stream import CutShort, Usage
+from prfaas.contracts.openai import Usage
+from prfaas.gateway.api.response_stream import CutShort
 from prfaas.gateway.request import RequestTrace
 
-_STALLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request; filled in as it happens, told when it ends."""
+    """One request, filled in as it proceeds; logged and counted when it ends."""
 
     id: str
     path: str
     tenant: str
-    story: RequestTrace
+    trace: RequestTrace
     prompt_tokens: int = 0
     usage: Usage | None = None
     cut_short: CutShort | None = None
@@ -36,70 +37,80 @@ class ApiMetrics:
         self._requests = self._counter(
             "requests", "Finished requests.", ("path", "route", "outcome")
         )
-        self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival.", ("route",))
-        self._total_s = self._histogram("request_seconds", "From arrival to the end.", ("route",))
-        self._prompt_tokens = self._counter("prompt_tokens", "In prompts.", ("route",))
-        self._cached_tokens = self._counter("cached_tokens", "Of them, not computed.", ("route",))
-        self._output_tokens = self._counter("output_tokens", "Generated.", ("route",))
-        self._handed_bytes = self._counter("handed_off_bytes", "KV, as routes expect.", ("route",))
-        self.unauthorized = self._counter("unauthorized", "Requests without a key that is known.")
-        self._retries = self._counter("retries", "Attempts behind the first.")
-        self.in_flight = Gauge(
-            "prfaas_gateway_in_flight", "Requests being served.", registry=self.registry
+        self._ttft_s = self._histogram(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", ("route",)
         )
-        self.loop_stall_s = Histogram(
+        self._total_s = self._histogram(
+            "request_seconds", "Seconds from arrival to the end of the response.", ("route",)
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.", ("route",))
+        self._cached_tokens = self._counter(
+            "cached_tokens", "Prompt tokens served from the cache.", ("route",)
+        )
+        self._output_tokens = self._counter("output_tokens", "Generated tokens.", ("route",))
+        self._handed_bytes = self._counter(
+            "handed_off_bytes", "KV bytes handed off, as the route predicted.", ("route",)
+        )
+        self.unauthorized = self._counter("unauthorized", "Requests without a valid API key.")
+        self._retries = self._counter("retries", "Retries.")
+        self.in_flight = Gauge(
+            "prfaas_gateway_in_flight", "Requests in flight.", registry=self.registry
+        )
+        self.loop_lag_s = Histogram(
             "prfaas_gateway_loop_stall_seconds",
-            "How late the event loop comes to what is due.",
-            buckets=_STALLS,
+            "Event-loop lag.",
+            buckets=_LAG_SECONDS,
             registry=self.registry,
         )
         self.body_bytes = Gauge(
-            "prfaas_gateway_body_bytes", "Of requests in flight.", registry=self.registry
+            "prfaas_gateway_body_bytes",
+            "Bytes of the bodies of requests in flight.",
+            registry=self.registry,
         )
 
-    def ended(self, account: RequestRecord, outcome: str, now_s: float) -> None:
-        story, usage = account.story, account.usage
-        route = route_of(story)
-        self._requests.labels(account.path, route, outcome).inc()
-        self._retries.inc(max(0, story.attempts - 1))
-        if story.first_token_s is None:
+    def count(self, record: RequestRecord, outcome: str, now_s: float) -> None:
+        trace, usage = record.trace, record.usage
+        route = route_of(trace)
+        self._requests.labels(record.path, route, outcome).inc()
+        self._retries.inc(max(0, trace.attempts - 1))
+        if trace.first_token_s is None:
             return
-        self._ttft_s.labels(route).observe(story.first_token_s - story.arrived_s)
-        self._total_s.labels(route).observe(now_s - story.arrived_s)
-        self._prompt_tokens.labels(route).inc(account.prompt_tokens)
-        self._cached_tokens.labels(route).inc(story.cached_tokens)
-        self._handed_bytes.labels(route).inc(story.nbytes)
+        self._ttft_s.labels(route).observe(trace.first_token_s - trace.arrived_s)
+        self._total_s.labels(route).observe(now_s - trace.arrived_s)
+        self._prompt_tokens.labels(route).inc(record.prompt_tokens)
+        self._cached_tokens.labels(route).inc(trace.cached_tokens)
+        self._handed_bytes.labels(route).inc(trace.nbytes)
         if usage is not None:
             self._output_tokens.labels(route).inc(usage.completion_tokens)
 
     def include(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """What somebody else counts, beside it."""
-        self.registry.register(_Others(collect))
+        """Adds the metrics that `collect` returns to the page."""
+        self.registry.register(_Included(collect))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, says: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"prfaas_gateway_{name}", says, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"prfaas_gateway_{name}", help_text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, says: str, labels: tuple[str, ...]) -> Histogram:
+    def _histogram(self, name: str, help_text: str, labels: tuple[str, ...]) -> Histogram:
         return Histogram(
-            f"prfaas_gateway_{name}", says, labels, buckets=_SECONDS, registry=self.registry
+            f"prfaas_gateway_{name}", help_text, labels, buckets=_SECONDS, registry=self.registry
         )
 
 
-class _Others(Collector):
-    def __init__(self, counted: Callable[[], Iterable[Metric]]) -> None:
-        self._counted = counted
+class _Included(Collector):
+    def __init__(self, collect_metrics: Callable[[], Iterable[Metric]]) -> None:
+        self._collect_metrics = collect_metrics
 
     def describe(self) -> list[Metric]:
-        return []  # names that are taken already would show when they are collected
+        return []  # a name that is taken already fails when it is collected
 
     def collect(self) -> Iterable[Metric]:
-        return self._counted()
+        return self._collect_metrics()
 
 
-def route_of(story: RequestTrace) -> str:
-    if story.offloaded:
+def route_of(trace: RequestTrace) -> str:
+    if trace.offloaded:
         return "remote"
-    return "local" if story.routed_s is not None else "none"
+    return "local" if trace.routed_s is not None else "none"

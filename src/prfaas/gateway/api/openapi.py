@@ -1,5 +1,4 @@
-"""The published description of the API (OpenAPI 3.1), made from the very structs that check
-requests, so that it is true."""
+"""The API's OpenAPI 3.1 document, generated from the structs that check requests."""
 
 from __future__ import annotations
 
@@ -8,23 +7,22 @@ from typing import Any
 import msgspec
 
 from prfaas import __version__
-from prfaas.gateway.api.error_responses import ErrorBody
+from prfaas.contracts.openai import ErrorBody, Usage
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Prompt
-from prfaas.gateway.api.response_stream import Usage
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _REASONS = {
-    "400": "The request is wrong; the message says where.",
-    "401": "No API key, or one that is not known.",
-    "404": "No such model, or path.",
-    "408": "The request was not sent in time.",
+    "400": "The request is invalid; the message names the field.",
+    "401": "The API key is missing or not valid.",
+    "404": "The model or path does not exist.",
+    "408": "The request body did not arrive in time.",
     "413": "The body is too large.",
-    "429": "Too many requests at once; come back after Retry-After.",
-    "500": "The gateway failed.",
-    "502": "The engine was lost.",
-    "503": "Nothing can serve it now; come back after Retry-After.",
+    "429": "Too many requests in flight; retry after Retry-After.",
+    "500": "Internal gateway error.",
+    "502": "The decode engine was lost.",
+    "503": "No node can serve the request now; retry after Retry-After.",
 }
 
 
@@ -50,14 +48,14 @@ def openapi(*, with_keys: bool) -> bytes:
         **answers: dict[str, Any],
     ) -> dict[str, Any]:
         failed = {_JSON: {"schema": error}}
-        told: dict[str, Any] = {
+        described: dict[str, Any] = {
             "summary": summary,
-            "responses": {"200": {"description": "Done.", "content": answers["content"]}}
+            "responses": {"200": {"description": "Success.", "content": answers["content"]}}
             | {code: {"description": _REASONS[code], "content": failed} for code in errors},
         }
         if body is not None:
-            told["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
-        return told
+            described["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+        return described
 
     def json(schema: dict[str, Any]) -> dict[str, Any]:
         return {_JSON: {"schema": schema}}
@@ -72,36 +70,36 @@ def openapi(*, with_keys: bool) -> bytes:
         "/v1/chat/completions": {
             "post": operation("Continue a conversation.", every, chatting, content=generated)
         },
-        "/v1/models": {"get": operation("What is served.", keyed, content=json(anything))},
+        "/v1/models": {
+            "get": operation("List the model that is served.", keyed, content=json(anything))
+        },
         "/v1/models/{model}": {
             "parameters": [
                 {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
             ],
-            "get": operation("One of them.", (*keyed, "404"), content=json(anything)),
+            "get": operation("Describe one model.", (*keyed, "404"), content=json(anything)),
         },
-        "/health": {"get": operation("Is it up?", content=json(anything))},
+        "/health": {"get": operation("Liveness of the gateway.", content=json(anything))},
         "/metrics": {
-            "get": operation("For Prometheus.", content={_TEXT: {"schema": {"type": "string"}}})
+            "get": operation("Prometheus metrics.", content={_TEXT: {"schema": {"type": "string"}}})
         },
         "/openapi.json": {"get": operation("This document.", content=json(anything))},
         "/prfaas/v1/state": {
             "get": operation(
-                "Clusters, nodes, roles, queues, links.", keyed, content=json(anything)
+                "State of clusters, nodes, roles, queues and links.", keyed, content=json(anything)
             )
         },
-        "/prfaas/v1/plan": {
-            "get": operation("The plan that is followed.", keyed, content=json(anything))
-        },
+        "/prfaas/v1/plan": {"get": operation("The current plan.", keyed, content=json(anything))},
         "/prfaas/v1/explain": {
             "post": operation(
-                "Where would this request go now, and why?",
+                "Explain where this request would be routed now.",
                 every,
                 {"anyOf": [completion, chatting]},
                 content=json(anything),
             )
         },
         "/prfaas/v1/register": {
-            "post": operation("A kvd is there.", every, heartbeat, content=json(anything))
+            "post": operation("Heartbeat of a kvd.", every, heartbeat, content=json(anything))
         },
     }
     document: dict[str, Any] = {

@@ -1,24 +1,22 @@
-"""From a request's body to its token ids: once, and off the event loop where it takes long."""
+"""From a request's body to its token ids: parsed and tokenised once, in a thread if it is long."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from prfaas.errors import InputError
-from prfaas.gateway.api.request_schema import Reading
+from prfaas.errors import InputError, RequestError
+from prfaas.gateway.api.request_schema import ParsedRequest, Parser
 from prfaas.gateway.client.token_ids import TokenIds
-from prfaas.gateway.request import RequestError
 from prfaas.text import Chat, ModelTokenizer
 
-# Rendering and tokenising so little takes well under a millisecond: less than a thread's turn.
+# Rendering and tokenising this much takes well under a millisecond: less than a thread switch.
 INLINE_BYTES = 1024
-# A body of so much (some ten thousand token ids) is parsed in about a millisecond. Longer ones
-# would stop every stream for as long; in a thread the interpreter takes turns.
+# Parsing a body of this size (some ten thousand token ids) takes about a millisecond. A longer body
+# would stop every stream for its whole parse; in a thread, the interpreter switches in between.
 INLINE_BODY_BYTES = 1 << 16
-THREADS = 2  # the tokenizer lets others run meanwhile
+THREADS = 2  # the tokenizer releases the interpreter lock
 
 
 class Prompts:
@@ -29,19 +27,20 @@ class Prompts:
         self._max_tokens = max_tokens
         self._threads = threads
 
-    async def read(self, how: Callable[[bytes], Reading], body: bytes) -> Reading:
+    async def parse(self, parser: Parser, body: bytes) -> ParsedRequest:
         if len(body) <= INLINE_BODY_BYTES:
-            return how(body)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, how, body)
+            return parser(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parser, body)
 
-    async def ids(self, reading: Reading, nbytes: int) -> TokenIds:
-        """`nbytes`: of the body. Raises `RequestError` when it does not fit into the model."""
-        ids = await self._ids(reading, nbytes)
-        self._check_length(len(ids), reading.options.limit_tokens)
+    async def token_ids(self, parsed: ParsedRequest, body_bytes: int) -> TokenIds:
+        """`body_bytes` is the size of the body. Raises `RequestError` when the prompt and its
+        answer exceed the model's context length."""
+        ids = await self._tokenise(parsed, body_bytes)
+        self._check_length(len(ids), parsed.options.limit_tokens)
         return ids
 
-    async def _ids(self, reading: Reading, nbytes: int) -> TokenIds:
-        prompt = reading.prompt
+    async def _tokenise(self, parsed: ParsedRequest, body_bytes: int) -> TokenIds:
+        prompt = parsed.prompt
         if isinstance(prompt, TokenIds):
             return prompt
         if self._tokenizer is None:
@@ -50,8 +49,8 @@ class Prompts:
                 where="messages" if isinstance(prompt, Chat) else "prompt",
                 fix="send token ids to /v1/completions",
             )
-        work = partial(self._encode, self._tokenizer, prompt, reading.add_special_tokens)
-        if nbytes <= INLINE_BYTES:
+        work = partial(self._encode, self._tokenizer, prompt, parsed.add_special_tokens)
+        if body_bytes <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -62,10 +61,10 @@ class Prompts:
             text, add_special_tokens = tokenizer.render(prompt), prompt.add_special_tokens
         else:
             text = prompt
-        # What cannot fit is not tokenised to find out: that could take minutes.
-        least = -(-len(text) // tokenizer.longest_token)
-        if least > self._max_tokens:
-            raise self._too_long(f"at least {least}", None)
+        # A text that cannot fit is not tokenised: that could take minutes.
+        minimum = -(-len(text) // tokenizer.longest_token)
+        if minimum > self._max_tokens:
+            raise self._too_long(f"at least {minimum}", None)
         return TokenIds.of(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_length(self, prompt_tokens: int, limit_tokens: int | None) -> None:
@@ -73,7 +72,7 @@ class Prompts:
             raise self._too_long(str(prompt_tokens), limit_tokens)
 
     def _too_long(self, prompt_tokens: str, limit_tokens: int | None) -> RequestError:
-        wanted = "" if limit_tokens is None else f", and {limit_tokens} are to be generated"
+        wanted = "" if limit_tokens is None else f", and {limit_tokens} tokens are to be generated"
         return RequestError(
             400,
             "context_length_exceeded",

@@ -1,4 +1,4 @@
-"""One request from its arrival to its line in the log: whatever becomes of it, it is told once."""
+"""The log line and the metrics of every request, written once when the request ends."""
 
 from __future__ import annotations
 
@@ -10,39 +10,47 @@ from contextlib import contextmanager
 import msgspec
 
 from prfaas.clock import Clock
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.metrics import ApiMetrics, RequestRecord, route_of
-from prfaas.gateway.request import RequestError, StreamBroken
+from prfaas.gateway.request import RequestTrace
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
 
 
-@contextmanager
-def accounting(account: RequestRecord, metrics: ApiMetrics, clock: Clock) -> Iterator[None]:
-    metrics.in_flight.inc()
-    outcome, said = "failed", ""  # unless something better is known
-    try:
-        yield
-        outcome, said = account.cut_short or ("completed", "")
-    except RequestError as refusal:
-        outcome, said = _outcome(refusal.status), refusal.message
-        raise
-    except InputError as error:
-        outcome, said = "rejected", str(error)
-        raise
-    except StreamBroken as error:
-        outcome, said = "broken", str(error)
-        raise
-    except (asyncio.CancelledError, ConnectionError):
-        # A client that leaves after the last event has its answer.
-        outcome = "completed" if account.delivered else "cancelled"
-        raise
-    finally:
-        now_s = clock.now()
-        metrics.in_flight.dec()
-        metrics.ended(account, outcome, now_s)
-        if _LOG.isEnabledFor(logging.INFO):
-            _LOG.info("%s", _line(account, outcome, said, now_s))
+class RequestLog:
+    def __init__(self, metrics: ApiMetrics, clock: Clock) -> None:
+        self.metrics = metrics
+        self._clock = clock
+
+    @contextmanager
+    def record(self, request_id: str, path: str, tenant: str) -> Iterator[RequestRecord]:
+        """The record of a request that has arrived. Leaving the block logs and counts the request;
+        the exception that leaves it determines the outcome."""
+        record = RequestRecord(request_id, path, tenant, RequestTrace(self._clock.now()))
+        self.metrics.in_flight.inc()
+        outcome, error_text = "failed", ""  # for every exception that is not handled below
+        try:
+            yield record
+            outcome, error_text = record.cut_short or ("completed", "")
+        except RequestError as error:
+            outcome, error_text = _outcome(error.status), error.message
+            raise
+        except InputError as error:
+            outcome, error_text = "rejected", str(error)
+            raise
+        except StreamBroken as error:
+            outcome, error_text = "broken", str(error)
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            # A client that leaves after the last event has its answer.
+            outcome = "completed" if record.delivered else "cancelled"
+            raise
+        finally:
+            now_s = self._clock.now()
+            self.metrics.in_flight.dec()
+            self.metrics.count(record, outcome, now_s)
+            if _LOG.isEnabledFor(logging.INFO):
+                _LOG.info("%s", _line(record, outcome, error_text, now_s))
 
 
 def _outcome(status: int) -> str:
@@ -51,30 +59,30 @@ def _outcome(status: int) -> str:
     return "rejected" if status < 500 else "failed"
 
 
-def _line(account: RequestRecord, outcome: str, said: str, now_s: float) -> str:
-    story, usage = account.story, account.usage
-    first = story.first_token_s
-    told = {
-        "id": account.id,
-        "path": account.path,
+def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> str:
+    trace, usage = record.trace, record.usage
+    first_s = trace.first_token_s
+    fields = {
+        "id": record.id,
+        "path": record.path,
         "outcome": outcome,
-        "route": route_of(story),
-        "reason": story.reason,
-        "cluster": story.cluster,
-        "prefill": story.prefill,
-        "decode": story.decode,
-        "prompt_tokens": account.prompt_tokens,
-        "cached_tokens": story.cached_tokens,
+        "route": route_of(trace),
+        "reason": trace.reason,
+        "cluster": trace.cluster,
+        "prefill": trace.prefill,
+        "decode": trace.decode,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": trace.cached_tokens,
         "output_tokens": usage.completion_tokens if usage is not None else None,
-        "bytes": story.nbytes,
-        "attempts": story.attempts,
-        "ttft_s": None if first is None else round(first - story.arrived_s, 6),
-        "total_s": round(now_s - story.arrived_s, 6),
+        "bytes": trace.nbytes,
+        "attempts": trace.attempts,
+        "ttft_s": None if first_s is None else round(first_s - trace.arrived_s, 6),
+        "total_s": round(now_s - trace.arrived_s, 6),
     }
-    if account.tenant:
-        told["tenant"] = account.tenant
-    if said:
-        told["error"] = said
-    if story.failures:
-        told["failures"] = story.failures
-    return msgspec.json.encode(told).decode()
+    if record.tenant:
+        fields["tenant"] = record.tenant
+    if error_text:
+        fields["error"] = error_text
+    if trace.failures:
+        fields["failures"] = trace.failures
+    return msgspec.json.encode(fields).decode()

@@ -1,16 +1,18 @@
-"""Bodies of requests: what is checked here before anything is computed. Everything else a client
-sends reaches the decode engine untouched. Pure.
+"""Request bodies: the fields that the gateway checks before it routes a request. All other fields
+reach the decode engine unchanged. Pure.
 
-A long prompt of token ids is looked at once, as a whole.
+A long prompt of token ids is parsed once, as one array.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.contracts.openai import StreamOptions
 from prfaas.errors import InputError
 from prfaas.gateway.client.token_ids import LIMIT, TokenIds
 from prfaas.schema import prepare
@@ -25,12 +27,8 @@ One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
 T = TypeVar("T")
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-
-
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests of both kinds have in common; ranges are vLLM's."""
+    """The fields of completions and of chats; ranges are vLLM's."""
 
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -78,62 +76,66 @@ class _Prompts(msgspec.Struct, frozen=True):
     prompt: list[Text | Ids]
 
 
-# Would make the engine's prompt another than the one that is routed and handed off.
+# These fields would change the engine's prompt: it would differ from the one that is routed and
+# handed off.
 REFUSED = {
-    "kv_transfer_params": "hand-offs are the gateway's own",
-    "chat_template": "the model's own is used",
-    "truncate_prompt_tokens": "prompts are not cut",
-    "prompt_embeds": "prompts are text or token ids",
+    "kv_transfer_params": "only the gateway sets this field",
+    "chat_template": "the gateway uses the model's chat template",
+    "truncate_prompt_tokens": "the gateway does not truncate prompts",
+    "prompt_embeds": "a prompt must be text or token ids",
 }
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PROMPT = msgspec.json.Decoder(Prompt)
 _PROMPTS = msgspec.json.Decoder(_Prompts)
 _ANY = msgspec.json.Decoder()
-prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are read in threads
+prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in threads
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedRequest:
     path: Path
     options: Options
     prompt: str | TokenIds | Chat
-    fields: dict[str, Any]  # for the decode engine
+    fields: dict[str, Any]  # as sent to the decode engine
     prompt_logprobs: bool = False
     add_special_tokens: bool = True
 
 
-def read_completion(body: bytes) -> Reading:
-    """InputError names the field."""
+Parser: TypeAlias = Callable[[bytes], ParsedRequest]
+
+
+def parse_completion(body: bytes) -> ParsedRequest:
+    """Raises `InputError`, which names the field."""
     raw = _parsed(_OBJECT, body)
     fields = _fields(raw)
     options = _converted(fields, CompletionOptions)
-    return Reading(
+    return ParsedRequest(
         "/v1/completions",
         options,
         _prompt(raw.get("prompt"), body),
-        _onward(fields, options),
+        _engine_fields(fields, options),
         prompt_logprobs=options.prompt_logprobs is not None
         or bool(options.echo and options.logprobs is not None),
         add_special_tokens=options.add_special_tokens,
     )
 
 
-def read_chat(body: bytes) -> Reading:
-    """InputError names the field."""
+def parse_chat(body: bytes) -> ParsedRequest:
+    """Raises `InputError`, which names the field."""
     fields = _fields(_parsed(_OBJECT, body))
     options = _converted(fields, ChatOptions)
-    return Reading(
+    return ParsedRequest(
         "/v1/chat/completions",
         options,
         _converted(fields, Chat),
-        _onward(fields, options),
+        _engine_fields(fields, options),
         prompt_logprobs=options.prompt_logprobs is not None,
     )
 
 
-def read_either(body: bytes) -> Reading:
-    """A body of either kind: a chat has messages."""
-    return read_chat(body) if "messages" in _parsed(_OBJECT, body) else read_completion(body)
+def parse_either(body: bytes) -> ParsedRequest:
+    """A chat when the body has messages, else a completion."""
+    return parse_chat(body) if "messages" in _parsed(_OBJECT, body) else parse_completion(body)
 
 
 def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
@@ -141,7 +143,7 @@ def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
     if ids is not None:
         return ids
     try:
-        return _told(_parsed(_PROMPT, body).prompt)
+        return _text_or_ids(_parsed(_PROMPT, body).prompt)
     except InputError as error:
         try:
             several = _parsed(_PROMPTS, body).prompt
@@ -149,17 +151,19 @@ def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
             raise error from None
     if len(several) != 1:
         raise InputError(
-            f"{len(several)} prompts in one request", where="prompt", fix="send one each"
+            f"{len(several)} prompts in one request",
+            where="prompt",
+            fix="send one prompt per request",
         )
-    return _told(several[0])
+    return _text_or_ids(several[0])
 
 
-def _told(prompt: str | list[int]) -> str | TokenIds:
+def _text_or_ids(prompt: str | list[int]) -> str | TokenIds:
     return prompt if isinstance(prompt, str) else TokenIds.of(prompt)
 
 
 def _fields(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """Without the prompt, which may be long and is read on its own."""
+    """All fields but the prompt, which may be long and is parsed separately."""
     fields = {name: _parsed(_ANY, value, name) for name, value in raw.items() if name != "prompt"}
     for name, reason in REFUSED.items():
         if fields.get(name) is not None:
@@ -167,14 +171,24 @@ def _fields(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
     return fields
 
 
-def _onward(fields: dict[str, Any], options: Options) -> dict[str, Any]:
-    """What the decode engine gets: usage is always wanted, a salt is put in by the gateway."""
-    onward = {name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)}
+def _engine_fields(fields: dict[str, Any], options: Options) -> dict[str, Any]:
+    """The fields for the decode engine. A stream always requests usage; the gateway sets the salt
+    separately."""
+    forwarded = {
+        name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)
+    }
     if options.stream:
-        onward["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
+        forwarded["stream_options"] = {
+            **(fields.get("stream_options") or {}),
+            "include_usage": True,
+        }
     elif options.stream_options is not None:
-        raise InputError("of no use", where="stream_options", fix="set stream, or leave it out")
-    return onward
+        raise InputError(
+            "requires stream=true",
+            where="stream_options",
+            fix="set stream, or leave it out",
+        )
+    return forwarded
 
 
 def _parsed(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, at: str = "") -> T:

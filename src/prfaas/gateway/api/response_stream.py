@@ -1,6 +1,8 @@
-"""The decode engine's events to the client, as they come and no faster than it reads.
+"""The response to the client: the decode engine's events as they arrive, and no faster than the
+client reads.
 
-Only the usage is looked into: it is always asked for, and shown to clients that asked for it.
+Only the usage event is parsed: the gateway always requests it, and forwards it to clients that
+requested it.
 """
 
 from __future__ import annotations
@@ -13,32 +15,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from aiohttp import web
 
+from prfaas.contracts.openai import Usage, UsageField
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.error_responses import error_event
-from prfaas.gateway.request import RequestError, StreamBroken, Upstream
+from prfaas.gateway.request import Upstream
 
 _DONE = b"data: [DONE]"
-# How JSON writers put it. Within a string its quotes would be escaped, so text is never mistaken.
+# The two spellings of JSON encoders. Inside a string the quotes are escaped, so text never matches.
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
-
-
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: CachedTokens | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """None: the engine does not say."""
-        details = self.prompt_tokens_details
-        return details.cached_tokens if details is not None else None
-
-
-class _Used(msgspec.Struct, frozen=True):
-    usage: Usage | None = None
 
 
 class CutShort(NamedTuple):
@@ -46,11 +30,11 @@ class CutShort(NamedTuple):
     reason: str
 
 
-_USED = msgspec.json.Decoder(_Used)
+_USED = msgspec.json.Decoder(UsageField)
 
 
 class _Stream(web.StreamResponse):
-    _send_headers_immediately = False  # they go with the first event, which is there already
+    _send_headers_immediately = False  # sent with the first event, which has arrived already
 
 
 class _Stalled(Exception):
@@ -60,12 +44,12 @@ class _Stalled(Exception):
 def usage_of(body: bytes) -> Usage | None:
     try:
         return _USED.decode(body).usage
-    except msgspec.MsgspecError:  # another engine's idea of it; the client reads it, we do not
+    except msgspec.MsgspecError:  # another engine's format, which only the client reads
         return None
 
 
 class ResponseStream:
-    """One answer under way."""
+    """One response in progress."""
 
     def __init__(self, request: web.Request, *, shows_usage: bool, stall_s: float) -> None:
         self._request = request
@@ -73,36 +57,37 @@ class ResponseStream:
         self._stall_s = stall_s
         self.usage: Usage | None = None
         self.cut_short: CutShort | None = None
-        # The client may have the whole answer. Many clients close their connection at [DONE], which
-        # cancels this request before its last steps.
+        # The client may have the whole response. Many clients close their connection at [DONE],
+        # which cancels this request before its last steps.
         self.delivered = False
 
     async def stream(self, upstream: Upstream) -> web.StreamResponse:
-        """A stream that has begun ends here, whatever happens to it: `cut_short` says so."""
+        """Sends the stream to its end. A stream that breaks or stalls ends here as well, with the
+        reason in `cut_short`."""
         response = _Stream(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         await response.prepare(self._request)
         try:
             try:
-                async for together in upstream.events():
-                    # One write for what has come together: writes are what a relay costs.
-                    shown = b"".join([e for e in together if not self._is_hidden(e)])
-                    if together[-1].startswith(_DONE):
+                async for batch in upstream.events():
+                    # One write per batch: writes are the main cost of a stream.
+                    shown = b"".join([e for e in batch if not self._is_hidden(e)])
+                    if batch[-1].startswith(_DONE):
                         await self._write(response.write_eof(shown))
                         self.delivered = True
                     elif shown:
                         await self._write(response.write(shown))
             except StreamBroken as error:
                 self.cut_short = CutShort("broken", str(error))
-                lost = RequestError(502, "engine_lost", f"the answer broke off: {error}")
+                lost = RequestError(502, "engine_lost", f"the response broke off: {error}")
                 await self._write(response.write(error_event(lost)))
         except _Stalled:
             self.cut_short = CutShort("stalled", "the client stopped reading")
             if self._request.transport is not None:
-                self._request.transport.abort()  # what it has not read will never be read
+                self._request.transport.abort()  # the client will not read the rest
             return response
         with suppress(ConnectionError):
-            await response.write_eof()  # many clients leave at [DONE]: they have it all
+            await response.write_eof()  # many clients disconnect at [DONE]: they have all of it
         return response
 
     async def whole(self, upstream: Upstream) -> web.Response:
@@ -120,7 +105,8 @@ class ResponseStream:
         return not self._shows_usage
 
     async def _write(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Returns when the client's socket has room again; nothing more is read upstream before."""
+        """Returns when the client's socket has room again. Until then no events are read from the
+        engine."""
         try:
             async with asyncio.timeout(self._stall_s):
                 await writing

@@ -1,26 +1,29 @@
-"""A burst of requests begins a few at a time: every turn of the event loop that begins hundreds of
-them keeps all streams waiting for as long. Nothing waits longer than it would behind the others."""
+"""A limit on the requests that start in one iteration of the event loop.
+
+An iteration that starts hundreds of requests of a burst delays all streams by as long. A request
+does not wait longer than it would wait for the requests before it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 
-EACH = 2  # about a millisecond of work
+STARTS_PER_ITERATION = 2  # about a millisecond of work
 
 
 class StartLimiter:
     def __init__(self) -> None:
-        self._left = EACH
+        self._left = STARTS_PER_ITERATION
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._counting = False
 
-    async def mine(self) -> None:
-        """Returns in the first turn of the loop that has room."""
+    async def wait(self) -> None:
+        """Returns in the first iteration of the event loop that has room, in order of the calls."""
         loop = asyncio.get_running_loop()
         if not self._counting:
             self._counting = True
-            loop.call_soon(self._next)
+            loop.call_soon(self._next_iteration)
         if self._left:
             self._left -= 1
             return
@@ -28,14 +31,14 @@ class StartLimiter:
         self._waiting.append(waiter)
         await waiter
 
-    def _next(self) -> None:
-        self._left = EACH
+    def _next_iteration(self) -> None:
+        self._left = STARTS_PER_ITERATION
         while self._waiting and self._left:
             waiter = self._waiting.popleft()
-            if not waiter.done():  # else its client has gone
+            if not waiter.done():  # a waiter that is done was cancelled: its client has left
                 waiter.set_result(None)
                 self._left -= 1
-        if self._left < EACH or self._waiting:
-            asyncio.get_running_loop().call_soon(self._next)
+        if self._left < STARTS_PER_ITERATION or self._waiting:
+            asyncio.get_running_loop().call_soon(self._next_iteration)
         else:
             self._counting = False

@@ -1,4 +1,4 @@
-"""A kvd as gateways see it (`kvd/http_api.py` is the other end)."""
+"""The gateway's client of a kvd's HTTP API (`kvd/http_api.py` serves it)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from prfaas.errors import TransferFailed
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.errors import PeerHttpError, TransferFailed
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.events import EventPage
 from prfaas.kvd.http_api import LONGEST_WAIT_S, AbortReason
 from prfaas.kvd.report import Report
@@ -17,33 +17,33 @@ from prfaas.kvd.transfers.incoming import TransferStatus
 from prfaas.kvd.transfers.prefix_pull import Pull, Pulled
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer, TransferId
 
-ASK_S = 5.0  # a kvd answers from memory
-SNAPSHOT = -1  # `since` for everything that is held
-_SLACK_S = 5.0  # a long poll ends a little later than it says
+ASK_S = 5.0  # a kvd responds from memory
+SNAPSHOT = -1  # `since` that requests every event of the present content
+_SLACK_S = 5.0  # added to a request's timeout for the time after a long poll has ended
 _Opened: TypeAlias = Grant | NotNow
 _Pulling: TypeAlias = Pulled | NotNow
 
 
 class KvdClient:
-    def __init__(self, calls: HttpClient, url: str) -> None:
+    def __init__(self, http: HttpClient, url: str) -> None:
         self.url = url.rstrip("/")
-        self._calls = calls
+        self._http = http
 
-    async def open(self, asked: OpenTransfer) -> Grant | NotNow:
-        body = msgspec.json.encode(asked)
-        return await self._calls.ask(
+    async def open(self, request: OpenTransfer) -> Grant | NotNow:
+        body = msgspec.json.encode(request)
+        return await self._http.request_json(
             "POST",
             f"{self.url}/v1/open",
-            _Opened,  # type: ignore[arg-type]  # a union is no `type`
+            _Opened,  # type: ignore[arg-type]  # a union is not a `type`
             timeout_s=ASK_S,
             body=body,
         )
 
-    async def committed(self, transfer_id: TransferId) -> TransferStatus:
-        """Returns when it is; TransferFailed when it never will be."""
+    async def wait_committed(self, transfer_id: TransferId) -> TransferStatus:
+        """Returns after the commit. Raises `TransferFailed` when the transfer ended without one."""
         url = f"{self.url}/v1/transfers/{transfer_id}?wait_s={LONGEST_WAIT_S:g}"
         while True:
-            status = await self._calls.ask(
+            status = await self._http.request_json(
                 "GET", url, TransferStatus, timeout_s=LONGEST_WAIT_S + _SLACK_S
             )
             if status.state == "committed":
@@ -53,36 +53,36 @@ class KvdClient:
 
     async def transfer(self, transfer_id: TransferId) -> TransferStatus:
         url = f"{self.url}/v1/transfers/{transfer_id}"
-        return await self._calls.ask("GET", url, TransferStatus, timeout_s=ASK_S)
+        return await self._http.request_json("GET", url, TransferStatus, timeout_s=ASK_S)
 
     async def abort(self, transfer_id: TransferId, reason: str) -> None:
         body = msgspec.json.encode(AbortReason(reason))
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
-        await self._calls.ask("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
+        await self._http.request_json("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
 
-    async def pull(self, asked: Pull) -> Pulled | NotNow:
-        """Returns when the prefix is there."""
-        body = msgspec.json.encode(asked)
-        return await self._calls.ask(
+    async def pull(self, request: Pull) -> Pulled | NotNow:
+        """Returns when the kvd holds the prefix."""
+        body = msgspec.json.encode(request)
+        return await self._http.request_json(
             "POST",
             f"{self.url}/v1/pull",
             _Pulling,  # type: ignore[arg-type]
-            timeout_s=asked.within_s + _SLACK_S,
+            timeout_s=request.within_s + _SLACK_S,
             body=body,
         )
 
     async def stats(self) -> Report:
-        return await self._calls.ask("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
+        return await self._http.request_json("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
         url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"
-        return await self._calls.ask("GET", url, EventPage, timeout_s=wait_s + _SLACK_S)
+        return await self._http.request_json("GET", url, EventPage, timeout_s=wait_s + _SLACK_S)
 
     async def set_role(self, role: Role) -> Role | None:
-        """The new role; None when another planner was quicker."""
+        """The new role; None when another gateway has changed the role in the meantime."""
         body = msgspec.json.encode(role)
         try:
-            return await self._calls.ask(
+            return await self._http.request_json(
                 "POST", f"{self.url}/v1/role", Role, timeout_s=ASK_S, body=body
             )
         except PeerHttpError as error:

@@ -1,6 +1,6 @@
-"""A node as gateways see it: ours and vLLM's speak the same language (docs/nodes.md, docs/vllm.md).
-
-Where they differ: vLLM refuses a prefill with HTTP 200 and an error within `kv_transfer_params`.
+"""The gateway's client of a node. `prfaas node` and vLLM serve the same API (docs/nodes.md,
+docs/vllm.md), with one difference: vLLM refuses a prefill with HTTP 200 and an error within
+`kv_transfer_params`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from prfaas.errors import ConnectionLost
-from prfaas.gateway.request import StreamBroken
-from prfaas.http_client.client import Exchange, HttpClient, PeerHttpError
+from prfaas.contracts.openai import Usage, UsageField
+from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
+from prfaas.http_client.client import Exchange, HttpClient
 
-LOOK_S = 3.0  # for metrics and cards
+LOOK_S = 3.0  # for metrics, health and the model card
 PREFILL_S = 600.0
-SILENCE_S = 300.0  # between two events of a stream, and until the first, of a node that lives
-_DRAINING = "draining"  # a node's word for it, at /health
+SILENCE_S = 300.0  # longest time without an event from a node that is alive
+_DRAINING = "draining"  # the error code of /health
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
@@ -27,7 +27,7 @@ _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", 
 
 class Unless(Protocol):
     def __call__(self, give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
-        """A context in which `give_up` may be called; `begun`: the first token is there."""
+        """A context in which `give_up` may be called. `begun`: the first token has arrived."""
 
 
 def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
@@ -35,31 +35,18 @@ def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManage
 
 
 class Load(NamedTuple):
-    """What a node says it has to do."""
+    """A node's requests, as it reports them."""
 
     running: int
     waiting: int
 
 
 class Card(NamedTuple):
-    """What a node serves."""
+    """The model that a node serves."""
 
     model: str
     max_tokens: int | None
-    ours: bool  # a `prfaas node`: can also hand off states at boundaries inside a step
-
-
-class CachedTokens(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    completion_tokens: int = 0
-    prompt_tokens_details: CachedTokens | None = None
-
-
-class _Used(msgspec.Struct, frozen=True):
-    usage: Usage | None = None
+    ours: bool  # it is a `prfaas node`, which can also hand off states at boundaries inside a step
 
 
 class _PrefillParams(msgspec.Struct, frozen=True):
@@ -72,38 +59,41 @@ class _Prefilled(msgspec.Struct, frozen=True):
 
 
 class NodeClient:
-    def __init__(self, calls: HttpClient, url: str) -> None:
+    def __init__(self, http: HttpClient, url: str) -> None:
         self.url = url.rstrip("/")
-        self._calls = calls
+        self._http = http
 
     async def card(self) -> Card:
-        answer: Any = await self._calls.ask("GET", f"{self.url}/v1/models", Any, timeout_s=LOOK_S)
+        answer: Any = await self._http.request_json(
+            "GET", f"{self.url}/v1/models", Any, timeout_s=LOOK_S
+        )
         try:
             card = answer["data"][0]
             return Card(str(card["id"]), card.get("max_model_len"), card.get("prfaas") is not None)
         except (KeyError, IndexError, TypeError):
-            raise PeerHttpError(502, "", f"{self.url} does not say what it serves") from None
+            raise PeerHttpError(502, "", f"{self.url} does not list a model") from None
 
     async def load(self) -> Load:
-        """Sums over the engines of a server (data parallelism has several)."""
-        page = await self._calls.read("GET", f"{self.url}/metrics", LOOK_S)
+        """The sum over the engines of a server: with data parallelism a server has several."""
+        page = await self._http.request("GET", f"{self.url}/metrics", timeout_s=LOOK_S)
         found = {"running": 0.0, "waiting": 0.0}
         for name, value in _LOAD.findall(page):
             found[name.decode()] += float(value)
         return Load(int(found["running"]), int(found["waiting"]))
 
-    async def leaving(self) -> bool:
-        """Whether it was told to stop: it finishes what it has."""
+    async def draining(self) -> bool:
+        """Whether the node takes no new requests because it was asked to stop."""
         try:
-            await self._calls.read("GET", f"{self.url}/health", LOOK_S)
+            await self._http.request("GET", f"{self.url}/health", timeout_s=LOOK_S)
         except PeerHttpError as error:
             return error.code == _DRAINING
         return False
 
     async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
-        """Returns when the node has computed and handed to its kvd what it was asked for; the
-        receiver's kvd says when it is there. How many tokens it had cached, where it says so."""
-        answer = await self._calls.ask(
+        """Returns when the node has computed the prefill and handed the result to its kvd; the
+        receiving kvd reports when the transfer is committed. Returns the number of cached tokens,
+        or None when the node does not report it."""
+        answer = await self._http.request_json(
             "POST",
             f"{self.url}/v1/completions",
             _Prefilled,
@@ -116,8 +106,7 @@ class NodeClient:
             code = str(params.error.get("code", ""))
             status = 400 if code == "invalid_request" else 503
             raise PeerHttpError(status, code, str(params.error.get("message") or code))
-        details = answer.usage and answer.usage.prompt_tokens_details
-        return details.cached_tokens if details else None
+        return answer.usage.cached_tokens if answer.usage is not None else None
 
     @asynccontextmanager
     async def answer(
@@ -128,26 +117,26 @@ class NodeClient:
         *,
         stream: bool,
         unless: Unless = _never,
-    ) -> AsyncIterator[Answer]:
-        """Entered when the first event is there, or the whole body of what is no stream. `unless`
-        is given what ends the waiting, for as long as there is something to wait for."""
+    ) -> AsyncIterator[NodeResponse]:
+        """Entered when the first event has arrived, or the whole body of a response that is not a
+        stream. `unless` gets a function that ends the wait, before and after the first token."""
         url = f"{self.url}{path}"
-        exchange = await self._calls.send("POST", url, body, headers, silence_s=SILENCE_S)
+        exchange = await self._http.send("POST", url, body, headers, silence_s=SILENCE_S)
         async with exchange:
             with unless(exchange.give_up, begun=False):
-                await exchange.accepted()
+                await exchange.check_status()
                 rest = _events(exchange) if stream else None
-                first = [await exchange.rest()] if rest is None else await anext(rest, None)
+                first = [await exchange.read_rest()] if rest is None else await anext(rest, None)
             if not first:
-                raise ConnectionLost(f"{url}: ended before the first token")
+                raise ConnectionLost(f"{url}: the stream ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
             with unless(exchange.give_up, begun=True):
-                yield Answer(rest, first, url)
+                yield NodeResponse(rest, first, url)
 
 
-class Answer:
-    """The decode engine's answer, an `Upstream`."""
+class NodeResponse:
+    """The decode engine's response, an `Upstream`."""
 
     def __init__(
         self, rest: AsyncIterator[list[bytes]] | None, first: list[bytes], url: str
@@ -156,24 +145,24 @@ class Answer:
         self._first = first
         self._url = url
         self._events = 0
-        self._last = b""  # that says something
-        self.whole = False  # ended as it should
+        self._last = b""  # the last event before [DONE]
+        self.complete = False  # it ended with [DONE], or is a whole body
 
     async def events(self) -> AsyncIterator[list[bytes]]:
-        together: list[bytes] | None = self._first
-        while together is not None:
-            said, error = self._taken(together)
-            if said:
-                yield said
+        batch: list[bytes] | None = self._first
+        while batch is not None:
+            events, error = self._split_error(batch)
+            if events:
+                yield events
             if error is not None:
                 raise StreamBroken(str(error))
-            together = await self._more()
-        if not self.whole:
-            raise StreamBroken(f"{self._url}: the stream ended too soon")
+            batch = await self._next_batch()
+        if not self.complete:
+            raise StreamBroken(f"{self._url}: the stream ended before [DONE]")
 
-    async def _more(self) -> list[bytes] | None:
+    async def _next_batch(self) -> list[bytes] | None:
         if self._rest is None:
-            self.whole = True
+            self.complete = True
             return None
         try:
             return await anext(self._rest, None)
@@ -182,32 +171,32 @@ class Answer:
 
     @property
     def output_tokens(self) -> int:
-        """As the engine counts them; where it does not say, one an event."""
+        """As the engine reports them, or one per event when it does not."""
         data = self._last.removeprefix(b"data:")
         try:
-            usage = msgspec.json.decode(data, type=_Used).usage
+            usage = msgspec.json.decode(data, type=UsageField).usage
         except msgspec.MsgspecError:
             usage = None
         return self._events if usage is None else usage.completion_tokens
 
-    def _taken(self, together: list[bytes]) -> tuple[list[bytes], PeerHttpError | None]:
-        """What of it is an answer, and the error behind that, if there is one."""
-        for place, event in enumerate(together):
+    def _split_error(self, batch: list[bytes]) -> tuple[list[bytes], PeerHttpError | None]:
+        """The events before an error event, and the error."""
+        for index, event in enumerate(batch):
             if event.startswith(_ERROR):
-                return together[:place], _error_of(event)
+                return batch[:index], _error_of(event)
             if event.startswith(_DONE):
-                self.whole = True
+                self.complete = True
             else:
                 self._events += 1
                 self._last = event
-        return together, None
+        return batch, None
 
 
 async def _events(exchange: Exchange) -> AsyncIterator[list[bytes]]:
-    """Whole events, each with the empty line behind it; those together that came together."""
-    held = b""
-    while (data := await exchange.more()) is not None:
-        *whole, held = (held + data).split(b"\n\n")
+    """Whole events, each with the empty line that ends it, in the batches in which they arrived."""
+    rest = b""
+    while (data := await exchange.read_some()) is not None:
+        *whole, rest = (rest + data).split(b"\n\n")
         if whole:
             yield [event + b"\n\n" for event in whole]
 

@@ -1,5 +1,8 @@
-"""A prompt's token ids, kept as they came: parsed once into an array, for its hashes, and passed on
-as the JSON that a client sent. A hundred thousand Python integers are never made. Pure."""
+"""A prompt's token ids: an array for the hashes, and the client's JSON for the nodes.
+
+The JSON is parsed once and forwarded unchanged, so that a prompt of a hundred thousand tokens never
+becomes a hundred thousand Python integers. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-LIMIT = 2**31  # ids are below it
-_OF_LISTS = b"0123456789, \n\r\t"
+LIMIT = 2**31  # token ids are smaller
+_LIST_BYTES = b"0123456789, \n\r\t"
 _COMMA = ord(",")
 Array: TypeAlias = npt.NDArray[np.uint32]
 
@@ -27,12 +30,12 @@ class TokenIds:
 
     @classmethod
     def read(cls, json: bytes) -> TokenIds | None:
-        """From valid JSON; None: it is something else than a list of token ids, at least one."""
-        # What has only digits, commas and one pair of brackets is, being JSON, a list of integers.
-        if json.translate(None, _OF_LISTS) != b"[]":
+        """From valid JSON. None when it is not a list of at least one token id."""
+        # Valid JSON of only digits, commas, spaces and one pair of brackets is a list of integers.
+        if json.translate(None, _LIST_BYTES) != b"[]":
             return None
         wide: npt.NDArray[Any] = np.fromstring(json.strip()[1:-1], dtype=np.int64, sep=",")
-        if not wide.size or wide.max() >= LIMIT:  # what does not fit into 64 bits is the largest
+        if not wide.size or wide.max() >= LIMIT:  # an integer over 64 bits becomes the largest
             return None
         return cls(wide.astype(np.uint32), json)
 
@@ -43,7 +46,7 @@ class TokenIds:
         return f"TokenIds({len(self)})"
 
     def json(self, stop: int | None = None) -> msgspec.Raw:
-        """Of all, or of the first `stop`; at least one."""
+        """The JSON of all ids, or of the first `stop` ids; `stop` is at least 1."""
         if stop is None or stop >= len(self):
             return msgspec.Raw(self._json)
         commas = np.flatnonzero(np.frombuffer(self._json, dtype=np.uint8) == _COMMA)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from prfaas.clock import Clock
+from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.booking import Booking
 from prfaas.gateway.dispatch.handoff import Failed, Later
 from prfaas.gateway.dispatch.retry_budget import RetryBudget
-from prfaas.gateway.request import RequestError, RequestTrace
+from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.types import NodeId
 

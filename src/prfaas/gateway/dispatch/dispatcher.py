@@ -19,17 +19,17 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, PeerError
-from prfaas.gateway.client.node_client import Answer, NodeClient
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.booking import Booking
 from prfaas.gateway.dispatch.handoff import Failed, HandOff, Later, refused_by
 from prfaas.gateway.dispatch.retry_budget import RetryBudget
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.request import Request
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Dispatcher:
         return len(self._under_way)
 
     @asynccontextmanager
-    async def answer(self, ask: GatewayRequest, story: RequestTrace) -> AsyncIterator[Answer]:
+    async def answer(self, ask: GatewayRequest, story: RequestTrace) -> AsyncIterator[NodeResponse]:
         """See `ask.Backend`."""
         if self._ended:
             raise RequestError(
@@ -135,7 +135,7 @@ class Dispatcher:
         prompt: PromptHashes,
         booking: Booking,
         story: RequestTrace,
-    ) -> Answer:
+    ) -> NodeResponse:
         route = booking.route
         story.attempts += 1
         story.routed_s = self._clock.now()
@@ -210,8 +210,8 @@ class Dispatcher:
     def _close(self, booking: Booking) -> None:
         booking.close(self._clock.now())
 
-    def _observe(self, answer: Answer, story: RequestTrace, prompt: PromptHashes) -> None:
-        if answer.whole:
+    def _observe(self, answer: NodeResponse, story: RequestTrace, prompt: PromptHashes) -> None:
+        if answer.complete:
             cached = min(story.cached_tokens, prompt.tokens - 1)
             self._router.traffic.observe(
                 self._clock.now(),

@@ -15,16 +15,16 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, PeerError
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.client.node_client import PREFILL_S, NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.booking import Booking
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
-from prfaas.gateway.request import GatewayRequest, RequestError, RequestTrace
+from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
-from prfaas.http_client.client import HttpClient, PeerHttpError
+from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import handoff
 from prfaas.scheduler.request import Route
 from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
@@ -204,7 +204,7 @@ class HandOff:
         )
         answered = partial(self._answered, story, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(answered)
-        committing = self._errands.run(self._kvd.committed(grant.transfer_id), PREFILL_S)
+        committing = self._errands.run(self._kvd.wait_committed(grant.transfer_id), PREFILL_S)
         waiting: set[asyncio.Future[Any]] = {prefilling, committing}
         try:
             while not committing.done():

@@ -90,7 +90,7 @@ class Poller:
             asked_s = self._clock.now()
             own = self._router.own_prefills(member)
             load = await node.load()
-            leaving = await node.leaving()
+            leaving = await node.draining()
         except PeerError:
             member.card = None  # whoever answers there next may serve something else
             raise

@@ -6,12 +6,12 @@ The same grant, landing and commit as a hand-off; the pages then stay as prefix.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
-import aiohttp
 import msgspec
 
-from prfaas.errors import ConnectionLost, PeerError, TransferFailed
+from prfaas.errors import PeerError, PeerHttpError, TransferFailed
+from prfaas.http_client.client import HttpClient
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import UNREGISTERED, IncomingTransfers
 from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer
@@ -56,12 +56,11 @@ class Pushing(msgspec.Struct, frozen=True, tag="pushing"):
     """It is on its way."""
 
 
-_MATCHED = msgspec.json.Decoder(Matched)
-_PUSHING: msgspec.json.Decoder[Pushing | NotNow] = msgspec.json.Decoder(Pushing | NotNow)
+_Pushed: TypeAlias = Pushing | NotNow
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
+    store: Store, incoming: IncomingTransfers, http: HttpClient, asked: Pull
 ) -> Pulled | NotNow:
     """Waits for the commit. PeerError when the source cannot or does not send, or not in time."""
     try:
@@ -72,12 +71,12 @@ async def pull(
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: aiohttp.ClientSession, asked: Pull
+    store: Store, incoming: IncomingTransfers, http: HttpClient, asked: Pull
 ) -> Pulled | NotNow:
     shelf = store.shelf
     if shelf is None:
         return UNREGISTERED
-    there = await _ask(http, f"{asked.source}/v1/match", Prefix(asked.hashes), _MATCHED)
+    there = await _ask(http, f"{asked.source}/v1/match", Prefix(asked.hashes), Matched)
     here = shelf.pool.match([BlockHash(name) for name in asked.hashes])
     if there.tokens <= here.tokens:
         return Pulled(here.tokens, 0)
@@ -90,7 +89,12 @@ async def _pull(
             way = asked.via or grant.data_address
             granted = msgspec.structs.replace(grant, data_address=way)
             push = Push(hashes, shelf.compat, granted)
-            answer = await _ask(http, f"{asked.source}/v1/push", push, _PUSHING)
+            answer: Pushing | NotNow = await _ask(
+                http,
+                f"{asked.source}/v1/push",
+                push,
+                _Pushed,  # type: ignore[arg-type]  # a union is not a `type`
+            )
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"the source says: {answer.reason}")
         status = await incoming.wait(grant.transfer_id, PULL_S)
@@ -103,17 +107,9 @@ async def _pull(
     return Pulled(there.tokens, grant.max_bytes)
 
 
-async def _ask(
-    http: aiohttp.ClientSession, url: str, body: msgspec.Struct, answer: msgspec.json.Decoder[T]
-) -> T:
-    timeout = aiohttp.ClientTimeout(total=ASK_S)
+async def _ask(http: HttpClient, url: str, body: msgspec.Struct, kind: type[T]) -> T:
+    data = msgspec.json.encode(body)
     try:
-        async with http.post(url, data=msgspec.json.encode(body), timeout=timeout) as response:
-            text = await response.read()
-            if response.status != 200:
-                raise TransferFailed(f"{url} answers {response.status}: {text[:500]!r}")
-            return answer.decode(text)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise ConnectionLost(f"{url}: {error or type(error).__name__}") from None
-    except msgspec.MsgspecError as error:
-        raise TransferFailed(f"{url} does not answer as a kvd: {error}") from None
+        return await http.request_json("POST", url, kind, timeout_s=ASK_S, body=data)
+    except PeerHttpError as error:
+        raise TransferFailed(f"{url} answers {error.status}: {error}") from None

@@ -1,5 +1,5 @@
-"""A front over one node: both in this process, over real sockets. The backend sends everything to
-that node and hands nothing off, so what is seen is the front's own doing."""
+"""The gateway's API over one node: both in this process, over real sockets. The backend sends every
+request to that node and hands nothing off, so that tests observe only the API."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
 from prfaas.engine.emulated.pace import Scales
+from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, serving
-from prfaas.gateway.request import (
-    GatewayRequest,
-    RequestError,
-    RequestTrace,
-    StreamBroken,
-    Upstream,
-)
+from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
@@ -80,51 +75,53 @@ class _Answer:
 
 @dataclass(slots=True)
 class OneNode:
-    """A backend of one node."""
+    """A backend with one node."""
 
     node: Surfaced
-    stays_open: bool = False  # answers do not end after their last event
-    asked: list[GatewayRequest] = field(default_factory=list)
-    stories: list[RequestTrace] = field(default_factory=list)
-    beats: list[Heartbeat] = field(default_factory=list)
-    came: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # somebody's answer is over
+    stays_open: bool = False  # responses do not end after their last event
+    requests: list[GatewayRequest] = field(default_factory=list)
+    traces: list[RequestTrace] = field(default_factory=list)
+    heartbeats: list[Heartbeat] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @asynccontextmanager
-    async def answer(self, ask: GatewayRequest, story: RequestTrace) -> AsyncIterator[Upstream]:
-        self.asked.append(ask)
-        self.came.set()
-        self.stories.append(story)
-        body = {**ask.fields, "cache_salt": ask.salt}
-        if ask.path == "/v1/completions":
-            body["prompt"] = ask.token_ids.json()
-        story.attempts, story.reason, story.routed_s = 1, "the only one", story.arrived_s
+    async def answer(self, request: GatewayRequest, trace: RequestTrace) -> AsyncIterator[Upstream]:
+        self.requests.append(request)
+        self.arrived.set()
+        self.traces.append(trace)
+        body = {**request.fields, "cache_salt": request.salt}
+        if request.path == "/v1/completions":
+            body["prompt"] = request.token_ids.json()
+        trace.attempts, trace.reason, trace.routed_s = 1, "the only node", trace.arrived_s
         try:
-            async with self.node.http.post(ask.path, data=msgspec.json.encode(body)) as response:
+            async with self.node.http.post(
+                request.path, data=msgspec.json.encode(body)
+            ) as response:
                 if response.status != 200:
                     error = (await response.json())["error"]
                     raise RequestError(
                         response.status, error["code"], error["message"], param=error["param"]
                     )
-                story.first_token_s = MonotonicClock().now()
-                yield _Answer(response, stream=ask.stream, stays_open=self.stays_open)
+                trace.first_token_s = MonotonicClock().now()
+                yield _Answer(response, stream=request.stream, stays_open=self.stays_open)
         finally:
-            self.left.set()
+            self.ended.set()
 
-    def explain(self, ask: GatewayRequest) -> dict[str, Any]:
-        return {"prompt_tokens": len(ask.token_ids), "salt": ask.salt}
+    def explain(self, request: GatewayRequest) -> dict[str, Any]:
+        return {"prompt_tokens": len(request.token_ids), "salt": request.salt}
 
     def state(self) -> dict[str, Any]:
         return {"nodes": 1}
 
     def metrics(self) -> list[Metric]:
-        return [GaugeMetricFamily("prfaas_gateway_nodes", "Of the back.", 1)]
+        return [GaugeMetricFamily("prfaas_gateway_nodes", "Nodes of the backend.", 1)]
 
     def plan(self) -> dict[str, Any]:
         return {"threshold_tokens": 1}
 
-    def register(self, beat: Heartbeat) -> None:
-        self.beats.append(beat)
+    def register(self, heartbeat: Heartbeat) -> None:
+        self.heartbeats.append(heartbeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,7 @@ class ApiServer:
 async def api_server(
     *,
     keys: Sequence[TenantKey] = (),
-    words: ModelTokenizer | None = BYTES,
+    tokenizer: ModelTokenizer | None = BYTES,
     scales: Scales = FAST,
     timeout_s: float | None = HANG_S,
     **section: Any,
@@ -164,7 +161,7 @@ async def api_server(
         aiohttp.ClientSession() as http,
     ):
         backend = OneNode(node)
-        options = GatewayOptions(words=words, keys=keys, drain_s=0.1)
+        options = GatewayOptions(words=tokenizer, keys=keys, drain_s=0.1)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(**section), backend, options, MonotonicClock(), listening

@@ -1,4 +1,4 @@
-"""A front in a process of its own, so that its memory can be watched: `python -m ...child`."""
+"""The API server as a separate process, whose memory tests can measure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from prfaas.engine.emulated.pace import Scales
-from tests.gateway.api.fronts import api_server
+from tests.gateway.api.api_server import api_server
 
 
 async def main(body_mb: float, patience_s: float) -> None:

@@ -1,0 +1,2 @@
+"""Contracts between processes: each message that crosses a process boundary has its one typed home
+here."""

@@ -1,0 +1,47 @@
+"""The parts of OpenAI's API that more than one process reads or writes: usage, stream options and
+errors. Fields that are not declared here are ignored on decoding, as OpenAI's servers do.
+
+The gateway and the nodes each define which request fields they serve (`gateway.api.request_schema`,
+`node.request_schema`): these sets differ on purpose.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: CachedTokens | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None when the engine does not report it."""
+        details = self.prompt_tokens_details
+        return details.cached_tokens if details is not None else None
+
+
+class UsageField(msgspec.Struct, frozen=True):
+    """The `usage` field of a response body or of a stream event."""
+
+    usage: Usage | None = None
+
+
+class Error(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: Error

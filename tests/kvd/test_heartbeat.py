@@ -1,0 +1,67 @@
+"""Heartbeats against a gateway that is down, refuses, and then accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any, cast
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.http_client.client import open_client
+from prfaas.kvd import heartbeat
+from prfaas.kvd.report import Reporter
+from tests.gateway.backs import until
+from tests.waiting import HANG_S
+
+
+class _Reporter:
+    def report(self) -> dict[str, Any]:
+        return {"report": 1}
+
+
+async def test_a_gateway_that_does_not_answer_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    received: list[tuple[str | None, Any]] = []
+    accepted = asyncio.Event()
+
+    async def register(request: web.Request) -> web.Response:
+        received.append(
+            (request.headers.get("Authorization"), msgspec.json.decode(await request.read()))
+        )
+        if len(received) < 3:
+            return web.json_response({"error": {"message": "not yet"}}, status=503)
+        if len(received) > 4:
+            accepted.set()
+        return web.json_response({})
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host, port = listening.getsockname()
+    app = web.Application()
+    app.router.add_post("/prfaas/v1/register", register)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    url = f"http://{host}:{port}"
+    with caplog.at_level(logging.INFO, heartbeat.__name__):
+        async with asyncio.timeout(HANG_S), open_client("key") as http:
+            beating = asyncio.create_task(
+                heartbeat.beat(http, url, "http://kvd", "home", cast(Reporter, _Reporter()))
+            )
+            await until(lambda: bool(lines()))  # no process listens yet
+            await web.TCPSite(runner, host, port).start()
+            await accepted.wait()
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+    await runner.cleanup()
+    body = {"kvd_url": "http://kvd", "cluster": "home", "report": {"report": 1}}
+    assert set(map(str, received)) == {str(("Bearer key", body))}
+    down, registered = lines()  # one line per change, not per heartbeat
+    assert url in down and "registered" in registered
