@@ -25,7 +25,7 @@ from prfaas.kvd.events import EventPage
 from prfaas.kvd.report import EngineReport, PoolReport, Report
 from prfaas.kvd.role import Role
 from prfaas.kvd.transfers.incoming import TransferStatus
-from prfaas.transport.receiver import ArrivalStats
+from prfaas.transport.receiver import ReceiverStats
 from prfaas.types import Compat, Grant, NodeId, TransferId
 
 MODEL = "case-study-1t"
@@ -89,7 +89,7 @@ class Host:
             incoming={},
             outgoing={},
             held_leases=0,
-            arrivals=ArrivalStats(0, 0, 0, 0, 0, 0),
+            arrivals=ReceiverStats(0, 0, 0, 0, 0, 0),
             links=(),
             next_seq={node: 0},
         )

@@ -46,10 +46,10 @@ from prfaas.launch.children import ChildDied
 from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
 from prfaas.launch.preparation import CACHE, TINY_DEVICE, Prepared, Wish, prepared, tiny_deployment
 from prfaas.launch.request_outcomes import RequestOutcomes
-from prfaas.measure.client import Target, TimedAnswer, connect
-from prfaas.measure.open_loop import Ask
-from prfaas.measure.prompts import Prompts, Run
-from prfaas.measure.summary import Spread, spread
+from prfaas.measure.client import Target, TimedResponse, connect
+from prfaas.measure.open_loop import RequestTemplate
+from prfaas.measure.prompts import PromptGenerator, PromptPart
+from prfaas.measure.summary import LatencySummary, summarise_latencies
 
 POLICIES = ("adaptive", "paper", "local", "remote")
 MOST = 0.8  # of the last policy's median TTFT
@@ -106,23 +106,23 @@ async def serve(hosts: Hosts, ready: Prepared, policy: str, load: Load) -> Serve
             told = [await stories.of(one.request_id) for one in answers if one.request_id]
     return Served(
         policy,
-        [one.ttft_s for one in answers if one.moments_s],
+        [one.ttft_s for one in answers if one.event_times_s],
         dict(Counter(one.prefill or one.decode for one in told)),
         dict(Counter(one.error for one in answers if one.error is not None)),
     )
 
 
-async def closed_loop(target: Target, load: Load) -> list[TimedAnswer]:
+async def closed_loop(target: Target, load: Load) -> list[TimedResponse]:
     """Every stream takes the next prompt when the answer to its last one has ended."""
     assert target.model is not None
-    ask = Ask(target.model, salt=secrets.token_hex(8))
-    prompts = Prompts()
+    ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
+    prompts = PromptGenerator()
     numbers = iter(range(load.requests))
-    answers: list[TimedAnswer] = []
+    answers: list[TimedResponse] = []
 
     async def stream() -> None:
         for number in numbers:
-            text = prompts.text([Run(b"%d" % number, load.prompt_tokens)])
+            text = prompts.text([PromptPart(b"%d" % number, load.prompt_tokens)])
             answers.append(await target.complete(ask.body(text, load.output_tokens), ANSWER_S))
 
     async with asyncio.TaskGroup() as streams:
@@ -136,7 +136,7 @@ async def closed_loop(target: Target, load: Load) -> list[TimedAnswer]:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    ttft_s: Spread | None
+    ttft_s: LatencySummary | None
     prefills: dict[str, int]
     failures: dict[str, int]
 
@@ -148,7 +148,9 @@ def figures(runs: Sequence[Served]) -> Figures:
         prefills.update(run.prefills)
         failures.update(run.failures)
     return Figures(
-        spread(value for run in runs for value in run.ttfts_s), dict(prefills), dict(failures)
+        summarise_latencies(value for run in runs for value in run.ttfts_s),
+        dict(prefills),
+        dict(failures),
     )
 
 

@@ -48,9 +48,9 @@ from prfaas.launch.deployment import Hosts, Live, launched_gateway, launched_hos
 from prfaas.launch.preparation import Wan
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import connect
-from prfaas.measure.open_loop import Ask, offer
-from prfaas.measure.prompts import Prompts
-from prfaas.measure.summary import Spread, spread
+from prfaas.measure.open_loop import RequestTemplate, offer_load
+from prfaas.measure.prompts import PromptGenerator
+from prfaas.measure.summary import LatencySummary, summarise_latencies
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
 
@@ -135,12 +135,12 @@ async def served(
         connect(live.gateway_url, clock) as target,
     ):
         assert target.model is not None
-        ask = Ask(target.model, salt=secrets.token_hex(8))
+        ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
         began_s = clock.now()
         slowing = asyncio.create_task(slowed(relay, way.link.gbps, episode, began_s, clock))
         watching = asyncio.create_task(watch(live, looks, began_s, clock))
         try:
-            outcomes = await offer(target, arrivals, ask, Prompts(), clock)
+            outcomes = await offer_load(target, arrivals, ask, PromptGenerator(), clock)
             await slowing
             async with asyncio.timeout(TOLD_S):
                 told = [await stories.of(one.request_id) for one in outcomes]
@@ -182,8 +182,8 @@ class Figures:
     offloaded_before: float  # shares of the requests that arrived then
     offloaded_during: float
     offloaded_after: float
-    ttft_before_s: Spread | None
-    ttft_during_s: Spread | None  # of those who arrived during the whole episode
+    ttft_before_s: LatencySummary | None
+    ttft_during_s: LatencySummary | None  # of those who arrived during the whole episode
     noticed_s: float | None  # until the gateway said that the link was not clear
     cleared_s: float | None  # ... that it was again
     resumed_s: float | None  # until somebody was offloaded who had arrived after the episode
@@ -207,8 +207,8 @@ def figures(run: Run, episode: Episode) -> Figures:
         offloaded_before=share(before),
         offloaded_during=share(arrived(start_s + DROPS_S, stop_s)),
         offloaded_after=share(arrived(stop_s + RESUMES_S, np.inf)),
-        ttft_before_s=spread(one.ttft_s for one in before),
-        ttft_during_s=spread(one.ttft_s for one in arrived(start_s, stop_s)),
+        ttft_before_s=summarise_latencies(one.ttft_s for one in before),
+        ttft_during_s=summarise_latencies(one.ttft_s for one in arrived(start_s, stop_s)),
         noticed_s=min(noticed) - start_s if noticed else None,
         cleared_s=min(clear) - stop_s if clear else None,
         resumed_s=min(again) - stop_s if again else None,

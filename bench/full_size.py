@@ -35,7 +35,7 @@ from prfaas.engine.memory import MemorySegments, ScratchSink
 from prfaas.engine.profiling import Measured, Profiler
 from prfaas.engine.runner import Outcome, run
 from prfaas.planner.equations import eq1_kv_throughput_bps
-from prfaas.testing.token_identical import Generation, compare
+from prfaas.testing.token_identical import GeneratedTokens, compare
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("kimi-linear-48b-a3b", "qwen3-4b")
@@ -74,8 +74,8 @@ def exact(engine: HFEngine, tokens: int, generated: int = 64) -> dict[str, Any]:
     }
 
 
-def _generation(outcome: Outcome) -> Generation:
-    return Generation(outcome.tokens, outcome.logits)
+def _generation(outcome: Outcome) -> GeneratedTokens:
+    return GeneratedTokens(outcome.tokens, outcome.logits)
 
 
 def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int) -> dict[str, Any]:

@@ -55,8 +55,8 @@ from prfaas.launch.commands import ways
 from prfaas.launch.deployment import Hosts, launched_gateway, launched_hosts
 from prfaas.launch.preparation import Wan
 from prfaas.measure.client import connect
-from prfaas.measure.open_loop import Ask, offer
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.open_loop import RequestTemplate, offer_load
+from prfaas.measure.prompts import PromptGenerator
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.studies.problem_files import Study
@@ -160,7 +160,7 @@ async def loaded(
         connect(live.gateway_url, clock) as target,
     ):
         assert target.model is not None
-        ask = Ask(target.model, salt=secrets.token_hex(8))
+        ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
 
         async def look() -> None:
             while True:
@@ -173,13 +173,20 @@ async def loaded(
             arrivals = Arrivals(
                 np.zeros(1), np.array([LONG_TOKENS]), np.zeros(1, np.int64), np.ones(1, np.int64)
             )
-            name = Ask(ask.model, salt=secrets.token_hex(8))
-            await offer(target, arrivals, name, Prompts(), clock, give_up_s=GIVEN_UP_S)
+            name = RequestTemplate(ask.model, salt=secrets.token_hex(8))
+            await offer_load(target, arrivals, name, PromptGenerator(), clock, give_up_s=GIVEN_UP_S)
 
         tasks = [
             asyncio.create_task(look()),
             asyncio.create_task(
-                offer(target, arrivals, ask, Prompts(), clock, give_up_s=float(arrivals.at_s[-1]))
+                offer_load(
+                    target,
+                    arrivals,
+                    ask,
+                    PromptGenerator(),
+                    clock,
+                    give_up_s=float(arrivals.at_s[-1]),
+                )
             ),
         ]
         try:

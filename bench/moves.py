@@ -48,8 +48,8 @@ from prfaas.launch.children import Children
 from prfaas.launch.deployment import Hosts, Live, launched_gateway
 from prfaas.launch.preparation import Prepared, Wish, prepared
 from prfaas.measure.client import connect
-from prfaas.measure.open_loop import Ask, Outcome, offer
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
+from prfaas.measure.prompts import PromptGenerator
 from prfaas.measure.summary import summarise_load
 from prfaas.scheduler.costs import costs_of
 from prfaas.sim.arrivals import Arrivals
@@ -172,11 +172,11 @@ async def _run(
         assert prefilling == list(hosts.kvds)[:PREFILL], "who is behind a relay"
         async with connect(live.gateway_url, clock) as target:
             assert target.model is not None
-            ask, prompts = Ask(target.model, secrets.token_hex(8)), Prompts()
+            ask, prompts = RequestTemplate(target.model, secrets.token_hex(8)), PromptGenerator()
             warm = first_of_each(arrivals, each, apart_s)
-            _without_errors(await offer(target, warm, ask, prompts, clock, seed=1))
+            _without_errors(await offer_load(target, warm, ask, prompts, clock, seed=1))
             with progress_bar("answered", len(arrivals)) as show:
-                outcomes = await offer(target, arrivals, ask, prompts, clock, done=show)
+                outcomes = await offer_load(target, arrivals, ask, prompts, clock, done=show)
         state = await live.state()
     _without_errors(outcomes)
     return {"replicate": replicate, "outcomes": outcomes, "moves": state["moves"]}
@@ -186,14 +186,14 @@ async def _nodes(live: Live) -> list[dict[str, Any]]:
     return [node for cluster in (await live.state())["clusters"] for node in cluster["nodes"]]
 
 
-def _without_errors(outcomes: Sequence[Outcome]) -> None:
+def _without_errors(outcomes: Sequence[RequestResult]) -> None:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
         raise InputError(f"{len(errors)} requests failed: {errors[0]}", where="the gateway")
 
 
 def figures(runs: Sequence[dict[str, Any]], time_scale: float) -> dict[str, Any]:
-    def spread(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    def spread(outcomes: Sequence[RequestResult]) -> dict[str, float]:
         found = summarise_load(outcomes).ttft_s
         assert found is not None
         return {name: round(value / time_scale, 3) for name, value in asdict(found).items()}

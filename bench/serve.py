@@ -29,8 +29,8 @@ from prfaas.display.console import print_json, progress_bar
 from prfaas.errors import InputError
 from prfaas.measure.client import TIMEOUT_S, connect
 from prfaas.measure.lengths import parse_lengths
-from prfaas.measure.open_loop import Ask, Outcome, offer
-from prfaas.measure.prompts import TEXT_IDS, Prompts
+from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
+from prfaas.measure.prompts import TEXT_IDS, PromptGenerator
 from prfaas.measure.summary import summarise_load
 from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.studies.problem_files import Study
@@ -84,14 +84,16 @@ def main(
         assert load is not None
         arrivals = _random(load, lengths, workload, output, requests or DEFAULT_REQUESTS, seed)
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[RequestResult]:
         clock = MonotonicClock()
         async with connect(url, clock, key=key, model=model, timeout_s=timeout_s) as target:
             assert target.model is not None
-            ask = Ask(target.model, secrets.token_hex(8) if fresh else "", output_scale)
+            ask = RequestTemplate(target.model, secrets.token_hex(8) if fresh else "", output_scale)
             ids = range(TEXT_IDS.start, vocabulary)
             with progress_bar("answered", len(arrivals)) as show:
-                return await offer(target, arrivals, ask, Prompts(ids), clock, seed=seed, done=show)
+                return await offer_load(
+                    target, arrivals, ask, PromptGenerator(ids), clock, seed=seed, done=show
+                )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcomes = runner.run(run())

@@ -45,8 +45,8 @@ from prfaas.launch.attached_process import tether
 from prfaas.launch.deployment import launched_gateway, launched_hosts
 from prfaas.launch.preparation import Prepared, Wish, prepared
 from prfaas.measure.client import connect
-from prfaas.measure.open_loop import Ask, offer
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.open_loop import RequestTemplate, offer_load
+from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.curves import Atoms, WorkCurves, cut
 from prfaas.planner.optimise import Choice, rates
 from prfaas.planner.problem import Problem
@@ -210,9 +210,9 @@ async def serve(made: Prepared, arrivals: Arrivals, folder: Path) -> Served:
     ):
         assert target.model is not None
         began_s = (await live.state())["up_s"]
-        ask = Ask(target.model, secrets.token_hex(8))
+        ask = RequestTemplate(target.model, secrets.token_hex(8))
         with progress_bar("answered", len(arrivals)) as show:
-            outcomes = await offer(target, arrivals, ask, Prompts(), clock, done=show)
+            outcomes = await offer_load(target, arrivals, ask, PromptGenerator(), clock, done=show)
         state = await live.state()
     return Served(
         [_planned(plan, state["up_s"]) for plan in state["plans"]],

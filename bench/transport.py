@@ -36,7 +36,7 @@ from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import client_context, server_context
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.types import Grant
@@ -164,7 +164,9 @@ class Bench:
         options = LinkOptions(connections=case.connections, checksums=case.checksums)
         address = self._secure if case.tls else self._plain
         names = [f"s{i}" for i in range(len(case.segments))]
-        with Link(address, options=options, tls=self._context if case.tls else None) as link:
+        with TransferLink(
+            address, options=options, tls=self._context if case.tls else None
+        ) as link:
             # Connections are long-lived: a first transfer opens their windows, as the peers' does.
             segments = dict(zip(names, case.segments, strict=True))
             self._transfer(link, case.tls, segments)
@@ -174,7 +176,9 @@ class Bench:
         gigabytes = case.nbytes / 1e9
         return gigabytes / took_s, (sender_cpu_s + receiver_cpu_s) / gigabytes
 
-    def _transfer(self, link: Link, tls: bool, segments: dict[str, int]) -> tuple[float, float]:
+    def _transfer(
+        self, link: TransferLink, tls: bool, segments: dict[str, int]
+    ) -> tuple[float, float]:
         grant: Grant = new_grant("bench", max_bytes=sum(segments.values()), deadline_s=30)
         self._pipe.send((grant, tls))
         assert self._pipe.recv() == "expected"

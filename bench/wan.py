@@ -20,7 +20,7 @@ from typing import Any
 from prfaas.config.address import Address
 from prfaas.testing.lossy_net import LossyNet
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.wan.path import Conditions
@@ -56,7 +56,7 @@ def utilisation(gbps: float, rtt_ms: float, options: LinkOptions) -> float:
     with ExitStack() as stack:
         listener = stack.enter_context(Listener())
         relay = stack.enter_context(relayed(listener, gbps, rtt_ms))
-        link = stack.enter_context(Link(relay.address, options=options))
+        link = stack.enter_context(TransferLink(relay.address, options=options))
         transfer(link, listener, int(gbps * 1e9 / 8))
         nbytes = int(4 * gbps * 1e9 / 8)
         took_s = transfer(link, listener, nbytes)
@@ -70,11 +70,11 @@ def lossy_utilisation(gbps: float, rtt_ms: float, loss: float, options: LinkOpti
         with net.inside_far():
             listener = stack.enter_context(Listener(net.far_address))
         with net.inside_near():
-            link = stack.enter_context(Link(listener.address, options=options))
+            link = stack.enter_context(TransferLink(listener.address, options=options))
             return goodput_bps(link, listener, int(10 * gbps * 1e9 / 8)) / (gbps * 1e9)
 
 
-def goodput_bps(link: Link, listener: Listener, nbytes: int) -> float:
+def goodput_bps(link: TransferLink, listener: Listener, nbytes: int) -> float:
     """Acknowledged in four seconds after three of warming up; slow links do not get further."""
     count = nbytes // SEGMENT_BYTES
     grant = new_grant("bench", max_bytes=count * SEGMENT_BYTES, deadline_s=30)
@@ -90,7 +90,7 @@ def goodput_bps(link: Link, listener: Listener, nbytes: int) -> float:
     return found
 
 
-def transfer(link: Link, listener: Listener, nbytes: int) -> float:
+def transfer(link: TransferLink, listener: Listener, nbytes: int) -> float:
     """Seconds from the first byte ready to the commit known at the sender."""
     count = max(1, nbytes // SEGMENT_BYTES)
     grant = new_grant("bench", max_bytes=count * SEGMENT_BYTES, deadline_s=30)
@@ -113,7 +113,9 @@ def overlap(gbps: float, rtt_ms: float, seconds: float) -> dict[str, float]:
         with ExitStack() as stack:
             listener = stack.enter_context(Listener())
             relay = stack.enter_context(relayed(listener, gbps, rtt_ms))
-            link = stack.enter_context(Link(relay.address, options=LinkOptions(connections=8)))
+            link = stack.enter_context(
+                TransferLink(relay.address, options=LinkOptions(connections=8))
+            )
             transfer(link, listener, int(gbps * 1e9 / 8))
             grant = new_grant("bench", max_bytes=nbytes, deadline_s=30)
             listener.expect(grant, Memory(nbytes))

@@ -1,4 +1,4 @@
-"""Time as a collaborator. Shells receive a Clock; pure code receives `now` as an argument."""
+"""The clock. Code with side effects receives a `Clock`; pure code receives `now` as an argument."""
 
 from __future__ import annotations
 

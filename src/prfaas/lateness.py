@@ -1,8 +1,9 @@
-"""How late this process is: the time in which it had something to do and was not able to run.
+"""How late this process is: the time in which it had work to do and could not run.
 
 A sensor that measures a path also measures its own process. When the machine is busy, a thread
-wakes late, and what it reports as a slow network is its own delay. `Lateness` keeps what a regular
-beat found; `LatenessMonitor` is the thread that beats. Sensors subtract it from what they report.
+wakes late and reports its own delay as a slow network. `Lateness` records how late a regular
+heartbeat was; `LatenessMonitor` is the thread with that heartbeat. Sensors subtract the lateness
+from their reports.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Protocol
 from prfaas.clock import Clock, MonotonicClock
 
 BEAT_S = 0.05
-# Any timer is a few milliseconds late; only more than this says something about the process.
+# Any timer is a few milliseconds late. Only a longer delay shows that the process could not run.
 TOLERANCE_S = 0.01
-MEMORY_S = 60.0  # longer than any transfer may wait before it has failed
+MEMORY_S = 60.0  # longer than any transfer may wait before it fails
 
 
 class LateSince(Protocol):
@@ -26,12 +27,12 @@ class LateSince(Protocol):
 
 
 def never_late(_since_s: float, /) -> float:
-    """For owners that have no heartbeat, such as tests with a clock of their own."""
+    """For owners without a heartbeat, such as tests with a fake clock."""
     return 0.0
 
 
 class Lateness:
-    """The delays of the last minute. Thread-safe; time is given."""
+    """The delays of the last minute. Thread-safe; callers pass the time."""
 
     def __init__(self, now: float) -> None:
         self._lock = threading.Lock()
@@ -39,7 +40,7 @@ class Lateness:
         self._delays: deque[tuple[float, float]] = deque()  # from, to
 
     def beat(self, now: float) -> None:
-        """The heartbeat ran. It was due `BEAT_S` after the one before."""
+        """The heartbeat ran. It was due `BEAT_S` after the previous one."""
         with self._lock:
             due_s = self._beat_s + BEAT_S
             if now - due_s > TOLERANCE_S:
@@ -49,7 +50,7 @@ class Lateness:
                 self._delays.popleft()
 
     def since(self, since_s: float, now: float) -> float:
-        """Seconds of lateness between the two times, a beat that is overdue right now included."""
+        """Seconds of lateness between the two times, including a heartbeat that is overdue now."""
         with self._lock:
             late_s = 0.0
             for began_s, ended_s in reversed(self._delays):
@@ -61,7 +62,7 @@ class Lateness:
 
 
 class LatenessMonitor:
-    """A thread that beats until `close`; `since` says how late this process was."""
+    """A thread with a heartbeat until `close`; `since` returns how late this process was."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
@@ -74,7 +75,7 @@ class LatenessMonitor:
         return self._lateness.since(since_s, self._clock.now())
 
     def within(self, seconds: float) -> float:
-        """Of the last `seconds`."""
+        """How late this process was in the last `seconds`."""
         return self.since(self._clock.now() - seconds)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Schemas that several threads read with: built once, before there are threads.
+"""Prepares msgspec types that several threads decode, before the threads start.
 
-msgspec builds what it needs to read a Struct when the Struct is first read, and publishes it before
-it is complete. A second thread that reads the same Struct at that moment crashes the process with a
-segmentation fault (seen with msgspec 0.22 in a gateway that had just started). A module whose
-Structs are read in several threads prepares them when it is imported.
+msgspec builds a Struct's type information when the Struct is first decoded, and publishes it before
+it is complete. A second thread that decodes the same Struct at that moment crashes the process with
+a segmentation fault (seen with msgspec 0.22 in a gateway that had just started). A module whose
+Structs are decoded in several threads prepares them when it is imported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ import msgspec
 
 
 def prepare(*kinds: Any) -> None:
-    """From now on these types, and all that they contain, can be read in any thread."""
+    """Any thread may decode these types, and the types they contain, after this call."""
     for kind in kinds:
         msgspec.json.Decoder(kind)

@@ -25,7 +25,7 @@ def test_mistakes_are_one_line(prfaas: Run, tmp_path: Path) -> None:
     assert prfaas("certs", tmp_path).code == 0
     for arguments, expected in (
         ((tmp_path,), "exist already; use --force"),
-        ((tmp_path / "b", "--host", "kv1:80"), "'kv1:80' is no host name or IP address"),
+        ((tmp_path / "b", "--host", "kv1:80"), "'kv1:80' is not a host name or IP address"),
         ((tmp_path / "b", "--days", 0), "--days: 0 days; give 1 to 3650"),
     ):
         result = prfaas("certs", *arguments)

@@ -18,7 +18,7 @@ from prfaas.demo.serving import _checks as serving_checks
 from prfaas.demo.small_case import small_case
 from prfaas.launch.children import ChildDied, Children, Command
 from prfaas.launch.request_outcomes import RequestOutcomes
-from prfaas.measure.client import TimedAnswer
+from prfaas.measure.client import TimedResponse
 from prfaas.scheduler.plan import best_for
 from prfaas.studies.problem_files import Study
 from prfaas.wan.stats import RelayStats
@@ -52,7 +52,7 @@ def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run
 def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
     stories = RequestOutcomes()
     stories.heard(line(route=route, cached_tokens=cached))
-    answer = TimedAnswer(0.0, token_ids=tokens, moments_s=[1.0])
+    answer = TimedResponse(0.0, token_ids=tokens, event_times_s=[1.0])
     return Served(what, [1, 2], answer, stories.latest[0], 0, expected=[7])
 
 

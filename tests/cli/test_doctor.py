@@ -20,7 +20,7 @@ def test_a_table_and_json(prfaas: Run) -> None:
         assert found["healthy"] and found["rates"][0]["connections"] == 2
     gone = prfaas("doctor", where)
     assert gone.code == 1
-    assert "nothing listens there" in gone.out
+    assert "no process listens on that port" in gone.out
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_as_many_ways_in_as_out(prfaas: Run) -> None:
         (("--jitter-ms", "nan"), "the jitter is nan s; give 0 or more"),
         (("--cut-every", "0"), "the time between cuts is 0 s; give more than 0"),
         (("--stall", "10"), "--stall: '10'; give EVERY_S,FOR_S"),
-        (("--outage", "1,2"), "--outage: every 1 s for 2 s; both are more than 0"),
+        (("--outage", "1,2"), "--outage: every 1 s for 2 s; give two values above 0"),
         (("--outage", "a,b"), "--outage: 'a,b'; give EVERY_S,FOR_S"),
     ],
 )

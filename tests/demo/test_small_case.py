@@ -18,16 +18,16 @@ from prfaas.demo.small_case import (
 )
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.preparation import Wan
-from prfaas.measure.client import GIVEN_UP
-from prfaas.measure.open_loop import Outcome
+from prfaas.measure.client import TIMED_OUT
+from prfaas.measure.open_loop import RequestResult
 from prfaas.sim.arrivals import Arrivals
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 SCALES = Scales(time=0.5, bytes=1 / 64, output=1 / 32)
 
 
-def outcome(at_s: float, ttft_s: float | None, error: str | None = None) -> Outcome:
-    return Outcome(at_s, 0.25, 1.0, ttft_s, None, 10, None, 1, error)
+def outcome(at_s: float, ttft_s: float | None, error: str | None = None) -> RequestResult:
+    return RequestResult(at_s, 0.25, 1.0, ttft_s, None, 10, None, 1, error)
 
 
 def test_first_tokens_of_the_counted_time() -> None:
@@ -50,12 +50,12 @@ def test_outcomes_find_their_arrivals() -> None:
 
 
 def test_what_a_runs_end_cut_off_is_no_failure() -> None:
-    outcomes = [outcome(1.0, None, GIVEN_UP), outcome(2.0, 1.0), outcome(3.0, None, "HTTP 500")]
+    outcomes = [outcome(1.0, None, TIMED_OUT), outcome(2.0, 1.0), outcome(3.0, None, "HTTP 500")]
     assert failures(outcomes) == {"HTTP 500": 1}
 
 
 def test_a_request_without_a_first_token_is_lost_in_a_run_that_waited_for_it() -> None:
-    outcomes = [outcome(1.0, None, GIVEN_UP), outcome(2.0, 1.0, GIVEN_UP), outcome(3.0, 1.0)]
+    outcomes = [outcome(1.0, None, TIMED_OUT), outcome(2.0, 1.0, TIMED_OUT), outcome(3.0, 1.0)]
     assert lost(outcomes) == 1
 
 

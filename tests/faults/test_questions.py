@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from prfaas.faults.questions import Question, Verdict, judged
-from prfaas.measure.client import GIVEN_UP, TimedAnswer
+from prfaas.measure.client import TIMED_OUT, TimedResponse
 
 QUESTION = Question((1, 2), (7, 8, 9))
 
@@ -11,7 +11,7 @@ QUESTION = Question((1, 2), (7, 8, 9))
 def verdict(
     *tokens: int, error: str | None = None, left: bool = False, gateway_died: bool = False
 ) -> Verdict:
-    answer = TimedAnswer(0.0, token_ids=list(tokens), error=error)
+    answer = TimedResponse(0.0, token_ids=list(tokens), error=error)
     return judged(QUESTION, answer, left=left, gateway_died=gateway_died)
 
 
@@ -28,7 +28,7 @@ def verdict(
         ((), "HTTP 429 overloaded", Verdict.REFUSED),
         ((), "HTTP 500 internal_error", Verdict.WRONG),
         ((7,), "stream cut short", Verdict.WRONG),  # without an error event
-        ((7,), GIVEN_UP, Verdict.WRONG),  # silence
+        ((7,), TIMED_OUT, Verdict.WRONG),  # silence
     ],
 )
 def test_what_a_client_could_be_misled_by_is_wrong(
@@ -38,8 +38,8 @@ def test_what_a_client_could_be_misled_by_is_wrong(
 
 
 def test_who_leaves_or_whose_gateway_dies_is_told_apart() -> None:
-    assert verdict(7, error=GIVEN_UP, left=True) is Verdict.LEFT
-    assert verdict(8, error=GIVEN_UP, left=True) is Verdict.WRONG
+    assert verdict(7, error=TIMED_OUT, left=True) is Verdict.LEFT
+    assert verdict(8, error=TIMED_OUT, left=True) is Verdict.WRONG
     for error in ("connection lost (ServerDisconnectedError)", "cannot connect"):
         assert verdict(error=error, gateway_died=True) is Verdict.LOST
         assert verdict(error=error) is Verdict.WRONG

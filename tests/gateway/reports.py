@@ -10,7 +10,7 @@ from prfaas.kvd.engine_socket.messages import shapes_of
 from prfaas.kvd.report import PoolReport, Report
 from prfaas.kvd.role import Role
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
-from prfaas.transport.receiver import ArrivalStats
+from prfaas.transport.receiver import ReceiverStats
 from prfaas.types import Compat, LinkStats, NodeId
 
 SPEC = KVSpec((FullAttention("full", 2, 64), LinearState("state", 2, 256)))
@@ -50,7 +50,7 @@ def report(
         incoming={},
         outgoing={},
         held_leases=0,
-        arrivals=ArrivalStats(0, 0, 0, 0, 0, 0),
+        arrivals=ReceiverStats(0, 0, 0, 0, 0, 0),
         links=links,
         next_seq={},
         late_s=late_s,

@@ -18,7 +18,7 @@ from prfaas.errors import ConnectionLost, TransferFailed
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvd.transfers.incoming import TransferOptions
 from prfaas.kvspec import Segment
-from prfaas.transport.link import Link
+from prfaas.transport.link import TransferLink
 from prfaas.types import Grant, NotNow
 from tests.kvd.hosts import (
     SPEC,
@@ -250,7 +250,7 @@ def test_a_manifest_that_is_not_what_was_granted_is_refused(tmp_path: Path) -> N
             ({"../../etc/passwd": 17}, "not a segment name"),
         ):
             grant = there.grant(PROMPT)
-            with Link(parse_address(there.data, "d")) as link:
+            with TransferLink(parse_address(there.data, "d")) as link:
                 transfer = link.open(grant, sizes)
                 error = transfer.done.exception(PATIENCE_S)
             assert isinstance(error, TransferFailed) and problem in str(error)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError
-from prfaas.measure.client import TimedAnswer, connect
+from prfaas.measure.client import TimedResponse, connect
 from tests.measure.servers import DONE, Handler, event, serving, stream, token
 
 USAGE = event(
@@ -21,7 +21,7 @@ USAGE = event(
 )
 
 
-async def asked(handler: Handler, **options: Any) -> TimedAnswer:
+async def asked(handler: Handler, **options: Any) -> TimedResponse:
     async with serving(handler) as url:
         async with connect(url, MonotonicClock(), **options) as target:
             return await target.complete(b"{}")
@@ -33,11 +33,20 @@ async def test_tokens_their_moments_and_usage() -> None:
         pieces = (token(7, text="ab"), b": ping\n\n", split[:9], split[9:], USAGE, DONE)
         return await stream(request, *pieces)
 
-    answer = await asked(handler)
-    assert answer.error is None
-    assert (answer.token_ids, answer.text, len(answer.moments_s)) == ([7, 8, 9], "abcd", 2)
-    assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (5, 3, 4)
-    assert answer.asked_s <= answer.moments_s[0] <= answer.moments_s[1] <= answer.ended_s
+    response = await asked(handler)
+    assert response.error is None
+    assert (response.token_ids, response.text, len(response.event_times_s)) == (
+        [7, 8, 9],
+        "abcd",
+        2,
+    )
+    assert (response.prompt_tokens, response.output_tokens, response.cached_tokens) == (5, 3, 4)
+    assert (
+        response.sent_s
+        <= response.event_times_s[0]
+        <= response.event_times_s[1]
+        <= response.ended_s
+    )
 
 
 async def test_the_key_is_sent() -> None:
@@ -60,7 +69,7 @@ ERROR = {"error": {"message": "no", "code": "overloaded"}}
         ((DONE,), "no token"),
         ((token(1),), "stream cut short"),
         ((token(1), event(**ERROR)), "stream failed overloaded"),
-        ((b"data: nonsense\n\n",), "not an event of a completion"),
+        ((b"data: nonsense\n\n",), "not a completion event"),
     ],
 )
 async def test_streams_that_fail(pieces: tuple[bytes, ...], error: str) -> None:
@@ -95,18 +104,20 @@ async def test_a_server_that_is_not_there_and_a_model_it_has_not() -> None:
     with pytest.raises(InputError, match="does not serve 'other'"):
         await asked(handler, model="other")
 
-    with pytest.raises(InputError, match="no answer.*is it running"):
+    with pytest.raises(InputError, match="no response.*check that the server is running"):
         async with connect("http://127.0.0.1:9", MonotonicClock()):
             pass
 
 
-async def test_an_answer_that_is_no_stream_and_a_name_of_ones_own() -> None:
+async def test_a_response_without_a_stream_and_a_given_request_id() -> None:
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         whole = {"choices": [{"text": "ab", "token_ids": [7, 8]}], "usage": {"prompt_tokens": 5}}
         named = {"X-Request-Id": request.headers["X-Request-Id"]}
         return web.json_response(whole, headers=named)
 
     async with serving(handler) as url, connect(url, MonotonicClock()) as target:
-        answer = await target.complete(b"{}", request_id="mine")
-    assert answer.error is None and answer.token_ids == [7, 8] and len(answer.moments_s) == 1
-    assert answer.request_id == "mine" and answer.prompt_tokens == 5
+        response = await target.complete(b"{}", request_id="mine")
+    assert (
+        response.error is None and response.token_ids == [7, 8] and len(response.event_times_s) == 1
+    )
+    assert response.request_id == "mine" and response.prompt_tokens == 5

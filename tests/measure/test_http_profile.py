@@ -16,9 +16,9 @@ from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.engine.profiling import Measured
 from prfaas.errors import InputError
-from prfaas.measure.client import Target, TimedAnswer, connect
+from prfaas.measure.client import Target, TimedResponse, connect
 from prfaas.measure.http_profile import HttpProfiler
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.prompts import PromptGenerator
 from tests.node.hosts import Process
 
 BLOCK = 64
@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Timetable:
-    """A server, in place of a `Target`, whose every answer comes when `TRUE` says."""
+    """A `Target` whose responses take the times of `TRUE`."""
 
     url, model = "http://timetable", TRUE.model
 
@@ -59,7 +59,7 @@ class Timetable:
     async def round_trip_s(self) -> float:
         return ROUND_TRIP_S
 
-    async def complete(self, body: bytes) -> TimedAnswer:
+    async def complete(self, body: bytes) -> TimedResponse:
         fields = msgspec.json.decode(body)
         ids, steps = fields["prompt"], fields["max_tokens"]
         cached = max((common(ids, kept) for kept in self._kept), default=0)
@@ -67,12 +67,12 @@ class Timetable:
         prefill = {(point.new, point.cached): point.seconds for point in TRUE.prefill}
         first_s = ROUND_TRIP_S + (prefill.get((len(ids) - cached, cached)) or 0.0)
         self._running += 1
-        await asyncio.sleep(0)  # all that are asked together have come
+        await asyncio.sleep(0)  # all concurrent requests have arrived
         step_s = {point.batch: point.step_s for point in TRUE.decode}[self._running]
         await asyncio.sleep(0)
         self._running -= 1
-        moments_s = [first_s + step * step_s for step in range(steps)]
-        return TimedAnswer(0.0, moments_s, cached_tokens=cached)
+        event_times_s = [first_s + step * step_s for step in range(steps)]
+        return TimedResponse(0.0, event_times_s, cached_tokens=cached)
 
 
 def common(ids: list[int], kept: list[int]) -> int:
@@ -83,11 +83,11 @@ def common(ids: list[int], kept: list[int]) -> int:
 
 async def profiled(target: Target, cached: list[int]) -> Measured:
     profiler = HttpProfiler(
-        target, Prompts(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
+        target, PromptGenerator(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
     )
-    told: list[int] = []
-    measured = await profiler.measured(told.append)
-    assert told == list(range(1, len(profiler) + 1))
+    counts: list[int] = []
+    measured = await profiler.measured(counts.append)
+    assert counts == list(range(1, len(profiler) + 1))
     assert [(p.new_tokens, p.cached_tokens) for p in measured.prefill] == [
         (n, c) for c in (0, *cached) for n in (256, 1024)
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.clock import MonotonicClock
-from prfaas.measure.path_check import Diagnosis, Rate, advise, examine
+from prfaas.measure.path_check import MeasuredRate, PathReport, check_path, suggest_fixes
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import client_context, server_context
 from prfaas.transport.listener import Listener, ListenerOptions
@@ -14,14 +14,14 @@ from prfaas.transport.messages import HELLO
 from tests.transport.ends import nothing_leaks
 
 
-def look(listener: Listener, **more: object) -> Diagnosis:
+def check(listener: Listener, **more: object) -> PathReport:
     options = {"tls": None, "connections": (1, 2), "seconds": 0.1, **more}
-    return examine(listener.address, clock=MonotonicClock(), **options)  # type: ignore[arg-type]
+    return check_path(listener.address, clock=MonotonicClock(), **options)  # type: ignore[arg-type]
 
 
 def test_a_healthy_path() -> None:
     with nothing_leaks(), Listener() as listener:
-        found = look(listener)
+        found = check(listener)
         assert found.healthy and found.reachable
         assert found.software == HELLO.software
         assert found.round_trip_s is not None and found.round_trip_s > 0
@@ -31,26 +31,28 @@ def test_a_healthy_path() -> None:
         assert "cubic" in found.congestion_controls
 
 
-def test_nothing_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    found = examine(address, tls=None, connections=(1,), seconds=0.1, clock=MonotonicClock())
+    found = check_path(address, tls=None, connections=(1,), seconds=0.1, clock=MonotonicClock())
     assert not found.reachable and "refused" in str(found.problem)
-    assert found.advice == ("nothing listens there: start the receiver, or check the port",)
+    assert found.advice == (
+        "no process listens on that port: start the receiver, or check the port",
+    )
 
 
-def test_mutual_tls_and_what_its_absence_looks_like(tmp_path: Path) -> None:
+def test_mutual_tls_and_a_client_without_it(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "a")
     other = make_certificates(tmp_path / "b")
     server = server_context(made.ca, made.server, made.server_key)
     options = ListenerOptions(unproven_s=1)
     with nothing_leaks(), Listener(tls=server, options=options) as listener:
-        good = look(listener, tls=client_context(made.ca, made.client, made.client_key))
+        good = check(listener, tls=client_context(made.ca, made.client, made.client_key))
         assert good.healthy and str(good.tls).startswith("TLSv1.3")
-        without = look(listener)
-        assert not without.healthy and "want TLS" in without.advice[0]
+        without = check(listener)
+        assert not without.healthy and "require TLS" in without.advice[0]
         stranger = client_context(made.ca, other.client, other.client_key)
-        assert not look(listener, tls=stranger).healthy
+        assert not check(listener, tls=stranger).healthy
 
 
 @pytest.mark.parametrize(
@@ -58,23 +60,23 @@ def test_mutual_tls_and_what_its_absence_looks_like(tmp_path: Path) -> None:
     [
         ({"software": "prfaas 99"}, "upgrade the older"),
         ({"send_buffer_bytes": 1 << 20, "round_trip_s": 0.1}, "raise net.ipv4.tcp_wmem"),
-        ({"rates": (Rate(1, 5.0, 3),)}, "'bbr' bears that better"),
+        ({"rates": (MeasuredRate(1, 5.0, 3),)}, "'bbr' tolerates loss better"),
         ({"congestion_controls": ("cubic",), "round_trip_s": 0.1}, "modprobe tcp_bbr"),
         ({"path_mtu_bytes": 576}, "unusually small"),
         (
-            {"rates": (Rate(1, 1.0, 0), Rate(4, 4.0, 0), Rate(8, 4.1, 0))},
+            {"rates": (MeasuredRate(1, 1.0, 0), MeasuredRate(4, 4.0, 0), MeasuredRate(8, 4.1, 0))},
             "4 connections reach 4.00",
         ),
     ],
 )
-def test_advice(changes: dict[str, object], expected: str) -> None:
+def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
     usual: dict[str, object] = {
         "software": HELLO.software,
         "round_trip_s": 0.001,
         "path_mtu_bytes": 1500,
-        "rates": (Rate(1, 1.0, 0),),
+        "rates": (MeasuredRate(1, 1.0, 0),),
         "congestion_controls": ("cubic", "bbr"),
         "send_buffer_bytes": 4 << 20,
     }
-    assert any(expected in line for line in advise(**(usual | changes)))  # type: ignore[arg-type]
-    assert not any(expected in line for line in advise(**usual))  # type: ignore[arg-type]
+    assert any(expected in line for line in suggest_fixes(**(usual | changes)))  # type: ignore[arg-type]
+    assert not any(expected in line for line in suggest_fixes(**usual))  # type: ignore[arg-type]

@@ -51,9 +51,9 @@ async def test_a_trace(tmp_path: Path) -> None:
 
 
 async def test_mistakes_are_one_line() -> None:
-    for arguments, says in (
+    for arguments, message in (
         (["--load", "1"], "give either --lengths or --workload"),
         ([], "give either --trace FILE or --load RPS"),
     ):
         code, _, err = await bench(*arguments)
-        assert code == 2 and says in err and err.count("\n") == 1
+        assert code == 2 and message in err and err.count("\n") == 1

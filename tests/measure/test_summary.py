@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.measure.open_loop import Outcome
+from prfaas.measure.open_loop import RequestResult
 from prfaas.measure.summary import summarise_load
 
 
-def outcome(at_s: float, **changed: object) -> Outcome:
+def outcome(at_s: float, **changed: object) -> RequestResult:
     fields: dict[str, object] = {
         "at_s": at_s,
         "late_s": 0.5,
@@ -18,7 +18,7 @@ def outcome(at_s: float, **changed: object) -> Outcome:
         "output_tokens": 20,
         "error": None,
     }
-    return Outcome(**{**fields, **changed})  # type: ignore[arg-type]
+    return RequestResult(**{**fields, **changed})  # type: ignore[arg-type]
 
 
 def test_rates_and_spreads() -> None:

@@ -35,7 +35,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["", "a b", "http://kv1", "kv1:7000", "köln.example"])
 def test_a_bad_host_leaves_no_files(tmp_path: Path, host: str) -> None:
-    with pytest.raises(InputError, match="no host name or IP address"):
+    with pytest.raises(InputError, match="not a host name or IP address"):
         make_certificates(tmp_path / "new", [host])
     assert not (tmp_path / "new").exists()
 

@@ -1,4 +1,4 @@
-"""The key of a kvd's HTTP side: without it nothing is told and nothing is granted."""
+"""The deployment key: a kvd answers no request and gives no grant without it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from prfaas.errors import InputError
 from prfaas.kvd.transfers.prefix_pull import Pull
-from prfaas.security.deployment_key import bearer, read_key
+from prfaas.security.deployment_key import bearer, read_deployment_key
 from prfaas.types import OpenTransfer
 from tests.kvd.hosts import COMPAT, begun, fill, kvd, names, prompt_of
 
-KEY = "a-key-that-nobody-guesses"
+KEY = "a-key-that-is-hard-to-guess"
 PROMPT = prompt_of(40)
 
 
@@ -29,7 +29,7 @@ PROMPT = prompt_of(40)
         {"Authorization": "Bearer \xff"},
     ],
 )
-def test_whoever_does_not_show_it_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
+def test_a_request_without_the_key_is_refused(tmp_path: Path, headers: dict[str, str]) -> None:
     with kvd(tmp_path, key=KEY) as host, host.engine():
         asked = OpenTransfer(tuple(names(PROMPT)), 40, COMPAT)
         status, body = host.post("/v1/open", asked, headers)
@@ -44,7 +44,7 @@ def test_whoever_does_not_show_it_is_refused(tmp_path: Path, headers: dict[str, 
 
 
 @pytest.mark.parametrize("source_key", [KEY, "another-key-of-that-sort"])
-def test_kvds_show_it_to_each_other(tmp_path: Path, source_key: str) -> None:
+def test_kvds_send_the_key_to_each_other(tmp_path: Path, source_key: str) -> None:
     with kvd(tmp_path, name="p", key=source_key) as here, kvd(tmp_path, name="d", key=KEY) as there:
         with here.engine() as prefill, there.engine():
             lease = begun(prefill.begin(names(PROMPT), 40))
@@ -61,10 +61,10 @@ def test_kvds_show_it_to_each_other(tmp_path: Path, source_key: str) -> None:
 def test_a_key_is_one_line_that_cannot_be_guessed(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert read_key(file) == KEY
+    assert read_deployment_key(file) == KEY
     for text in ("", "short", "two words of one key", f"{KEY}\n{KEY}", "not-ascii-ключ-ключ"):
         file.write_text(text)
-        with pytest.raises(InputError, match="is no key"):
-            read_key(file)
+        with pytest.raises(InputError, match="does not hold a key"):
+            read_deployment_key(file)
     with pytest.raises(InputError, match="no such file"):
-        read_key(tmp_path / "nowhere")
+        read_deployment_key(tmp_path / "nowhere")

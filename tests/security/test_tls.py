@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
 
 
 def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost") -> Outcome:
-    """One connection: the client says "ping", the server answers "pong"."""
+    """One connection: the client sends "ping", the server answers "pong"."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(TIMEOUT_S)
-    heard: list[bytes | Exception] = []
+    received: list[bytes | Exception] = []
 
     def serve() -> None:
         raw, _ = listener.accept()
@@ -48,10 +48,10 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost"
             raw.settimeout(TIMEOUT_S)
             try:
                 with server.wrap_socket(raw, server_side=True) as connection:
-                    heard.append(connection.recv(16))
+                    received.append(connection.recv(16))
                     connection.sendall(b"pong")
             except OSError as error:
-                heard.append(error)
+                received.append(error)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -70,7 +70,7 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost"
     thread.join(TIMEOUT_S)
     listener.close()
     assert not thread.is_alive()
-    return Outcome(answer, heard[0], version)
+    return Outcome(answer, received[0], version)
 
 
 def server_of(made: CertificateSet) -> ssl.SSLContext:
@@ -82,7 +82,7 @@ def client_of(made: CertificateSet) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", SERVICE_NAME, "kv1.example.net"])
-def test_members_of_one_ca_meet(certificates: CertificateSet, name: str) -> None:
+def test_members_of_one_ca_connect(certificates: CertificateSet, name: str) -> None:
     met = meet(server_of(certificates), client_of(certificates), name)
     assert met == (b"pong", b"ping", "TLSv1.3")
 
@@ -92,8 +92,8 @@ def refused(outcome: Outcome) -> bool:
 
 
 def test_a_client_without_a_certificate_is_refused(certificates: CertificateSet) -> None:
-    nobody = ssl.create_default_context(cafile=str(certificates.ca))
-    outcome = meet(server_of(certificates), nobody)
+    anonymous = ssl.create_default_context(cafile=str(certificates.ca))
+    outcome = meet(server_of(certificates), anonymous)
     assert refused(outcome)
     assert "certificate" in str(outcome.server)
 
@@ -157,7 +157,7 @@ def test_tls_1_2_is_refused(certificates: CertificateSet) -> None:
     assert refused(meet(server_of(certificates), old))
 
 
-def test_unencrypted_speech_is_refused(certificates: CertificateSet) -> None:
+def test_unencrypted_bytes_are_refused(certificates: CertificateSet) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(TIMEOUT_S)
@@ -183,14 +183,14 @@ def test_wrong_files_are_named(
         ((made.ca, none, made.server_key), f"{none}: no such file; check the path"),
         ((made.ca, made.server, none), f"{none}: no such file; check the path"),
         ((tmp_path, made.server, made.server_key), f"{tmp_path}: cannot be read: Is a directory"),
-        ((junk, made.server, made.server_key), f"{junk}: not a CA certificate; "),
-        ((made.ca, junk, made.server_key), f"{junk}: not a certificate; "),
-        ((made.ca, made.server, junk), f"{junk}: not a private key; "),
+        ((junk, made.server, made.server_key), f"{junk}: is not a CA certificate; "),
+        ((made.ca, junk, made.server_key), f"{junk}: is not a certificate; "),
+        ((made.ca, made.server, junk), f"{junk}: is not a private key; "),
         (
             (made.ca, made.server, made.client_key),
-            f"{made.client_key}: this key does not belong to the certificate {made.server}",
+            f"{made.client_key}: does not belong to the certificate {made.server}",
         ),
-        ((made.ca, made.server, locked), f"{locked}: the key is encrypted; "),
+        ((made.ca, made.server, locked), f"{locked}: is encrypted; "),
     ):
         with pytest.raises(InputError) as raised:
             context(*files)

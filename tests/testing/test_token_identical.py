@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prfaas.testing.token_identical import Generation, assert_token_identical, compare
+from prfaas.testing.token_identical import GeneratedTokens, assert_token_identical, compare
 
 LOGITS = np.array([[3.0, 1.0, 0.0], [2.0, 1.999, 0.0], [0.0, 0.0, 5.0]], dtype=np.float32)
-REFERENCE = Generation((0, 0, 2), LOGITS)
+REFERENCE = GeneratedTokens((0, 0, 2), LOGITS)
 
 
-def other(tokens: tuple[int, ...], shift: float) -> Generation:
-    return Generation(tokens, LOGITS + np.float32(shift))
+def other(tokens: tuple[int, ...], shift: float) -> GeneratedTokens:
+    return GeneratedTokens(tokens, LOGITS + np.float32(shift))
 
 
 def test_equal_tokens_with_rounding_are_identical() -> None:
@@ -35,14 +35,14 @@ def test_a_clear_choice_may_not() -> None:
 def test_large_differences_are_never_rounding() -> None:
     assert not compare(REFERENCE, other((0, 0, 2), 0.05)).identical
     assert not compare(REFERENCE, other((0, 1, 2), 0.05)).identical
-    assert not compare(REFERENCE, Generation((0, 0, 2), LOGITS * np.float32(np.nan))).identical
+    assert not compare(REFERENCE, GeneratedTokens((0, 0, 2), LOGITS * np.float32(np.nan))).identical
 
 
 def test_an_early_end_is_a_difference() -> None:
-    assert not compare(REFERENCE, Generation((0, 0), LOGITS[:2])).identical
+    assert not compare(REFERENCE, GeneratedTokens((0, 0), LOGITS[:2])).identical
 
 
 def test_without_logits_every_token_counts() -> None:
-    assert compare(Generation((1, 2)), Generation((1, 2))).identical
+    assert compare(GeneratedTokens((1, 2)), GeneratedTokens((1, 2))).identical
     with pytest.raises(AssertionError, match="case 7: not the same: token 1 differs"):
-        assert_token_identical(Generation((1, 2)), Generation((1, 3)), "case 7")
+        assert_token_identical(GeneratedTokens((1, 2)), GeneratedTokens((1, 3)), "case 7")

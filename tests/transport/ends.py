@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from prfaas.config.address import Address
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import Link, LinkOptions, Transfer
+from prfaas.transport.link import LinkOptions, Transfer, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.types import Grant, LinkStats
@@ -24,12 +24,12 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class Owner:
-    """Memory for one transfer, in views of `cut` bytes, and what became of it."""
+    """The memory of one transfer, in views of `cut` bytes, and how the transfer ended."""
 
     def __init__(self, *, cut: int = 1 << 30, refuse: str | None = None) -> None:
         self.memory: dict[str, bytearray] = {}
         self.over = threading.Event()
-        self.reason: str | None = None  # None once committed
+        self.reason: str | None = None  # None after a commit
         self.calls = 0
         self._cut = cut
         self._refuse = refuse
@@ -53,8 +53,8 @@ class Owner:
         self.over.set()
 
     def wait(self) -> str | None:
-        """None: committed. Otherwise why it ended."""
-        assert self.over.wait(PATIENCE_S), "the receiver's owner was never told"
+        """Waits for the end. Returns None after a commit, otherwise the reason."""
+        assert self.over.wait(PATIENCE_S), "the owner was not notified"
         assert self.calls == 1
         return self.reason
 
@@ -75,7 +75,9 @@ def expect(listener: Listener, contents: dict[str, bytes], owner: Owner) -> Gran
     return grant
 
 
-def send(link: Link, grant: Grant, contents: dict[str, bytes], *, priority: int = 0) -> Transfer:
+def send(
+    link: TransferLink, grant: Grant, contents: dict[str, bytes], *, priority: int = 0
+) -> Transfer:
     transfer = link.open(grant, {n: len(c) for n, c in contents.items()}, priority=priority)
     transfer.ready_all({name: [memoryview(content)] for name, content in contents.items()})
     return transfer
@@ -83,7 +85,7 @@ def send(link: Link, grant: Grant, contents: dict[str, bytes], *, priority: int 
 
 @contextmanager
 def on_file(contents: dict[str, bytes]) -> Iterator[dict[str, list[FileSlice]]]:
-    """The contents in a memfd, as in an arena; each segment in two slices that do not touch."""
+    """The contents in a memfd, as in an arena; each segment in two separate slices."""
     total = sum(map(len, contents.values()))
     fd = os.memfd_create("test")
     try:
@@ -107,7 +109,7 @@ def on_file(contents: dict[str, bytes]) -> Iterator[dict[str, list[FileSlice]]]:
 
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """Threads and descriptors are as many after as before."""
+    """Asserts that the numbers of threads and descriptors are the same after as before."""
     gc.collect()
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
@@ -120,13 +122,16 @@ def nothing_leaks() -> Iterator[None]:
 def slow_path_is_measured(
     listener: Listener, options: LinkOptions, tls: ssl.SSLContext | None = None
 ) -> None:
-    """One frame takes a quarter of a minute here. Its receiver says how far it is, and its sender
-    hears that while it is still sending."""
+    """One frame takes 15 s here. The receiver reports the progress of the frame, and the sender
+    reads that while it is still sending."""
     contents = segments(1 << 20)
     relay = Relay(
         Address("127.0.0.1", 0), Address(*listener.address), Conditions(rate_bps=500_000.0)
     )
-    with closing(relay.start()), Link(tuple(relay.address), options=options, tls=tls) as link:
+    with (
+        closing(relay.start()),
+        TransferLink(tuple(relay.address), options=options, tls=tls) as link,
+    ):
         transfer = send(link, expect(listener, contents, Owner()), contents)
         known: list[LinkStats] = []
 

@@ -28,7 +28,7 @@ from prfaas.transport.wire import (
     PIECE_BYTES,
     Decoder,
     Kind,
-    Piece,
+    SegmentPiece,
     auth_of,
     encode_data,
     encode_message,
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 def seeds() -> list[bytes]:
     ids = {"transfer_id": bytes(range(16)), "auth": auth_of("x")}
     parts = [b"a" * 100, b"b" * 7, b"c" * 4096]
-    pieces = [Piece(i, 0, 4096 * i, len(p), len(p)) for i, p in enumerate(parts)]
+    pieces = [SegmentPiece(i, 0, 4096 * i, len(p), len(p)) for i, p in enumerate(parts)]
     data = encode_data(pieces, parts, sequence=3, checked=True, **ids) + b"".join(parts)
     manifest = Manifest(1 << 20, tuple(ManifestSegment(f"s{i}", 10 + i) for i in range(9)))
     return [

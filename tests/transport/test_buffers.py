@@ -8,16 +8,16 @@ from prfaas.transport.buffers import BufferSequence, FileRange, FileSlice
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
-def test_slices_of_views_laid_end_to_end(sizes: list[int], data: st.DataObject) -> None:
+def test_slices_of_a_buffer_sequence(sizes: list[int], data: st.DataObject) -> None:
     whole = random.Random(1).randbytes(sum(sizes))
     views, at = [], 0
     for size in sizes:
         views.append(memoryview(whole)[at : at + size])
         at += size
-    laid = BufferSequence("x", at, views)
+    buffers = BufferSequence("x", at, views)
     offset = data.draw(st.integers(0, at - 1))
     nbytes = data.draw(st.integers(1, at - offset))
-    assert b"".join(laid.slices(offset, nbytes)) == whole[offset : offset + nbytes]
+    assert b"".join(buffers.slices(offset, nbytes)) == whole[offset : offset + nbytes]
 
 
 def test_views_are_of_bytes() -> None:
@@ -36,16 +36,16 @@ def test_ranges_on_file_are_the_same_bytes(sizes: list[int], data: st.DataObject
         at = data.draw(st.integers(0, 900)) if index % 2 else index * 60
         parts.append(FileSlice(memoryview(whole)[at : at + size], 7, at))
         used += whole[at : at + size]
-    laid = BufferSequence("x", len(used), parts)
+    buffers = BufferSequence("x", len(used), parts)
     offset = data.draw(st.integers(0, len(used) - 1))
     nbytes = data.draw(st.integers(1, len(used) - offset))
     ranges: list[FileRange] = []
-    laid.add_ranges(offset, nbytes, ranges)
+    buffers.add_ranges(offset, nbytes, ranges)
     assert (
         b"".join(whole[r.offset : r.offset + r.nbytes] for r in ranges)
         == (used[offset : offset + nbytes])
     )
-    assert laid.on_file
+    assert buffers.on_file
     assert not BufferSequence("x", len(used), [*parts[:-1], parts[-1].view]).on_file
 
 

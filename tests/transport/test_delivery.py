@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.lateness import never_late
-from prfaas.transport.delivery import GRACE_S, LEAST_BYTES, WINDOW_S, Delivered, Delivery
+from prfaas.transport.delivery import GRACE_S, LEAST_BYTES, WINDOW_S, Delivery, DeliveryReport
 
 MB = 1_000_000
 
@@ -21,7 +21,7 @@ class Path:
         self.now = 100.0
         self.waiting = 0.0
         self.subject = Delivery()
-        self.subject.answered(rtt_s, self.now)
+        self.subject.record_round_trip(rtt_s, self.now)
 
     def run(self, seconds: float, offered_bps: float = 0.0) -> None:
         for _ in range(round(seconds / self.step_s)):
@@ -33,30 +33,30 @@ class Path:
             arrived = min(before, int(self.bps / 8 * self.step_s))
             if arrived:
                 self.waiting -= arrived
-                self.subject.arrived(arrived, before, self.now)
+                self.subject.record_arrival(arrived, before, self.now)
 
     def give(self, nbytes: int) -> None:
         self.waiting += nbytes
-        self.subject.became_ready(nbytes, self.now)
+        self.subject.record_ready(nbytes, self.now)
 
-    def said(self) -> Delivered:
+    def report(self) -> DeliveryReport:
         return self.subject.report(int(self.waiting), self.now, never_late)
 
 
 def test_a_link_that_carries_what_it_is_given_has_no_rate() -> None:
     path = Path(bps=100e6)
     path.run(10, offered_bps=10e6)
-    said = path.said()
-    assert said.delivery_bps is None and said.waited_s <= path.step_s
-    assert said.total_bytes == pytest.approx(10 * 10e6 / 8, rel=0.01)
+    report = path.report()
+    assert report.delivery_bps is None and report.waited_s <= path.step_s
+    assert report.total_bytes == pytest.approx(10 * 10e6 / 8, rel=0.01)
 
 
 def test_a_link_that_is_given_too_much_shows_its_rate() -> None:
     path = Path(bps=20e6)
     path.run(3, offered_bps=40e6)
-    said = path.said()
-    assert said.delivery_bps == pytest.approx(20e6, rel=0.01)
-    assert said.waited_s == pytest.approx(1.5, rel=0.1), "half of what came has passed"
+    report = path.report()
+    assert report.delivery_bps == pytest.approx(20e6, rel=0.01)
+    assert report.waited_s == pytest.approx(1.5, rel=0.1), "half of the bytes have arrived"
 
 
 @settings(deadline=None)
@@ -73,7 +73,7 @@ def test_a_throttled_link_is_known_within_two_seconds(
     path.run(5, offered_bps=0.9 * faster * bps)
     path.bps = bps
     path.run(GRACE_S + WINDOW_S + 0.75, offered_bps=0.9 * faster * bps)
-    found = path.said().delivery_bps
+    found = path.report().delivery_bps
     assert found is not None and bps / 2 <= found <= bps * 2
 
 
@@ -81,31 +81,31 @@ def test_the_first_bytes_after_a_pause_are_no_rate() -> None:
     path = Path(bps=20e6)
     path.run(3, offered_bps=40e6)
     path.run(20)
-    assert path.waiting == 0 and path.said() == (path.subject.total_bytes, 0.0, None)
+    assert path.waiting == 0 and path.report() == (path.subject.total_bytes, 0.0, None)
     path.give(MB)
     path.run(0.1)
-    assert path.said().delivery_bps is None
+    assert path.report().delivery_bps is None
 
 
 def test_a_path_of_a_long_round_trip_does_not_stand() -> None:
     """Every byte is acknowledged half a second after it was sent, however fast the link is."""
     subject, now = Delivery(), 0.0
-    subject.answered(0.5, now)
+    subject.record_round_trip(0.5, now)
     on_the_way: list[tuple[float, int]] = []
     for _ in range(100):
         now += 0.05
-        subject.became_ready(100_000, now)
+        subject.record_ready(100_000, now)
         on_the_way.append((now + 0.52, 100_000))
         while on_the_way[0][0] <= now:
             outstanding = sum(nbytes for _, nbytes in on_the_way)
-            subject.arrived(on_the_way.pop(0)[1], outstanding, now)
-    said = subject.report(sum(nbytes for _, nbytes in on_the_way), now, never_late)
-    assert said.delivery_bps is None and said.waited_s <= 0.1
+            subject.record_arrival(on_the_way.pop(0)[1], outstanding, now)
+    report = subject.report(sum(nbytes for _, nbytes in on_the_way), now, never_late)
+    assert report.delivery_bps is None and report.waited_s <= 0.1
 
 
 def test_what_the_sender_missed_itself_is_not_the_paths() -> None:
     subject = Delivery()
-    subject.became_ready(MB, 10.0)
+    subject.record_ready(MB, 10.0)
     assert subject.report(MB, 13.0, never_late).waited_s == 3
     assert subject.report(MB, 13.0, lambda since_s: 13.0 - since_s - 0.5).waited_s == 0.5
 
@@ -117,7 +117,7 @@ def test_a_rate_of_a_sender_that_was_mostly_late_is_not_believed() -> None:
         int(path.waiting), path.now, lambda since_s: 0.6 * (path.now - since_s)
     )
     assert late.delivery_bps is None
-    assert path.said().delivery_bps is not None
+    assert path.report().delivery_bps is not None
 
 
 def test_a_stop_has_no_rate_and_waits() -> None:
@@ -125,25 +125,25 @@ def test_a_stop_has_no_rate_and_waits() -> None:
     path.run(3, offered_bps=40e6)
     path.bps = 0
     path.run(2)
-    said = path.said()
-    assert said.delivery_bps is None and said.waited_s > 2
+    report = path.report()
+    assert report.delivery_bps is None and report.waited_s > 2
 
 
 def test_a_very_slow_link_is_measured_over_longer() -> None:
     path = Path(bps=40e3)  # 5,000 bytes a second
     path.give(MB)
     path.run(6)
-    assert path.said().delivery_bps == pytest.approx(40e3, rel=0.1)
+    assert path.report().delivery_bps == pytest.approx(40e3, rel=0.1)
 
 
 def test_the_round_trip_creeps() -> None:
     subject = Delivery()
-    subject.answered(0.01, 0.0)
+    subject.record_round_trip(0.01, 0.0)
     for second in range(600):
-        subject.answered(5.0, float(second))  # a queue that stands for ten minutes
-    subject.became_ready(MB, 1000.0)
+        subject.record_round_trip(5.0, float(second))  # a queue that stands for ten minutes
+    subject.record_ready(MB, 1000.0)
     assert subject.report(MB, 1003.0, never_late).waited_s > 2
     for second in range(4 * 3600):
-        subject.answered(0.5, 1000.0 + second)  # a longer route, for good
-    subject.became_ready(MB, 20_000.0)
+        subject.record_round_trip(0.5, 1000.0 + second)  # a longer route, for good
+    subject.record_ready(MB, 20_000.0)
     assert subject.report(MB, 20_001.0, never_late).waited_s == pytest.approx(0.5, abs=0.1)

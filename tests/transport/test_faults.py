@@ -1,5 +1,5 @@
-"""What goes wrong on real networks, with real sockets and processes. After each fault: the bytes
-are identical or the transfer failed with a reason, bystanders are unharmed, nothing leaks."""
+"""Faults of real networks, with real sockets and processes. After each fault the bytes are
+identical or the transfer failed with a reason, other transfers are unharmed, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 from prfaas.errors import TransferFailed
 from prfaas.testing import FakeClock
 from prfaas.transport.grants import new_grant, transfer_key
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.messages import HELLO, Ended, Manifest, ManifestSegment, decode, encode
 from prfaas.transport.wire import (
     Decoder,
     Frame,
     Kind,
-    Piece,
+    SegmentPiece,
     auth_of,
     encode_data,
     encode_message,
@@ -66,7 +66,7 @@ def bystander(listener: Listener) -> Iterator[None]:
     """Another transfer to the same receiver, half before and half after the fault."""
     contents, owner = segments(500_000, 500_000, seed=9), Owner()
     first, second = contents
-    with Link(listener.address, options=FRAMES) as link:
+    with TransferLink(listener.address, options=FRAMES) as link:
         transfer = link.open(expect(listener, contents, owner), dict.fromkeys(contents, 500_000))
         transfer.ready(first, memoryview(contents[first]))
         yield
@@ -85,9 +85,9 @@ def listener() -> Iterator[Listener]:
 
 
 def delivered(listener: Listener, address: tuple[str, int]) -> Owner:
-    """Sends CONTENTS by way of `address`; the owner it must have arrived at, unchanged."""
+    """Sends CONTENTS through `address`. Returns the owner, which has received them unchanged."""
     owner = Owner()
-    with Link(address, options=FRAMES) as link:
+    with TransferLink(address, options=FRAMES) as link:
         send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
     assert owner.wait() is None
     assert owner.memory == CONTENTS
@@ -121,7 +121,7 @@ def test_nothing_comes_back_and_the_transfer_fails_in_time(listener: Listener) -
     grant = expect(listener, CONTENTS, owner)
     with Proxy(listener.address, forward=lambda _, seen, d: None if seen > 300_000 else d) as proxy:
         address = proxy.address
-        link = Link(address, options=IMPATIENT)
+        link = TransferLink(address, options=IMPATIENT)
         transfer = send(link, grant, CONTENTS)
     with link:  # every connection is cut now, and the port is gone
         with pytest.raises(TransferFailed, match="nothing acknowledged|not opened"):
@@ -131,8 +131,8 @@ def test_nothing_comes_back_and_the_transfer_fails_in_time(listener: Listener) -
 
 
 def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> None:
-    """Connection 0 and 1 deliver but their acknowledgements vanish; what is sent again is cut in
-    the middle of a frame. Verified bytes must not change, nor be counted twice."""
+    """Connections 0 and 1 deliver, but their acknowledgements are lost. The resent frames are cut
+    in the middle. Verified bytes must not change and must not be counted twice."""
     gate = threading.Event()
 
     def forward(number: int, seen: int, data: bytes) -> bytes | None:
@@ -153,9 +153,9 @@ def test_acks_lost_and_the_resent_frame_dies_half_way(listener: Listener) -> Non
     assert listener.stats().duplicate_bytes > 0
 
 
-def test_an_arena_is_not_read_after_the_transfer_is_given_up(listener: Listener) -> None:
-    """The kernel sends an arena's pages without a copy. When the sender gives up, `done` comes only
-    when it has let go of them: pages that are overwritten then never arrive anywhere."""
+def test_an_arena_is_not_read_after_the_transfer_is_aborted(listener: Listener) -> None:
+    """The kernel sends an arena's pages without a copy. After an abort, `done` is set only when the
+    kernel no longer reads them: pages that the owner then overwrites are never sent."""
     gate = threading.Event()
     arrived = bytearray()
 
@@ -166,7 +166,7 @@ def test_an_arena_is_not_read_after_the_transfer_is_given_up(listener: Listener)
 
     owner, contents = Owner(), {"s0": b"a" * 4_000_000}
     with Proxy(listener.address, backward=None, forward=hold) as proxy:
-        with on_file(contents) as slices, Link(proxy.address, options=FRAMES) as link:
+        with on_file(contents) as slices, TransferLink(proxy.address, options=FRAMES) as link:
             grant = expect(listener, contents, owner)
             transfer = link.open(grant, {"s0": 4_000_000})
             transfer.ready_all(slices)
@@ -203,7 +203,7 @@ def test_an_arenas_bytes_over_connections_that_are_cut(listener: Listener) -> No
 
     owner = Owner()
     with Proxy(listener.address, forward=cut_each) as proxy, on_file(CONTENTS) as slices:
-        with Link(proxy.address, options=FRAMES) as link:
+        with TransferLink(proxy.address, options=FRAMES) as link:
             sizes = {name: len(content) for name, content in CONTENTS.items()}
             transfer = link.open(expect(listener, CONTENTS, owner), sizes)
             transfer.ready_all(slices)
@@ -212,7 +212,7 @@ def test_an_arenas_bytes_over_connections_that_are_cut(listener: Listener) -> No
 
 
 def test_a_connection_that_swallows_everything(listener: Listener) -> None:
-    """No error, no end: only silence tells."""
+    """The connection neither fails nor ends: only the silence timeout detects it."""
 
     def swallow(number: int, seen: int, data: bytes) -> bytes | None:
         return b"" if number == 0 and seen > 300_000 else data
@@ -234,7 +234,7 @@ def test_the_receiver_is_killed() -> None:
             process.stdin.flush()
             assert process.stdout.readline() == "expected\n"
             clock = FakeClock()
-            with Link((host, int(port)), options=FRAMES, clock=clock) as link:
+            with TransferLink((host, int(port)), options=FRAMES, clock=clock) as link:
                 transfer = link.open(grant, {n: len(c) for n, c in CONTENTS.items()})
                 first = next(iter(CONTENTS))
                 transfer.ready(first, memoryview(CONTENTS[first]))
@@ -245,7 +245,7 @@ def test_the_receiver_is_killed() -> None:
                     clock.advance(FRAMES.stall_s + 1)
                     return transfer.done.done()
 
-                wait_until(over_after_a_while)  # the last acknowledgements may still come
+                wait_until(over_after_a_while)  # the last acknowledgements may still arrive
                 with pytest.raises(TransferFailed, match="nothing acknowledged for 60 s"):
                     transfer.done.result(PATIENCE_S)
             process.wait(PATIENCE_S)
@@ -270,14 +270,14 @@ def test_the_sender_is_killed() -> None:
         wait_until(lambda: listener.connections <= 2)  # the bystander's: all frames are read
         assert not owner.over.is_set()
         clock.advance(5.5)
-        assert owner.wait() == "lease expired: no frame came in time"
+        assert owner.wait() == "grant expired: no frame arrived in time"
         assert listener.stats().granted == 1  # the bystander's
 
 
-def test_a_port_nobody_listens_on() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    with nothing_leaks(), Link(address, options=IMPATIENT) as link:
+    with nothing_leaks(), TransferLink(address, options=IMPATIENT) as link:
         transfer = send(link, grant_for(CONTENTS), CONTENTS)
         with pytest.raises(TransferFailed, match="not opened within 5 s.*Connection refused"):
             transfer.done.result(PATIENCE_S)
@@ -299,7 +299,7 @@ def test_a_server_that_is_not_ours(words: bytes) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=serve, args=(server,), daemon=True)
             thread.start()
-            with Link(server.getsockname(), options=IMPATIENT) as link:
+            with TransferLink(server.getsockname(), options=IMPATIENT) as link:
                 transfer = send(link, grant_for(CONTENTS), CONTENTS)
                 reason = "not this protocol" if words else "does not answer HELLO"
                 with pytest.raises(TransferFailed, match=reason):
@@ -314,7 +314,7 @@ def test_a_server_that_is_not_ours(words: bytes) -> None:
 
 
 class Raw:
-    """A peer that sends what it likes."""
+    """A peer that sends arbitrary bytes."""
 
     def __init__(self, listener: Listener, *, greet: bool = True) -> None:
         self._sock = socket.create_connection(listener.address, timeout=PATIENCE_S)
@@ -341,7 +341,7 @@ class Raw:
         return self._frames.pop(0)
 
     def assert_cut_off(self) -> None:
-        """Closed by the listener, and nothing was said."""
+        """Asserts that the listener closed the connection without an answer."""
         try:
             assert self._sock.recv(65536) == b""
         except ConnectionResetError:
@@ -373,11 +373,11 @@ def test_frames_before_hello_and_answers_from_a_sender(listener: Listener) -> No
     listener.cancel(grant.transfer_id, "over")
 
 
-def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
+def test_a_push_without_a_grant_gets_no_answer(listener: Listener) -> None:
     grant = grant_for(CONTENTS)
     listener.expect(grant, Owner())
     key = transfer_key(grant.transfer_id)
-    piece = Piece(0, 0, 0, 10, 10)
+    piece = SegmentPiece(0, 0, 0, 10, 10)
     for transfer_id, auth in ((bytes(16), bytes(16)), (key, auth_of("guess"))):
         for frame in (
             encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=transfer_id, auth=auth),
@@ -391,7 +391,7 @@ def test_a_push_without_a_grant_learns_nothing(listener: Listener) -> None:
             with Raw(listener) as peer:
                 peer.send(bytes(frame))
                 peer.assert_cut_off()
-    assert listener.stats().granted == 2  # the bystander's, and the one nobody could touch
+    assert listener.stats().granted == 2  # the bystander's, and the one without a valid push
     listener.cancel(grant.transfer_id, "over")
 
 
@@ -407,14 +407,17 @@ def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
         peer.send(encode_message(Kind.OPEN, encode(manifest(1 << 40)), **ids))  # type: ignore[arg-type]
         answer = peer.answer()
         assert answer.header.kind is Kind.ENDED
-        assert "granted are" in decode(answer.body, Ended).reason
+        assert "grant allows" in decode(answer.body, Ended).reason
     assert "1099511627776 bytes" in str(owner.wait())
     assert owner.memory == {}
 
 
 def test_data_that_breaks_the_manifest(listener: Listener) -> None:
     contents = {"s0": b"x" * 10}
-    for piece, payload in ((Piece(1, 0, 0, 10, 10), b"x" * 10), (Piece(0, 0, 5, 5, 5), b"x" * 5)):
+    for piece, payload in (
+        (SegmentPiece(1, 0, 0, 10, 10), b"x" * 10),
+        (SegmentPiece(0, 0, 5, 5, 5), b"x" * 5),
+    ):
         grant, owner = grant_for(contents), Owner()
         listener.expect(grant, owner)
         key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
@@ -436,7 +439,12 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
     listener.expect(grant, owner)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frame = encode_data(
-        [Piece(0, 0, 0, 10, 10)], [b"x" * 10], sequence=5, transfer_id=key, auth=auth, checked=True
+        [SegmentPiece(0, 0, 0, 10, 10)],
+        [b"x" * 10],
+        sequence=5,
+        transfer_id=key,
+        auth=auth,
+        checked=True,
     )
     data = bytes(frame) + b"x" * 10
     with Raw(listener) as peer:
@@ -445,7 +453,7 @@ def test_data_before_open_and_after_the_end(listener: Listener) -> None:
     with Raw(listener) as peer:
         peer.send(encode_message(Kind.OPEN, encode(manifest(10)), transfer_id=key, auth=auth))
         assert peer.answer().header.kind is Kind.OPENED
-        for _ in range(2):  # the second is late: it is told how the transfer ended
+        for _ in range(2):  # the second is late: the answer is how the transfer ended
             peer.send(data)
             answer = peer.answer()
             assert answer.header.kind is Kind.ENDED
@@ -460,7 +468,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
     key, auth = transfer_key(grant.transfer_id), auth_of(grant.token)
     frames = []
     for index in range(2):
-        pieces, payload = [Piece(index, 0, 0, 100, 100)], [b"x" * 100]
+        pieces, payload = [SegmentPiece(index, 0, 0, 100, 100)], [b"x" * 100]
         head = encode_data(
             pieces, payload, sequence=index, transfer_id=key, auth=auth, checked=True
         )
@@ -475,7 +483,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_frame(listener: Listener)
         assert parse_sequences(answer.body) == (0,)
         progress = peer.answer()
         assert progress.header.kind is Kind.PROGRESS and progress.header.sequence == 1
-        assert parse_progress(progress.body) == 50, "how much of the slow frame has come"
+        assert parse_progress(progress.body) == 50, "how much of the slow frame has arrived"
         peer.send(frames[1][-50:])
         assert decode(peer.answer().body, Ended).committed
     assert owner.wait() is None
@@ -491,7 +499,7 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
     holder = Raw(listener)
     holder.send(encode_message(Kind.OPEN, encode(manifest(100_000)), transfer_id=key, auth=auth))
     assert holder.answer().header.kind is Kind.OPENED
-    piece = Piece(0, 0, 0, 64 << 10, 64 << 10)
+    piece = SegmentPiece(0, 0, 0, 64 << 10, 64 << 10)
     payload = contents["s0"][: 64 << 10]
     head = encode_data([piece], [payload], sequence=0, transfer_id=key, auth=auth, checked=True)
     holder.send(bytes(head) + payload[:1000])  # and no more
@@ -499,7 +507,7 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
         peer.send(b"PFK")
     delivered(listener, listener.address)
     # The half-written piece is free again once its writer has been silent for too long.
-    with Link(listener.address, options=FRAMES) as link:
+    with TransferLink(listener.address, options=FRAMES) as link:
         transfer = link.open(grant, {"s0": 100_000})
         transfer.ready("s0", memoryview(contents["s0"]))
         transfer.done.result(PATIENCE_S)
@@ -543,24 +551,24 @@ def test_measurements_are_bounded() -> None:
         peer.assert_cut_off()
 
 
-def test_leases_and_memory_of_ended_transfers_expire() -> None:
+def test_grants_and_remembered_results_expire() -> None:
     from prfaas.testing import FakeClock
     from prfaas.transport.receiver import ReceiverTransfers
 
     clock = FakeClock()
-    arrivals = ReceiverTransfers(clock)
+    transfers = ReceiverTransfers(clock)
     grant, owner = new_grant("x", max_bytes=10, deadline_s=5), Owner()
-    arrivals.expect(grant, owner)
+    transfers.expect(grant, owner)
     clock.advance(4.9)
-    arrivals.tidy()
+    transfers.expire()
     assert not owner.over.is_set()
     clock.advance(0.2)
-    arrivals.tidy()
-    assert owner.wait() == "lease expired: no frame came in time"
-    assert arrivals.stats().remembered == 1
+    transfers.expire()
+    assert owner.wait() == "grant expired: no frame arrived in time"
+    assert transfers.stats().remembered == 1
     clock.advance(9.9)
-    arrivals.tidy()
-    assert arrivals.stats().remembered == 1
+    transfers.expire()
+    assert transfers.stats().remembered == 1
     clock.advance(0.2)
-    arrivals.tidy()
-    assert arrivals.stats().remembered == 0
+    transfers.expire()
+    assert transfers.stats().remembered == 0

@@ -10,7 +10,7 @@ import pytest
 from prfaas.config.address import Address
 from prfaas.errors import InputError, TransferFailed
 from prfaas.transport.grants import new_grant
-from prfaas.transport.link import MIGRATION, ConnectionBudget, Link, LinkOptions
+from prfaas.transport.link import PREFIX_COPY, ConnectionBudget, LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
@@ -39,7 +39,7 @@ def test_bytes_arrive_as_they_were(connections: int, checksums: bool, cut: int) 
         connections=connections, checksums=checksums, frame_bytes=200_000, quantum_bytes=65536
     )
     with nothing_leaks():
-        with Listener() as listener, Link(listener.address, options=options) as link:
+        with Listener() as listener, TransferLink(listener.address, options=options) as link:
             transfer = send(link, expect(listener, contents, owner), contents)
             transfer.done.result(PATIENCE_S)
             assert owner.wait() is None
@@ -57,7 +57,7 @@ def test_bytes_of_an_arena_arrive_as_they_were(checksums: bool) -> None:
     options = LinkOptions(
         connections=3, checksums=checksums, frame_bytes=200_000, quantum_bytes=65536
     )
-    with Listener() as listener, Link(listener.address, options=options) as link:
+    with Listener() as listener, TransferLink(listener.address, options=options) as link:
         with on_file(contents) as slices:
             sizes = {name: len(content) for name, content in contents.items()}
             transfer = link.open(expect(listener, contents, owner), sizes)
@@ -70,7 +70,7 @@ def test_bytes_of_an_arena_arrive_as_they_were(checksums: bool) -> None:
 def test_segments_leave_as_they_become_ready_in_any_order() -> None:
     contents = segments(*[50_000] * 20)
     owner = Owner()
-    with Listener() as listener, Link(listener.address, options=SMALL) as link:
+    with Listener() as listener, TransferLink(listener.address, options=SMALL) as link:
         transfer = link.open(expect(listener, contents, owner), dict.fromkeys(contents, 50000))
         for name in reversed(list(contents)[1:]):
             transfer.ready(name, memoryview(contents[name])[:7], memoryview(contents[name])[7:])
@@ -86,7 +86,7 @@ def test_segments_leave_as_they_become_ready_in_any_order() -> None:
 
 def test_many_transfers_share_the_connections() -> None:
     jobs = [(segments(*[30_000] * 10, seed=seed), Owner()) for seed in range(20)]
-    with Listener() as listener, Link(listener.address, options=SMALL) as link:
+    with Listener() as listener, TransferLink(listener.address, options=SMALL) as link:
         transfers = [
             send(link, expect(listener, contents, owner), contents, priority=index % 2)
             for index, (contents, owner) in enumerate(jobs)
@@ -105,14 +105,14 @@ def test_forty_thousand_small_segments() -> None:
     sending = LinkOptions(open_s=PATIENCE_S, silence_s=PATIENCE_S, stall_s=PATIENCE_S)
     with (
         Listener(options=receiving) as listener,
-        Link(listener.address, options=sending) as link,
+        TransferLink(listener.address, options=sending) as link,
     ):
         send(link, expect(listener, contents, owner), contents).done.result(PATIENCE_S)
         assert owner.memory == contents
 
 
-def test_a_hand_off_overtakes_a_migration() -> None:
-    """With one frame in flight at a time, what is urgent waits for one frame, not for the queue."""
+def test_a_hand_off_overtakes_a_prefix_copy() -> None:
+    """With one frame in flight, an urgent transfer waits for one frame, not for the queue."""
     bulk, urgent = segments(4_000_000), segments(10_000, seed=1)
     order: list[str] = []
     options = LinkOptions(
@@ -121,22 +121,22 @@ def test_a_hand_off_overtakes_a_migration() -> None:
     with (
         Listener() as listener,
         Relay(Address("127.0.0.1", 0), Address(*listener.address), Conditions()) as relay,
-        Link(relay.address, options=options) as link,
+        TransferLink(relay.address, options=options) as link,
     ):
         relay.stall()  # nothing moves until both transfers are queued
-        slow = send(link, expect(listener, bulk, Owner()), bulk, priority=MIGRATION)
+        slow = send(link, expect(listener, bulk, Owner()), bulk, priority=PREFIX_COPY)
         fast = send(link, expect(listener, urgent, Owner()), urgent)
-        slow.done.add_done_callback(lambda _: order.append("migration"))
+        slow.done.add_done_callback(lambda _: order.append("prefix copy"))
         fast.done.add_done_callback(lambda _: order.append("hand-off"))
         relay.restore()
         slow.done.result(PATIENCE_S)
         fast.done.result(PATIENCE_S)
-    assert order == ["hand-off", "migration"]
+    assert order == ["hand-off", "prefix copy"]
 
 
 async def test_asyncio_can_wait_for_it() -> None:
     contents = segments(100_000)
-    with Listener() as listener, Link(listener.address) as link:
+    with Listener() as listener, TransferLink(listener.address) as link:
         sent = send(link, expect(listener, contents, Owner()), contents)
         await asyncio.wait_for(asyncio.wrap_future(sent.done), PATIENCE_S)
 
@@ -147,8 +147,8 @@ def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
     contents = segments(1000)
     with Listener() as a, Listener() as b:
         with (
-            Link(a.address, options=options, budget=budget) as one,
-            Link(b.address, options=options, budget=budget) as two,
+            TransferLink(a.address, options=options, budget=budget) as one,
+            TransferLink(b.address, options=options, budget=budget) as two,
         ):
             for link, listener, connections in ((one, a, 3), (two, b, 1)):
                 send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
@@ -160,7 +160,7 @@ def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
 
 def test_stats_tell_what_has_happened() -> None:
     contents = segments(3_000_000)
-    with Listener() as listener, Link(listener.address, options=SMALL) as link:
+    with Listener() as listener, TransferLink(listener.address, options=SMALL) as link:
         assert link.stats().goodput_bps == 0
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
         stats = link.stats()
@@ -180,20 +180,20 @@ def test_a_slow_path_is_measured_before_a_frame_has_arrived() -> None:
 
 def test_a_grant_is_used_once_and_within_its_bytes() -> None:
     contents = segments(1000)
-    with Listener() as listener, Link(listener.address) as link:
+    with Listener() as listener, TransferLink(listener.address) as link:
         grant = expect(listener, contents, Owner())
-        with pytest.raises(InputError, match="granted before"):
+        with pytest.raises(InputError, match="announced before"):
             listener.expect(grant, Owner())
-        with pytest.raises(InputError, match="2000 bytes, granted are 1000"):
+        with pytest.raises(InputError, match="2000 bytes, but the grant allows 1000"):
             link.open(grant, {"a": 2000})
         send(link, grant, contents).done.result(PATIENCE_S)
-        with pytest.raises(InputError, match="granted before"):
+        with pytest.raises(InputError, match="announced before"):
             listener.expect(grant, Owner())
 
 
 def test_the_owner_may_refuse_and_either_side_may_give_up() -> None:
     contents = segments(1000)
-    with Listener() as listener, Link(listener.address) as link:
+    with Listener() as listener, TransferLink(listener.address) as link:
         owner = Owner(refuse="the arena is full")
         refused = send(link, expect(listener, contents, owner), contents)
         with pytest.raises(TransferFailed, match="refused: the arena is full"):
@@ -209,7 +209,7 @@ def test_the_owner_may_refuse_and_either_side_may_give_up() -> None:
 
         owner = Owner()
         options = LinkOptions(probe_s=0.05)
-        with Link(listener.address, options=options) as probing:
+        with TransferLink(listener.address, options=options) as probing:
             grant = expect(listener, contents, owner)
             cancelled = probing.open(grant, dict.fromkeys(contents, 1000))
             listener.cancel(grant.transfer_id, "no room")
@@ -224,7 +224,7 @@ def test_closing_either_end_ends_transfers() -> None:
     owner = Owner()
     with nothing_leaks():
         listener = Listener()
-        link = Link(listener.address)
+        link = TransferLink(listener.address)
         transfer = link.open(expect(listener, contents, owner), dict.fromkeys(contents, 1000))
         link.close()
         link.close()
@@ -240,7 +240,7 @@ def test_closing_either_end_ends_transfers() -> None:
 def test_a_link_without_work_keeps_no_connection() -> None:
     contents = segments(1000)
     options = LinkOptions(connections=2, idle_s=0.2)
-    with Listener() as listener, Link(listener.address, options=options) as link:
+    with Listener() as listener, TransferLink(listener.address, options=options) as link:
         send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
         wait_until(lambda: link.stats().connections == 0)
         # and makes a new one when there is work again
@@ -250,7 +250,7 @@ def test_a_link_without_work_keeps_no_connection() -> None:
 def test_a_congestion_control_the_kernel_lacks_is_named() -> None:
     options = LinkOptions(congestion_control="carrier-pigeon", open_s=1)
     contents = segments(10)
-    with Listener() as listener, Link(listener.address, options=options) as link:
+    with Listener() as listener, TransferLink(listener.address, options=options) as link:
         transfer = send(link, expect(listener, contents, Owner()), contents)
         with pytest.raises(TransferFailed, match="congestion control 'carrier-pigeon'"):
             transfer.done.result(PATIENCE_S)

@@ -11,7 +11,7 @@ import pytest
 from prfaas.errors import TransferFailed
 from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
 from tests.transport.ends import (
     Owner,
@@ -52,7 +52,7 @@ def test_a_slow_path_is_measured_before_a_frame_has_arrived(made: CertificateSet
 def test_bytes_arrive_as_they_were(made: CertificateSet, cut: int) -> None:
     owner = Owner(cut=cut)
     with nothing_leaks(), Listener(tls=server(made)) as listener:
-        with Link(listener.address, options=OPTIONS, tls=client(made)) as link:
+        with TransferLink(listener.address, options=OPTIONS, tls=client(made)) as link:
             send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
         assert owner.wait() is None
         assert owner.memory == CONTENTS
@@ -65,7 +65,7 @@ def test_cut_connections_are_resumed(made: CertificateSet) -> None:
     owner = Owner()
     with nothing_leaks(), Listener(tls=server(made)) as listener:
         with Proxy(listener.address, forward=forward) as proxy:
-            with Link(proxy.address, options=OPTIONS, tls=client(made)) as link:
+            with TransferLink(proxy.address, options=OPTIONS, tls=client(made)) as link:
                 send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
         assert owner.memory == CONTENTS
 
@@ -73,11 +73,11 @@ def test_cut_connections_are_resumed(made: CertificateSet) -> None:
 def test_the_name_in_the_certificate_counts(made: CertificateSet) -> None:
     """Through a relay the address is the relay's: the service's own name is checked instead."""
     with nothing_leaks(), Listener(tls=server(made)) as listener:
-        for name, served in ((SERVICE_NAME, True), ("somebody.else", False)):
+        for name, served in ((SERVICE_NAME, True), ("another.name", False)):
             owner = Owner()
             grant = expect(listener, CONTENTS, owner)
             options = replace(OPTIONS if served else IMPATIENT, tls_name=name)
-            with Link(listener.address, options=options, tls=client(made)) as link:
+            with TransferLink(listener.address, options=options, tls=client(made)) as link:
                 transfer = send(link, grant, CONTENTS)
                 if served:
                     transfer.done.result(PATIENCE_S)
@@ -87,7 +87,7 @@ def test_the_name_in_the_certificate_counts(made: CertificateSet) -> None:
             listener.cancel(grant.transfer_id, "over")
 
 
-def test_whoever_is_not_of_our_ca_gets_nowhere(made: CertificateSet, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_refused(made: CertificateSet, tmp_path: Path) -> None:
     other = make_certificates(tmp_path)
     strangers = {
         "plain TCP": None,
@@ -99,7 +99,7 @@ def test_whoever_is_not_of_our_ca_gets_nowhere(made: CertificateSet, tmp_path: P
         for name, context in strangers.items():
             owner = Owner()
             grant = expect(listener, CONTENTS, owner)
-            with Link(listener.address, options=IMPATIENT, tls=context) as link:
+            with TransferLink(listener.address, options=IMPATIENT, tls=context) as link:
                 with pytest.raises(TransferFailed, match="not opened"):
                     send(link, grant, CONTENTS).done.result(PATIENCE_S)
             assert not owner.over.is_set(), name

@@ -11,7 +11,7 @@ import pytest
 from prfaas.scheduler.congestion import LinkHealth, Verdict, judge
 from prfaas.testing.lossy_net import LossyNet
 from prfaas.testing.netns import why_not
-from prfaas.transport.link import Link, LinkOptions
+from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from tests.transport.ends import Owner, expect, segments, send
 from tests.waiting import PATIENCE_S
@@ -23,7 +23,7 @@ needs_packets = pytest.mark.skipif(why_not() is not None, reason=why_not() or ""
 
 
 @contextmanager
-def traffic(net: LossyNet) -> Iterator[Link]:
+def traffic(net: LossyNet) -> Iterator[TransferLink]:
     """Transfers one after the other, at half the link's rate, from near to far."""
     contents = segments(500_000)
     options = LinkOptions(
@@ -31,7 +31,7 @@ def traffic(net: LossyNet) -> Iterator[Link]:
     )
     stop = threading.Event()
 
-    def keep_sending(listener: Listener, link: Link) -> None:
+    def keep_sending(listener: Listener, link: TransferLink) -> None:
         while not stop.is_set():
             owner = Owner()
             send(link, expect(listener, contents, owner), contents).done.result(PATIENCE_S)
@@ -39,7 +39,7 @@ def traffic(net: LossyNet) -> Iterator[Link]:
 
     with net.inside_far():
         listener = Listener(net.far_address)
-    with listener, net.inside_near(), Link(listener.address, options=options) as link:
+    with listener, net.inside_near(), TransferLink(listener.address, options=options) as link:
         sender = threading.Thread(target=keep_sending, args=(listener, link), daemon=True)
         sender.start()
         try:
@@ -56,7 +56,7 @@ def test_loss_is_reported_and_the_verdict_turns_and_turns_back() -> None:
     health = LinkHealth()
     resent = 0
 
-    def report_until(link: Link, clear: bool) -> None:
+    def report_until(link: TransferLink, clear: bool) -> None:
         """Reports until the link is clear, or until it is not."""
         nonlocal health, resent
         for _ in range(int(PATIENCE_S / REPORT_S)):

@@ -1,4 +1,4 @@
-"""The receiver's bookkeeping against a reference that is a plain array of bytes."""
+"""The receiver's state of one transfer, compared with a plain array of bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prfaas.errors import WireError
 from prfaas.transport.grants import new_grant
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
-from prfaas.transport.receiver_transfer import Claims, ReceiverTransfer, State
-from prfaas.transport.wire import Piece
+from prfaas.transport.receiver_transfer import Claims, ReceiverTransfer, TransferState
+from prfaas.transport.wire import SegmentPiece
 
 QUANTUM = 4096
 
@@ -27,7 +27,9 @@ class Owner:
     def ended(self, reason: str) -> None: ...
 
 
-def incoming(sizes: list[int], buffers: list[list[memoryview]] | None = None) -> ReceiverTransfer:
+def make_transfer(
+    sizes: list[int], buffers: list[list[memoryview]] | None = None
+) -> ReceiverTransfer:
     grant = new_grant("h:1", max_bytes=sum(sizes), deadline_s=10)
     transfer = ReceiverTransfer(grant, b"", Owner(), now=0.0)
     manifest = Manifest(QUANTUM, tuple(ManifestSegment(f"s{i}", n) for i, n in enumerate(sizes)))
@@ -35,9 +37,9 @@ def incoming(sizes: list[int], buffers: list[list[memoryview]] | None = None) ->
     return transfer
 
 
-def pieces_of(sizes: list[int]) -> list[Piece]:
+def pieces_of(sizes: list[int]) -> list[SegmentPiece]:
     return [
-        Piece(i, 0, at, min(QUANTUM, n - at), min(QUANTUM, n - at))
+        SegmentPiece(i, 0, at, min(QUANTUM, n - at), min(QUANTUM, n - at))
         for i, n in enumerate(sizes)
         for at in range(0, n, QUANTUM)
     ]
@@ -59,18 +61,18 @@ class Receiving(RuleBasedStateMachine):
         views = [
             [memoryview(m)[at : at + cut] for at in range(0, len(m), cut)] for m in self.memory
         ]
-        self.transfer = incoming(sizes, views)
+        self.transfer = make_transfer(sizes, views)
         self.all = pieces_of(sizes)
-        self.writing: list[tuple[list[Piece], Claims]] = []
-        self.verified: set[Piece] = set()
+        self.writing: list[tuple[list[SegmentPiece], Claims]] = []
+        self.verified: set[SegmentPiece] = set()
         self.complete = False
 
-    def pieces_of(self, claims: Claims) -> set[Piece]:
-        return {self.all[quantum] for quantum in claims.mine}  # in the manifest's order
+    def pieces_of(self, claims: Claims) -> set[SegmentPiece]:
+        return {self.all[quantum] for quantum in claims.quanta}  # in the manifest's order
 
     @rule(data=st.data())
     def claim(self, data: st.DataObject) -> None:
-        if self.transfer.state is not State.OPEN:
+        if self.transfer.state is not TransferState.OPEN:
             return
         pieces = data.draw(st.lists(st.sampled_from(self.all), min_size=1, max_size=4, unique=True))
         claims = self.transfer.claim(pieces)
@@ -92,9 +94,11 @@ class Receiving(RuleBasedStateMachine):
                 view[:] = source if intact else bytes(len(source))
                 at += view.nbytes
         done = self.transfer.settle(claims, verified=intact)
-        if intact and self.transfer.state is State.OPEN:
+        if intact and self.transfer.state is TransferState.OPEN:
             self.verified |= self.pieces_of(claims)
-        assert done == (len(self.verified) == len(self.all) and self.transfer.state is State.OPEN)
+        assert done == (
+            len(self.verified) == len(self.all) and self.transfer.state is TransferState.OPEN
+        )
         if done:
             self.transfer.end(Ended(True))
             self.complete = True
@@ -114,14 +118,14 @@ class Receiving(RuleBasedStateMachine):
             )
 
     @invariant()
-    def the_owner_is_told_once_and_only_when_nobody_writes(self) -> None:
+    def the_owner_is_notified_once_and_only_without_writers(self) -> None:
         if not hasattr(self, "transfer"):
             return
-        may = self.transfer.may_tell_owner()
-        if may:
+        notify = self.transfer.take_owner_notice()
+        if notify:
             assert not self.writing
-            assert self.transfer.state is State.ENDED
-            assert not self.transfer.may_tell_owner()
+            assert self.transfer.state is TransferState.ENDED
+            assert not self.transfer.take_owner_notice()
 
     def teardown(self) -> None:
         if getattr(self, "complete", False):
@@ -135,21 +139,23 @@ TestReceiving = Receiving.TestCase
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece(2, 0, 0, 10, 10), "segment 2 of 2"),
-        (Piece(0, 0, 1, QUANTUM, QUANTUM), "offset 1"),
-        (Piece(0, 0, 2 * QUANTUM, 1, 1), "offset 8192 of a segment of 5000"),
-        (Piece(0, 0, QUANTUM, 905, 905), "a piece of 905 bytes at 4096"),
-        (Piece(0, 0, 0, 5, 5), "a piece of 5 bytes at 0"),
-        (Piece(1, 0, 2**63, 1, 1), "offset"),
+        (SegmentPiece(2, 0, 0, 10, 10), "segment index 2"),
+        (SegmentPiece(0, 0, 1, QUANTUM, QUANTUM), "offset 1"),
+        (SegmentPiece(0, 0, 2 * QUANTUM, 1, 1), "offset 8192 in a segment of 5000"),
+        (SegmentPiece(0, 0, QUANTUM, 905, 905), "piece of 905 bytes at offset 4096"),
+        (SegmentPiece(0, 0, 0, 5, 5), "piece of 5 bytes at offset 0"),
+        (SegmentPiece(1, 0, 2**63, 1, 1), "offset"),
     ],
 )
-def test_pieces_outside_the_manifest_claim_nothing(piece: Piece, message: str) -> None:
-    transfer = incoming([5000, 10])
-    good = Piece(1, 0, 0, 10, 10)
+def test_pieces_outside_the_manifest_claim_nothing(piece: SegmentPiece, message: str) -> None:
+    transfer = make_transfer([5000, 10])
+    good = SegmentPiece(1, 0, 0, 10, 10)
     with pytest.raises(WireError, match=message):
         transfer.claim([good, piece])
     assert transfer.writers == 0
-    assert transfer.claim([good]).targets != [None]  # what was claimed before the bad one is free
+    assert transfer.claim([good]).targets != [
+        None
+    ]  # the piece claimed before the invalid one is free again
 
 
 def test_a_manifest_must_keep_to_its_grant() -> None:
@@ -159,17 +165,20 @@ def test_a_manifest_must_keep_to_its_grant() -> None:
     def manifest(*segments: tuple[str, int]) -> Manifest:
         return Manifest(QUANTUM, tuple(ManifestSegment(*s) for s in segments))
 
-    assert transfer.check_manifest(manifest(("a", 1 << 40))) == f"{1 << 40} bytes, granted are 100"
-    assert transfer.check_manifest(manifest(("a", 5), ("a", 5))) == "segment names repeat"
+    assert (
+        transfer.check_manifest(manifest(("a", 1 << 40)))
+        == f"the transfer has {1 << 40} bytes, but the grant allows 100"
+    )
+    assert transfer.check_manifest(manifest(("a", 5), ("a", 5))) == "segment names are not unique"
     good = manifest(("a", 60), ("b", 40))
     assert transfer.check_manifest(good) is None
     transfer.open(good, [[memoryview(bytearray(60))], [memoryview(bytearray(40))]])
-    assert transfer.check_manifest(good) is None  # an OPEN that came twice
+    assert transfer.check_manifest(good) is None  # a repeated OPEN
     assert "another manifest" in str(transfer.check_manifest(manifest(("a", 60))))
 
 
-def test_the_lease_runs_from_the_last_frame() -> None:
-    transfer = incoming([10])
+def test_the_deadline_runs_from_the_last_frame() -> None:
+    transfer = make_transfer([10])
     assert transfer.expires_s == 10
     transfer.renew(7.5)
     assert transfer.expires_s == 17.5

@@ -19,7 +19,7 @@ from prfaas.transport.wire import (
     PIECE_BYTES,
     Decoder,
     Kind,
-    Piece,
+    SegmentPiece,
     auth_of,
     encode_data,
     encode_message,
@@ -34,8 +34,8 @@ from tests.transport.fuzz import fuzz_wire
 ID, AUTH = bytes(range(16)), auth_of("secret")
 
 
-def data(payloads: list[bytes], *, checked: bool = True) -> tuple[bytearray, list[Piece]]:
-    pieces = [Piece(i, 0, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
+def data(payloads: list[bytes], *, checked: bool = True) -> tuple[bytearray, list[SegmentPiece]]:
+    pieces = [SegmentPiece(i, 0, i * 4096, len(part), len(part)) for i, part in enumerate(payloads)]
     head = encode_data(pieces, payloads, sequence=7, transfer_id=ID, auth=AUTH, checked=checked)
     return head, pieces
 
@@ -98,11 +98,15 @@ def altered(frame: bytes, at: int, value: bytes) -> bytes:
     ("at", "value", "message"),
     [
         (0, b"HTTP", "not this protocol"),
-        (4, b"\x02", "version 2, this side speaks 1"),
-        (5, b"\x63", "unknown kind of frame: 99"),
+        (4, b"\x02", "version 2, this side uses 1"),
+        (5, b"\x63", "unknown frame kind 99"),
         (12, b"\x02", "unknown flags"),
-        (6, b"\x01", "have no pieces"),
-        (8, (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"), "a PROBE of 4097 bytes"),
+        (6, b"\x01", "must have no pieces"),
+        (
+            8,
+            (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"),
+            "a PROBE frame with a body of 4097 bytes is too large",
+        ),
     ],
 )
 def test_headers_that_are_refused(at: int, value: bytes, message: str) -> None:
@@ -133,13 +137,13 @@ def test_data_beyond_its_limits_is_refused_before_anything_is_read(
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(0, 1, 0, 5, 5),
-        Piece(0, 0, 0, 5, 4),
-        Piece(0, 0, 0, 0, 0),
-        Piece(0, 0, 0, 6, 6),
+        SegmentPiece(0, 1, 0, 5, 5),
+        SegmentPiece(0, 0, 0, 5, 4),
+        SegmentPiece(0, 0, 0, 0, 0),
+        SegmentPiece(0, 0, 0, 6, 6),
     ],
 )
-def test_tables_that_do_not_add_up(piece: Piece) -> None:
+def test_tables_that_do_not_add_up(piece: SegmentPiece) -> None:
     head, _ = data([b"12345"])
     header = parse_header(head)
     table = encode_data([piece], [], sequence=0, transfer_id=ID, auth=AUTH, checked=False)
@@ -151,11 +155,11 @@ def test_messages_are_never_trusted_unchecked() -> None:
     frame = altered(encode_message(Kind.PROBE), 12, b"\0")
     header = parse_header(frame)
     assert not intact(frame, header, b"")
-    with pytest.raises(WireError, match="not intact"):
+    with pytest.raises(WireError, match="checksum of a PROBE frame does not match"):
         Decoder().feed(frame)
 
 
-def test_bodies_that_are_no_messages() -> None:
+def test_bodies_that_are_not_messages() -> None:
     for body in (b"\xc1", b"\x81\xa8software\xa1\xff"):
         with pytest.raises(WireError, match="not a Hello"):
             decode(body, Hello)
@@ -163,7 +167,7 @@ def test_bodies_that_are_no_messages() -> None:
         raw = msgspec.msgpack.encode({"quantum_bytes": quantum, "segments": segments})
         with pytest.raises(WireError, match="not a Manifest"):
             decode(raw, Manifest)
-    with pytest.raises(WireError, match="an ACK of 9 bytes"):
+    with pytest.raises(WireError, match="an ACK body has 9 bytes"):
         parse_sequences(b"123456789")
     with pytest.raises(WireError):
         parse_sequences(encode_sequences(range(MAX_ACKS + 1)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from prfaas.testing.vllm_server import Answer, Generated, VllmServer, await_health
+from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer, await_health
 from prfaas.types import Grant, TransferId
 from tests.vllm import kvds
 from tests.vllm.servers import connected_server
@@ -38,7 +38,7 @@ class Pair:
         assert isinstance(grant, Grant), grant
         return grant
 
-    def run_prefill(self, prompt: list[int], tokens: int, grant: Grant) -> Answer:
+    def run_prefill(self, prompt: list[int], tokens: int, grant: Grant) -> VllmResponse:
         params = prefill_params(tokens, grant)
         return self.prefill.complete(prompt, 1, kv_transfer_params=params)
 
@@ -53,7 +53,7 @@ class Pair:
         assert status.state == "committed", status
         return params
 
-    def resume(self, prompt: list[int], max_tokens: int, transfer_id: str) -> Answer:
+    def resume(self, prompt: list[int], max_tokens: int, transfer_id: str) -> VllmResponse:
         return self.decode.complete(
             prompt, max_tokens, kv_transfer_params=decode_params(transfer_id)
         )

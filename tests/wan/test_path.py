@@ -30,7 +30,7 @@ def test_a_chunk_leaves_after_its_bits_and_the_delay() -> None:
     assert lane.admit(125_000, now_s=5.0) == pytest.approx(5.0 + 0.002 + 0.030)
 
 
-def test_an_idle_lane_saves_nothing_up() -> None:
+def test_an_idle_lane_does_not_save_up_capacity() -> None:
     lane = Lane(Conditions(rate_bps=GBPS), seed=0)
     lane.admit(125_000, now_s=0.0)
     assert lane.admit(125_000_000, now_s=100.0) == pytest.approx(101.0)
@@ -44,7 +44,7 @@ def test_a_booked_lane_takes_no_more() -> None:
     assert lane.wait_s(1.0) == 0.0
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.lists(st.tuples(st.floats(0, 0.01), st.integers(0, CHUNK_BYTES)), min_size=1, max_size=60),
     st.floats(1e6, 1e11),
@@ -81,7 +81,7 @@ def test_one_connection_may_hold_what_the_rate_needs() -> None:
     assert Conditions().chunk_bytes == CHUNK_BYTES
 
 
-def test_the_timetable() -> None:
+def test_the_schedule_of_faults() -> None:
     plan = Conditions(stall=Recurring(10, 2), outage=Recurring(25, 1), cut_every_s=7)
     states = [plan.scheduled_state(t) for t in (0, 1, 9.9, 10, 11.9, 12, 20.5, 25.5, 26.5)]
     up, stalled, out = PathState.UP, PathState.STALLED, PathState.OUT

@@ -13,7 +13,7 @@ import pytest
 from prfaas.config.address import Address
 from prfaas.errors import InputError
 from prfaas.testing import FakeClock
-from prfaas.wan import relay as relay_module
+from prfaas.wan import acceptor as acceptor_module
 from prfaas.wan.path import QUEUE_S, Conditions, Recurring
 from prfaas.wan.relay import Relay, describe
 from tests.transport.wan_peers import TIMEOUT_S, receive, reset, turned_away, wan, was_reset
@@ -35,8 +35,8 @@ def send_in_background(sock: socket.socket, data: bytes) -> threading.Thread:
 
 
 def finish_a_round(relay: Relay) -> None:
-    """Returns after the relay's loop has acted on the current time. The first order is obeyed in
-    some round of the loop, the second in a later one, so a whole round lies between them."""
+    """Returns after the relay's loop has acted on the current time. The loop runs the first command
+    in some round and the second in a later one, so a whole round lies between them."""
     for _ in range(2):
         relay.damage(0)
 
@@ -96,7 +96,7 @@ def test_all_connections_together_stay_below_the_rate() -> None:
     assert received * 8 / took_s <= rate_bps * 1.001
 
 
-def test_several_doors_share_one_path() -> None:
+def test_several_ports_share_one_path() -> None:
     rate_bps, each_bytes = 80e6, MIB
     hosts = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     anywhere = Address("127.0.0.1", 0)
@@ -164,7 +164,7 @@ def test_half_close_passes_through() -> None:
         wait_for_connections(net.relay, 0)
 
 
-def test_a_reset_passes_through_behind_the_bytes() -> None:
+def test_a_reset_passes_through_after_the_bytes() -> None:
     with wan(Conditions(rtt_s=0.04)) as net:
         client, target = net.connect()
         client.sendall(b"last words")
@@ -177,7 +177,7 @@ def test_a_reset_passes_through_behind_the_bytes() -> None:
         wait_for_connections(net.relay, 0)
 
 
-def test_a_receiver_that_dies_takes_its_bytes_along() -> None:
+def test_bytes_for_a_dead_receiver_are_dropped() -> None:
     with wan(Conditions(rate_bps=1e9, rtt_s=0.01)) as net:
         for _ in range(5):
             client, target = net.connect()
@@ -204,7 +204,7 @@ def test_cut_resets_both_ends_and_lets_new_ones_in() -> None:
             sock.close()
 
 
-def test_cuts_by_timetable() -> None:
+def test_scheduled_cuts() -> None:
     clock = FakeClock()
     with wan(Conditions(cut_every_s=5.0), clock) as net:
         for _ in range(2):
@@ -271,7 +271,7 @@ def test_an_outage_refuses_new_connections_and_keeps_the_port() -> None:
             target_again.close()
 
 
-def test_outages_by_timetable_come_and_go() -> None:
+def test_scheduled_outages_begin_and_end() -> None:
     clock = FakeClock()
     with wan(Conditions(outage=Recurring(10.0, 1.0)), clock) as net:
         assert accepts(net.relay)
@@ -370,10 +370,10 @@ def test_one_connection_alone_fills_a_long_link() -> None:
             net.relay.cut()
 
 
-def test_a_target_that_is_not_there_resets_the_client() -> None:
-    nobody = socket.create_server(("127.0.0.1", 0))
-    target = Address(*nobody.getsockname())
-    nobody.close()
+def test_an_unreachable_target_resets_the_client() -> None:
+    closed_server = socket.create_server(("127.0.0.1", 0))
+    target = Address(*closed_server.getsockname())
+    closed_server.close()
     with Relay(Address("127.0.0.1", 0), target, Conditions()) as relay:
         assert turned_away(relay.address)
         assert relay.stats.refused == 1
@@ -381,7 +381,7 @@ def test_a_target_that_is_not_there_resets_the_client() -> None:
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(acceptor_module, "MAX_CONNECTIONS", 2)
     with wan() as net:
         pairs = [net.connect() for _ in range(2)]
         assert turned_away(net.relay.address)

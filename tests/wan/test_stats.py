@@ -8,16 +8,16 @@ import msgspec
 
 from prfaas.config.address import Address
 from prfaas.testing import FakeClock
-from prfaas.wan.flow import Pair
+from prfaas.wan.flow import RelayedConnection
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from prfaas.wan.stats import Lateness, RelayStats
+from prfaas.wan.stats import LatenessCounter, RelayStats
 from tests.transport.wan_peers import TIMEOUT_S
 from tests.waiting import wait_until
 
 
 def test_lateness_adds_up_and_is_never_negative() -> None:
-    late = Lateness()
+    late = LatenessCounter()
     for late_s in (0.5, -1.0, 0.25):
         late.add(late_s)
     assert (late.count, late.total_s, late.peak_s) == (3, 0.75, 0.5)
@@ -42,21 +42,23 @@ def test_bytes_that_leave_after_their_time_are_late_by_the_difference() -> None:
                 assert relay.stats.forward_late_s == relay.stats.forward_late_peak_s == 0.5
 
 
-def test_a_wait_for_the_receiver_is_not_the_relays() -> None:
+def test_waiting_for_the_receiver_is_not_relay_lateness() -> None:
     ours, theirs = socket.socketpair()
     client, server = socket.socketpair()
     with ours, theirs, client, server:
         ours.setblocking(False)
-        flow = Pair(client, ours, 0.0).flows[0]
+        flow = RelayedConnection(client, ours, 0.0).flows[0]
         flow.put(memoryview(bytes(8 << 20)), 0.0)
         flow.send_due(1.0)
-        assert flow.blocked and flow.held_up  # nothing reads at the other end
+        assert flow.blocked and flow.delayed_by_target  # nothing reads at the other end
         theirs.settimeout(TIMEOUT_S)
         while flow.queue:
             theirs.recv(1 << 20)
             flow.blocked = False
             flow.send_due(1.0)
-        assert not flow.held_up  # the next bytes are on time or late by the relay's own doing
+        assert (
+            not flow.delayed_by_target
+        )  # the next bytes are on time or late by the relay's own doing
 
 
 def test_stats_are_one_line_of_json() -> None:

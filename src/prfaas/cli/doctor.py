@@ -13,7 +13,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
-from prfaas.measure.path_check import Diagnosis, examine
+from prfaas.measure.path_check import PathReport, check_path
 from prfaas.security.tls import client_context
 
 
@@ -76,7 +76,7 @@ def doctor(
             fix="give numbers like 1,2,4",
         )
     tls = client_context(ca, cert, key) if ca and cert and key else None
-    found = examine(
+    found = check_path(
         parse_address(address, "HOST:PORT"),
         tls=tls,
         connections=counts,
@@ -90,7 +90,7 @@ def doctor(
     sys.exit(0 if found.healthy else 1)
 
 
-def _show(found: Diagnosis) -> None:
+def _show(found: PathReport) -> None:
     out = console()
     table = Table(title=f"path to {found.address}", title_justify="left", show_header=False)
     table.add_column()

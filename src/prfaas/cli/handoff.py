@@ -12,7 +12,7 @@ from rich.table import Table
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import console, print_json
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 
 DEFAULT_MAX_TOKENS = 16
@@ -81,7 +81,7 @@ def handoff(
         sent: str | list[int] = random.Random(seed).choices(_GENERATED_IDS, k=tokens or 1)
     else:
         sent = prompt
-    key = read_key(kvd_key_file) if kvd_key_file is not None else None
+    key = read_deployment_key(kvd_key_file) if kvd_key_file is not None else None
     pair = NodePair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd, key)
     request = HandoffRequest(sent, max_tokens, salt, compare)
     try:

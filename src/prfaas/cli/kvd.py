@@ -17,7 +17,7 @@ from prfaas.kvd.process import KvdOptions, Running, TlsFiles, running
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvd.transfers.incoming import TransferOptions
 from prfaas.launch.allocator import steady_heap
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.security.secret_file import read_secret
 
 _STORE = StoreOptions()
@@ -104,7 +104,7 @@ def kvd(
         gateways=gateways,
         gateway_key=read_secret(gateway_key) if gateway_key is not None else None,
         tls=tls,
-        key=read_key(key_file) if key_file is not None else None,
+        key=read_deployment_key(key_file) if key_file is not None else None,
         store=StoreOptions(
             memory_bytes=parse_bytes(memory, "--memory"),
             ssd=ssd,

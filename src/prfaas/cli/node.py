@@ -22,7 +22,7 @@ from prfaas.launch.engine_choice import (
     hf_engine,
 )
 from prfaas.node.process import KvdPlace, NodeSettings, run_node
-from prfaas.security.deployment_key import read_key
+from prfaas.security.deployment_key import read_deployment_key
 from prfaas.text import load_tokenizer
 
 DEFAULT_BLOCK_TOKENS = 64
@@ -123,7 +123,7 @@ def node(
     )
     words_in = tokenizer or (Path(model) if engine == "hf" else None)
     words = load_tokenizer(words_in) if words_in is not None else None
-    key = read_key(kvd_key_file) if kvd_key_file is not None else None
+    key = read_deployment_key(kvd_key_file) if kvd_key_file is not None else None
     if kvd_key_file is not None:
         kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)
     with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as found:

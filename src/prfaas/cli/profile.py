@@ -25,7 +25,7 @@ from prfaas.errors import InputError
 from prfaas.launch.extras import engine_extra
 from prfaas.measure.client import connect
 from prfaas.measure.http_profile import HttpProfiler
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.equations import eq1_kv_throughput_bps
 
 DEFAULT_LENGTHS = "256,1024,4096"
@@ -199,7 +199,7 @@ def _of_server(
             assert target.model is not None
             profiler = HttpProfiler(
                 target,
-                Prompts(),
+                PromptGenerator(),
                 lengths=wanted.lengths,
                 cached=wanted.cached,
                 batches=wanted.batches,

@@ -31,7 +31,7 @@ from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.attached_process import tether
 from prfaas.launch.deployment import Hosts, launched_hosts
-from prfaas.measure.open_loop import Outcome
+from prfaas.measure.open_loop import RequestResult
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import best_for
 from prfaas.sim.arrivals import Arrivals, poisson
@@ -111,7 +111,7 @@ async def _measure(
     )
 
 
-def _failures(outcomes: Sequence[Outcome], all_waited_for: bool) -> dict[str, int]:
+def _failures(outcomes: Sequence[RequestResult], all_waited_for: bool) -> dict[str, int]:
     missing = lost(outcomes) if all_waited_for else 0
     return {**failures(outcomes), **({"lost": missing} if missing else {})}
 

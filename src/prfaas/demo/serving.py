@@ -21,9 +21,9 @@ from prfaas.launch.commands import hosts, ways
 from prfaas.launch.deployment import Live, launched_gateway, launched_hosts
 from prfaas.launch.preparation import CACHE, TINY_DEVICE, Wish, prepared, tiny_deployment
 from prfaas.launch.request_outcomes import RequestOutcomes, Told
-from prfaas.measure.client import Target, TimedAnswer, connect
-from prfaas.measure.open_loop import Ask
-from prfaas.measure.prompts import Prompts, Run
+from prfaas.measure.client import Target, TimedResponse, connect
+from prfaas.measure.open_loop import RequestTemplate
+from prfaas.measure.prompts import PromptGenerator, PromptPart
 
 OUTPUT_TOKENS = 16
 CUT_PROMPTS = 2
@@ -38,7 +38,7 @@ class Served:
 
     what: str
     ids: list[int]
-    answer: TimedAnswer
+    answer: TimedResponse
     told: Told
     wan_bytes: int | None
     expected: list[int] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Scene:
         self._ear = ear
         self._gateway = gateway
         self._alone = alone
-        self._ask = Ask(gateway.model)
-        self._prompts = Prompts()
+        self._ask = RequestTemplate(gateway.model)
+        self._prompts = PromptGenerator()
         (way,) = ways(live.deployment)
         self._relay = live.hosts.children.named(way.name)
 
     def ids(self, name: str, tokens: int) -> list[int]:
-        text = self._prompts.text([Run(name.encode(), tokens)])
+        text = self._prompts.text([PromptPart(name.encode(), tokens)])
         return [int(word) for word in text.split(b",")]
 
     async def served(self, what: str, ids: list[int], *, counted: bool = True) -> Served:
@@ -77,7 +77,7 @@ class Scene:
         """The same prompts on one node alone, under a salt that nobody has used."""
         assert self._alone.model is not None
         for one in served:
-            alone = Ask(self._alone.model, salt=secrets.token_hex(8))
+            alone = RequestTemplate(self._alone.model, salt=secrets.token_hex(8))
             answer = await self._alone.complete(_body(alone, one.ids))
             if answer.error is not None:
                 raise PeerError(f"{self._alone.url}: {answer.error}")
@@ -100,7 +100,7 @@ class Scene:
         self._relay.tell("restore")
         return await asyncio.gather(*asking)
 
-    async def _told(self, answer: TimedAnswer) -> Told:
+    async def _told(self, answer: TimedResponse) -> Told:
         async with asyncio.timeout(TOLD_S):
             return await self._stories.of(answer.request_id)
 
@@ -216,7 +216,7 @@ def _table(title: str, served: Sequence[Served]) -> Table:
             told.prefill or told.decode,
             f"{told.reason.partition(':')[0]}{again}",
             "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
-            "-" if not one.answer.moments_s else f"{one.answer.ttft_s:.2f}",
+            "-" if not one.answer.event_times_s else f"{one.answer.ttft_s:.2f}",
             "equal" if one.same else one.answer.error or "NOT equal",
         )
     return table
@@ -228,5 +228,5 @@ def _remote_url(live: Live) -> str:
     return live.hosts.engine_urls[first.name]
 
 
-def _body(ask: Ask, ids: Sequence[int]) -> bytes:
+def _body(ask: RequestTemplate, ids: Sequence[int]) -> bytes:
     return ask.body(",".join(map(str, ids)).encode(), OUTPUT_TOKENS)

@@ -29,9 +29,9 @@ from prfaas.launch.commands import Engines, ways
 from prfaas.launch.deployment import Hosts, Live, launched_gateway
 from prfaas.launch.preparation import Prepared, Wan, Wish, prepared
 from prfaas.launch.step_timing import step_timing
-from prfaas.measure.client import GIVEN_UP, connect
-from prfaas.measure.open_loop import Ask, Outcome, offer
-from prfaas.measure.prompts import Prompts
+from prfaas.measure.client import TIMED_OUT, connect
+from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
+from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.studies.problem_files import Study
@@ -90,7 +90,7 @@ def hosts_enough(cases: Mapping[str, SmallCase]) -> Prepared:
 class Offered:
     """What became of a load, live."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestResult]
     egress_bps: float  # over the WAN, until the last arrival
     disturbance: Disturbance  # until then, too
 
@@ -115,15 +115,15 @@ async def offered(
         connect(live.gateway_url, clock) as target,
     ):
         assert target.model is not None
-        ask = Ask(target.model, salt=secrets.token_hex(8))
+        ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
         until_s = float(arrivals.at_s[-1])
         before = await _counters(live, relay, ear)
         load = asyncio.create_task(
-            offer(
+            offer_load(
                 target,
                 arrivals,
                 ask,
-                Prompts(),
+                PromptGenerator(),
                 clock,
                 give_up_s=until_s,
                 first_tokens_s=first_tokens_s,
@@ -175,7 +175,7 @@ def egress_gbps(egress_bps: float, scales: Scales) -> float:
     return egress_bps / 1e9 * scales.time / scales.bytes
 
 
-def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[Outcome]) -> Array:
+def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[RequestResult]) -> Array:
     """Since the beginning of the load, in the order of the arrivals. NaN: none came."""
     first_s = np.full(len(arrivals), np.nan)
     rows = {at_s: row for row, at_s in enumerate(arrivals.at_s.tolist())}
@@ -185,14 +185,14 @@ def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[Outcome]) -> Array:
     return first_s
 
 
-def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def failures(outcomes: Sequence[RequestResult]) -> dict[str, int]:
     """By kind. A request that the end of a run cut off has not failed."""
-    return dict(Counter(one.error for one in outcomes if one.error not in (None, GIVEN_UP)))
+    return dict(Counter(one.error for one in outcomes if one.error not in (None, TIMED_OUT)))
 
 
-def lost(outcomes: Sequence[Outcome]) -> int:
+def lost(outcomes: Sequence[RequestResult]) -> int:
     """Requests without a first token in a run that waited for first tokens."""
-    return sum(one.error == GIVEN_UP and one.ttft_s is None for one in outcomes)
+    return sum(one.error == TIMED_OUT and one.ttft_s is None for one in outcomes)
 
 
 def with_one_plan(deployment: Deployment) -> Deployment:

@@ -8,7 +8,7 @@ from itertools import count
 
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body, judged
-from prfaas.measure.client import TimedAnswer
+from prfaas.measure.client import TimedResponse
 
 ATTEMPTS = 4  # of a client whose connections end before the first token
 _UNREACHED = "cannot connect"  # a gateway that is being started again: nobody has accepted it
@@ -21,7 +21,7 @@ class Asked:
     id: str
     gateway: str  # that had it last
     verdict: Verdict
-    answer: TimedAnswer
+    answer: TimedResponse
 
     def __str__(self) -> str:
         seen = f"{len(self.answer.token_ids)} tokens, {self.answer.error or 'no error'}"

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from prfaas.errors import PeerError
-from prfaas.measure.client import GIVEN_UP, Target, TimedAnswer
+from prfaas.measure.client import TIMED_OUT, Target, TimedResponse
 from prfaas.measure.prompts import TEXT_IDS
 
 REFUSALS = ("HTTP 429", "HTTP 503")
@@ -60,14 +60,14 @@ async def learnt(alone: Target, ids: Sequence[int], output_tokens: int) -> Quest
     return Question(unknown.ids, tuple(answer.token_ids))
 
 
-def judged(question: Question, answer: TimedAnswer, *, left: bool, gateway_died: bool) -> Verdict:
+def judged(question: Question, answer: TimedResponse, *, left: bool, gateway_died: bool) -> Verdict:
     """`left`: the client gave it up on purpose. `gateway_died`: while it was being answered."""
     tokens = tuple(answer.token_ids)
     if tokens != question.expected[: len(tokens)]:
         return Verdict.WRONG
     if answer.error is None:
         return Verdict.RIGHT if tokens == question.expected else Verdict.WRONG
-    if answer.error == GIVEN_UP and left:
+    if answer.error == TIMED_OUT and left:
         return Verdict.LEFT
     if answer.error.startswith(REFUSALS):
         return Verdict.REFUSED

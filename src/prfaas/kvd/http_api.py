@@ -31,7 +31,7 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import Matched, Prefix, Pull, Push, Pushing, pull
-from prfaas.security.deployment_key import only_with
+from prfaas.security.deployment_key import require_key
 from prfaas.types import BlockHash, NodeId, OpenTransfer, TransferId
 
 LONGEST_WAIT_S = 60.0
@@ -67,7 +67,7 @@ class GatewaySide:
         self._http = http
 
     def app(self, key: str | None = None) -> web.Application:
-        checks = [] if key is None else [only_with(key, _unauthorized)]
+        checks = [] if key is None else [require_key(key, _unauthorized)]
         app = web.Application(middlewares=[*checks, _errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [

@@ -20,7 +20,7 @@ from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.transport.listener import Listener
-from prfaas.transport.receiver import ArrivalStats
+from prfaas.transport.receiver import ReceiverStats
 from prfaas.types import Compat, LinkStats, NodeId
 
 # A report says how late the kvd was within the last seconds: long enough for what a gateway that
@@ -54,7 +54,7 @@ class Report(msgspec.Struct, frozen=True):
     incoming: dict[str, int]
     outgoing: dict[str, int]
     held_leases: int  # by engine processes
-    arrivals: ArrivalStats
+    arrivals: ReceiverStats
     links: tuple[LinkStats, ...]
     next_seq: dict[NodeId, int]  # of each node's cache events
     late_s: float = 0.0  # of the last LATE_WINDOW_S: how long this process was not able to run

@@ -1,1 +1,1 @@
-"""Measures any OpenAI server from outside: open-loop load, and a profile over HTTP."""
+"""Measurements from outside: load on an OpenAI server, its profile over HTTP, a check of a path."""

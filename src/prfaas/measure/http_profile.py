@@ -1,8 +1,9 @@
-"""A profile of a running OpenAI server: T_prefill(new, cached) and decode steps, over HTTP.
+"""Profiles a running OpenAI server over HTTP: T_prefill(new, cached) and decode steps.
 
-What `engine.profiling` measures inside an engine, measured from outside: the time to the first
-token of prompts that nobody has cached, and the pace of streams that run together. The median round
-trip of a request that computes nothing is subtracted. The server must be idle. Paper: 3.4.1.
+This measures from outside what `engine.profiling` measures inside an engine: the time to the first
+token of prompts that are not cached, and the step time of streams that run together. The profiler
+subtracts the median round trip of a request that computes nothing. The server must be idle. Paper:
+3.4.1.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from prfaas.engine.profiling import (
     step_together_s,
 )
 from prfaas.errors import EngineError, InputError
-from prfaas.measure.client import Target, TimedAnswer
-from prfaas.measure.open_loop import Ask
-from prfaas.measure.prompts import Prompts, Run
+from prfaas.measure.client import Target, TimedResponse
+from prfaas.measure.open_loop import RequestTemplate
+from prfaas.measure.prompts import PromptGenerator, PromptPart
 
 ROUND_TRIPS = 20
-LONGER = (1, 4, 16)  # answers, until sequences are seen to run together
+LENGTH_FACTORS = (1, 4, 16)  # longer responses, until the sequences overlap
 
 
 class HttpProfiler:
     def __init__(
         self,
         target: Target,
-        prompts: Prompts,
+        prompts: PromptGenerator,
         *,
         lengths: Sequence[int],
         cached: Sequence[int],
@@ -46,13 +47,13 @@ class HttpProfiler:
         assert target.model is not None
         self._target = target
         self._prompts = prompts
-        # Nothing of an earlier run may be cached.
-        self._ask = Ask(target.model, salt=secrets.token_hex(8))
+        # A new salt: the server must not have cached anything for it.
+        self._template = RequestTemplate(target.model, salt=secrets.token_hex(8))
         self._samples = Samples(lengths, cached, batches, rounds)
         self._keys = 0
 
     async def measured(self, done: Callable[[int], None] = lambda count: None) -> Measured:
-        """`done` is told how many of `len(self)` tasks are."""
+        """Measures all tasks. Calls `done` with the number of finished tasks, of `len(self)`."""
         for number, task in enumerate(self._samples.tasks, start=1):
             if isinstance(task, PrefillTask):
                 await self._prefill(task)
@@ -65,63 +66,66 @@ class HttpProfiler:
         return len(self._samples.tasks)
 
     async def round_trip_s(self) -> float:
-        """The first one opens the connection and does not count."""
+        """The median round trip. The first one opens the connection and does not count."""
         times = [await self._target.round_trip_s() for _ in range(1 + ROUND_TRIPS)]
         return statistics.median(times[1:])
 
     async def _prefill(self, task: PrefillTask) -> None:
-        kept = [Run(b"cached", task.cached_tokens)] if task.cached_tokens else []
-        if kept and task.warm_up:
-            # One token more: a server keeps what lies before the last token it computes.
-            await self._answer([*kept, Run(b"more", 1)], 1)
+        cached = [PromptPart(b"cached", task.cached_tokens)] if task.cached_tokens else []
+        if cached and task.warm_up:
+            # One more token: a server caches the tokens before the last one it computes.
+            await self._complete([*cached, PromptPart(b"more", 1)], 1)
         round_trip_s = await self.round_trip_s()
-        answer = await self._answer([*kept, Run(self._key(), task.new_tokens)], 1)
-        self._check_cached(answer, task)
-        self._samples.prefilled(task, max(1e-6, answer.ttft_s - round_trip_s))
+        response = await self._complete([*cached, PromptPart(self._key(), task.new_tokens)], 1)
+        self._check_cached(response, task)
+        self._samples.prefilled(task, max(1e-6, response.ttft_s - round_trip_s))
 
-    def _check_cached(self, answer: TimedAnswer, task: PrefillTask) -> None:
-        """Where the server says what it had cached, that must be what was asked for."""
-        if answer.cached_tokens in (None, task.cached_tokens):
+    def _check_cached(self, response: TimedResponse, task: PrefillTask) -> None:
+        """If the server reports cached tokens, their number must be the requested one."""
+        if response.cached_tokens in (None, task.cached_tokens):
             return
         raise InputError(
-            f"the server had {answer.cached_tokens} tokens cached, not {task.cached_tokens}",
+            f"the server had {response.cached_tokens} tokens cached, not {task.cached_tokens}",
             where="--cached",
-            fix="give multiples of its block size, and let it keep prefixes",
+            fix="give multiples of its block size, and enable prefix caching",
         )
 
     async def _decode(self, task: DecodeTask) -> None:
-        """Prompts that share all but their last tokens, so that each begins almost at once."""
-        common = Run(b"context", self._samples.context_tokens - 1)
+        """The prompts share all but their last token, so that all sequences start at once."""
+        common = PromptPart(b"context", self._samples.context_tokens - 1)
         if task.warm_up:
-            await self._answer([common, Run(b"more", 1)], 1)
-        for longer in LONGER:
-            steps = (task.batch + WARM_STEPS + TIMED_STEPS) * longer
-            answers = await asyncio.gather(
-                *(self._answer([common, Run(self._key(), 1)], steps) for _ in range(task.batch))
+            await self._complete([common, PromptPart(b"more", 1)], 1)
+        for factor in LENGTH_FACTORS:
+            steps = (task.batch + WARM_STEPS + TIMED_STEPS) * factor
+            responses = await asyncio.gather(
+                *(
+                    self._complete([common, PromptPart(self._key(), 1)], steps)
+                    for _ in range(task.batch)
+                )
             )
             try:
-                step_s = step_together_s([one.moments_s for one in answers])
+                step_s = step_together_s([one.event_times_s for one in responses])
             except EngineError:
-                continue  # the first had ended when the last began
+                continue  # the first sequence ended before the last one began
             self._samples.stepped(task, step_s)
             return
         raise InputError(
-            f"{task.batch} sequences never ran together",
+            f"{task.batch} sequences did not run at the same time",
             where="--batches",
-            fix="leave that batch out: the server decodes faster than it takes requests in",
+            fix="leave that batch out: the server decodes faster than it accepts requests",
         )
 
-    async def _answer(self, runs: Sequence[Run], output_tokens: int) -> TimedAnswer:
-        body = self._ask.body(self._prompts.text(runs), output_tokens)
-        answer = await self._target.complete(body)
-        if answer.error is not None:
-            tokens = sum(run.tokens for run in runs)
+    async def _complete(self, parts: Sequence[PromptPart], output_tokens: int) -> TimedResponse:
+        body = self._template.body(self._prompts.text(parts), output_tokens)
+        response = await self._target.complete(body)
+        if response.error is not None:
+            tokens = sum(part.tokens for part in parts)
             raise InputError(
-                f"a prompt of {tokens} tokens: {answer.error}",
+                f"a prompt of {tokens} tokens failed: {response.error}",
                 where=self._target.url,
-                fix="is it idle, and does it take prompts of that length?",
+                fix="check that the server is idle and accepts prompts of that length",
             )
-        return answer
+        return response
 
     def _key(self) -> bytes:
         self._keys += 1

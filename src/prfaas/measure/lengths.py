@@ -1,8 +1,8 @@
-"""Prompt lengths as a person writes them in one word of a command line. Pure.
+"""Parses distributions of prompt lengths from one command-line argument. Pure.
 
 fixed:1000
 lognormal:9.9,1.0,128,131072        mu, sigma, shortest, longest
-0.7*fixed:512+0.3*fixed:30000       shares of several
+0.7*fixed:512+0.3*fixed:30000       a mixture, with shares
 """
 
 from __future__ import annotations

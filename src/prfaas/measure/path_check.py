@@ -1,7 +1,7 @@
-"""Is this path fit for KV? Measures it as the transport would use it, and says what to mend.
+"""Checks the path to a receiver: reachability, TLS, round trip, MTU and rate; suggests fixes.
 
-Uses MEASURE frames, which a listener throws away within a budget per minute: no grant is needed and
-nothing is stored.
+The check uses the transport's connections and MEASURE frames. A listener discards such frames,
+within a limit of bytes per minute, so the check needs no grant and the listener stores nothing.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _FRAME_BYTES = 1 << 20
 _IN_FLIGHT_FRAMES = 64
 _TIMEOUT_S = 5.0
 _PING_COUNT = 5
-_IP_MTU = 14  # of the path, as Linux knows it for a connected socket
+_IP_MTU = 14  # socket option of Linux: the path MTU of a connected socket
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class MeasuredRate:
     connections: int
     gbps: float
     retransmitted_segments: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What was found, in the order it was looked for; a None follows a failure before it."""
+class PathReport:
+    """The results in the order of the checks. A field is None when an earlier check failed."""
 
     address: str
     reachable: bool
-    problem: str | None = None  # what stopped the examination
+    problem: str | None = None  # why the check stopped early
     connect_s: float | None = None
-    tls: str | None = None  # protocol and cipher
+    tls: str | None = None  # protocol version and cipher
     software: str | None = None
     round_trip_s: float | None = None
     path_mtu_bytes: int | None = None
-    rates: tuple[Rate, ...] = ()
-    congestion_controls: tuple[str, ...] = ()  # of this host's kernel
-    send_buffer_bytes: int | None = None  # the most this host's kernel gives a connection
+    rates: tuple[MeasuredRate, ...] = ()
+    congestion_controls: tuple[str, ...] = ()  # available in this host's kernel
+    send_buffer_bytes: int | None = None  # maximum per connection in this host's kernel
     advice: tuple[str, ...] = ()
 
     @property
@@ -56,57 +56,57 @@ class Diagnosis:
         return self.problem is None
 
 
-def examine(
+def check_path(
     address: tuple[str, int],
     *,
     tls: ssl.SSLContext | None,
     connections: tuple[int, ...],
     seconds: float,
     clock: Clock,
-) -> Diagnosis:
-    """Takes about `seconds` for each number of connections."""
+) -> PathReport:
+    """Checks the path to a listener. Takes about `seconds` for each number of connections."""
     name = f"{address[0]}:{address[1]}"
-    kernel = _congestion_controls()
+    controls = _congestion_controls()
     buffer_bytes = _largest_send_buffer()
     try:
         started = clock.now()
         probe = _Probe(address, tls, clock)
         connect_s = clock.now() - started
     except PeerError as error:
-        return Diagnosis(
+        return PathReport(
             name,
             reachable=False,
             problem=str(error),
-            congestion_controls=kernel,
+            congestion_controls=controls,
             send_buffer_bytes=buffer_bytes,
-            advice=(_unreachable_advice(str(error)),),
+            advice=(_fix_for_unreachable(str(error)),),
         )
     with probe:
         cipher, mtu = probe.cipher, probe.path_mtu_bytes
         try:
-            software = probe.greet()
+            software = probe.handshake()
             round_trip_s = probe.round_trip_s()
         except PeerError as error:
-            return Diagnosis(
+            return PathReport(
                 name,
                 reachable=True,
                 problem=f"connected, but {error}",
                 connect_s=connect_s,
                 tls=cipher,
                 path_mtu_bytes=mtu,
-                congestion_controls=kernel,
+                congestion_controls=controls,
                 send_buffer_bytes=buffer_bytes,
-                advice=(_greeting_advice(error, tls is not None),),
+                advice=(_fix_for_handshake(error, tls is not None),),
             )
-    rates: list[Rate] = []
+    rates: list[MeasuredRate] = []
     problem = None
     for count in connections:
         try:
-            rates.append(_rate(address, tls, count, seconds, clock))
+            rates.append(_measure_rate(address, tls, count, seconds, clock))
         except PeerError as error:
             problem = f"with {count} connections: {error}"
             break
-    return Diagnosis(
+    return PathReport(
         name,
         reachable=True,
         problem=problem,
@@ -116,44 +116,49 @@ def examine(
         round_trip_s=round_trip_s,
         path_mtu_bytes=mtu,
         rates=tuple(rates),
-        congestion_controls=kernel,
+        congestion_controls=controls,
         send_buffer_bytes=buffer_bytes,
-        advice=advise(software, round_trip_s, mtu, tuple(rates), kernel, buffer_bytes),
+        advice=suggest_fixes(software, round_trip_s, mtu, tuple(rates), controls, buffer_bytes),
     )
 
 
-def advise(
+def suggest_fixes(
     software: str,
     round_trip_s: float,
     path_mtu_bytes: int | None,
-    rates: tuple[Rate, ...],
+    rates: tuple[MeasuredRate, ...],
     congestion_controls: tuple[str, ...],
     send_buffer_bytes: int | None,
 ) -> tuple[str, ...]:
-    """What to mend, most useful first. Pure."""
-    found = []
+    """Suggested changes, the most useful one first. Pure."""
+    fixes = []
     if software != HELLO.software:
-        found.append(
-            f"the other side runs {software}, this one {HELLO.software}: upgrade the older"
+        fixes.append(
+            f"the receiver runs {software}, this host runs {HELLO.software}: upgrade the older one"
         )
     if rates:
         best = max(rates, key=lambda rate: rate.gbps)
         enough = next(rate for rate in rates if rate.gbps >= 0.95 * best.gbps)
-        found.append(f"{enough.connections} connections reach {enough.gbps:.2f} Gbps; use as many")
+        fixes.append(
+            f"{enough.connections} connections reach {enough.gbps:.2f} Gbps: configure that many"
+        )
         if send_buffer_bytes is not None:
             one_gbps = send_buffer_bytes * 8 / round_trip_s / 1e9 if round_trip_s else float("inf")
             if one_gbps < best.gbps:
-                found.append(
-                    f"one connection can keep {send_buffer_bytes >> 20} MiB under way, "
+                fixes.append(
+                    f"one connection can have {send_buffer_bytes >> 20} MiB in flight, which is "
                     f"{one_gbps:.2f} Gbps at this round trip: raise net.ipv4.tcp_wmem and tcp_rmem"
                 )
         if any(rate.retransmitted_segments for rate in rates) and "bbr" in congestion_controls:
-            found.append("segments were lost: congestion_control = 'bbr' bears that better")
+            fixes.append("segments were lost: congestion_control = 'bbr' tolerates loss better")
     if "bbr" not in congestion_controls and round_trip_s > 0.005:
-        found.append("this kernel has no BBR (modprobe tcp_bbr): loss on a long path costs more")
+        fixes.append(
+            "this kernel has no BBR: run `modprobe tcp_bbr`, since loss on a long path costs "
+            "more without it"
+        )
     if path_mtu_bytes is not None and path_mtu_bytes < 1280:
-        found.append(f"a path MTU of {path_mtu_bytes} is unusually small: look for a tunnel")
-    return tuple(found)
+        fixes.append(f"the path MTU of {path_mtu_bytes} is unusually small: check for a tunnel")
+    return tuple(fixes)
 
 
 class _Probe:
@@ -176,16 +181,16 @@ class _Probe:
     def __exit__(self, *_: object) -> None:
         self.channel.close()
 
-    def greet(self) -> str:
-        """The other side's software."""
+    def handshake(self) -> str:
+        """Sends HELLO. Returns the receiver's software version."""
         self._send(encode_message(Kind.HELLO, encode(HELLO)))
         frame = self._receive()
         if frame.header.kind is not Kind.WELCOME:
-            raise WireError(f"a {frame.header.kind.name} in answer to HELLO")
+            raise WireError(f"the receiver answered HELLO with {frame.header.kind.name}")
         return decode(frame.body, Hello).software
 
     def round_trip_s(self) -> float:
-        """Through both programs, not only the network: what a grant or an ACK takes."""
+        """The median round trip through the network and both programs, as for a grant or an ACK."""
         times = []
         for _ in range(_PING_COUNT):
             started = self._clock.now()
@@ -194,8 +199,8 @@ class _Probe:
             times.append(self._clock.now() - started)
         return statistics.median(times)
 
-    def flood(self, seconds: float) -> int:
-        """Bytes acknowledged within the time."""
+    def send_for(self, seconds: float) -> int:
+        """Sends as fast as possible. Returns the bytes acknowledged within the time."""
         frame = encode_message(Kind.MEASURE, bytes(_FRAME_BYTES))
         until = self._clock.now() + seconds
         sent = acknowledged = 0
@@ -216,32 +221,32 @@ class _Probe:
         while not self._frames:
             left_s = until - self._clock.now()
             if left_s <= 0:
-                raise ConnectionLost(f"no answer within {_TIMEOUT_S:g} s")
+                raise ConnectionLost(f"the receiver did not answer within {_TIMEOUT_S:g} s")
             if self.channel.wait(left_s):
                 self._frames += self._decoder.feed(self.channel.receive_available())
         return self._frames.pop(0)
 
 
-def _rate(
+def _measure_rate(
     address: tuple[str, int],
     tls: ssl.SSLContext | None,
     count: int,
     seconds: float,
     clock: Clock,
-) -> Rate:
+) -> MeasuredRate:
     probes: list[_Probe] = []
     results: dict[int, int | PeerError] = {}
 
     def run(index: int, probe: _Probe) -> None:
         try:
-            results[index] = probe.flood(seconds)
+            results[index] = probe.send_for(seconds)
         except PeerError as error:
             results[index] = error
 
     try:
         for _ in range(count):
             probes.append(_Probe(address, tls, clock))
-            probes[-1].greet()
+            probes[-1].handshake()
         threads = [
             threading.Thread(target=run, args=(index, probe), daemon=True)
             for index, probe in enumerate(probes)
@@ -262,7 +267,7 @@ def _rate(
             raise result
         total += result
     known = [info.retransmitted_segments for info in infos if info is not None]
-    return Rate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
+    return MeasuredRate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
 
 
 def _path_mtu(sock: socket.socket) -> int | None:
@@ -288,19 +293,19 @@ def _sysctl(name: str) -> str:
         return ""
 
 
-def _unreachable_advice(problem: str) -> str:
+def _fix_for_unreachable(problem: str) -> str:
     if "refused" in problem:
-        return "nothing listens there: start the receiver, or check the port"
-    if "does not answer" in problem:
+        return "no process listens on that port: start the receiver, or check the port"
+    if "did not answer" in problem:
         return "a firewall may drop the packets: open the port in both directions"
     if "TLS" in problem:
-        return "check --ca, --cert and --key, and that the other side's certificate names this host"
-    return "check the name and the route"
+        return "check --ca, --cert and --key, and that the receiver's certificate names this host"
+    return "check the host name and the route"
 
 
-def _greeting_advice(error: PeerError, with_tls: bool) -> str:
+def _fix_for_handshake(error: PeerError, with_tls: bool) -> str:
     if isinstance(error, WireError):
-        return "another program listens on that port, or one of another version"
+        return "another program, or another version of prfaas, listens on that port"
     if not with_tls:
-        return "the other side may want TLS: give --ca, --cert and --key"
-    return "the other side hung up: does it trust the CA of this certificate?"
+        return "the receiver may require TLS: give --ca, --cert and --key"
+    return "the receiver closed the connection: check that it trusts this certificate's CA"

@@ -1,1 +1,1 @@
-"""Keys, secrets and certificates, and how they are read and checked."""
+"""Keys, secrets and certificates: how they are made, read and checked."""

@@ -1,6 +1,7 @@
-"""A test CA and certificates for one deployment: what `security.tls` needs to start with.
+"""Makes a test CA and the certificates of one deployment, for `security.tls`.
 
-For tests and private networks. The CA's key lies beside the certificates; whoever has it can join.
+This is for tests and private networks. The CA's key lies in the same folder as the certificates; a
+host with that key can join the deployment.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def make_certificates(
     force: bool = False,
 ) -> CertificateSet:
     """Writes a new CA, a server certificate for `hosts` (and ALWAYS_HOSTS) and a client
-    certificate. Keys are readable by their owner only. Existing files are replaced only with
-    `force`, and then all of them, since a new CA makes the old certificates worthless.
+    certificate. Only the owner can read the keys. `force` replaces existing files, and then all of
+    them, since a new CA invalidates the old certificates.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     made = CertificateSet(folder, now + valid)
@@ -188,7 +189,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
     except ValueError:
         raise InputError(
-            f"{host!r} is no host name or IP address",
+            f"{host!r} is not a host name or IP address",
             where="--host",
             fix="give a name without port or scheme, in ASCII",
         ) from None
@@ -203,8 +204,8 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    # A new file under another name, then a rename: a key is never readable by others, not even
-    # when it replaces a file that was, and a reader never sees half of one.
+    # Write a new file under another name, then rename it. Other users can never read a key, even
+    # when it replaces a file that they could read, and no reader sees a partial file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:

@@ -1,6 +1,9 @@
-"""The key that the kvds of a deployment and its gateways share: whoever has it may take grants,
-move prefixes and set roles. An HTTP bearer token, compared in constant time; engines need none,
-their socket is their user's."""
+"""The deployment key, which the kvds and gateways of a deployment share. A caller with this key may
+take grants, move prefixes and set roles.
+
+It is an HTTP bearer token and is compared in constant time. Engines do not need it: their socket
+belongs to their user.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,30 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from prfaas.config.strict import read_text
-from prfaas.errors import InputError
+from prfaas.security.secret_file import read_secret
 
-SHORTEST = 16  # characters: less can be guessed
-OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes: no hashes, nothing to change
+MIN_CHARACTERS = 16  # a shorter key can be guessed
+OPEN_PATHS = frozenset({"/health", "/metrics"})  # for probes; they reveal no hashes, change nothing
 
 
-def read_key(file: Path) -> str:
-    key = read_text(file).strip()
-    if len(key) < SHORTEST or not (key.isascii() and key.isprintable()) or " " in key:
-        raise InputError(
-            "is no key", file=file, fix=f"one line, {SHORTEST} or more ASCII characters, no spaces"
-        )
-    return key
+def read_deployment_key(file: Path) -> str:
+    return read_secret(file, min_characters=MIN_CHARACTERS)
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Headers for requests to a kvd."""
+    """The headers of a request to a kvd."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
-def only_with(key: str, refusal: Callable[[], web.Response]) -> Middleware:
+def require_key(key: str, refuse: Callable[[], web.Response]) -> Middleware:
+    """A middleware that returns `refuse()` for a request without the key."""
     expected = bearer(key)["Authorization"].encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path in OPEN_PATHS or hmac.compare_digest(shown, expected):
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path in OPEN_PATHS or hmac.compare_digest(given, expected):
             return await handler(request)
-        return refusal()
+        return refuse()
 
     return check

@@ -1,4 +1,4 @@
-"""Doubles that ship with the product, so that users test the way the project does."""
+"""Test doubles that ship with the product, so that users can test as the project does."""
 
 from prfaas.testing.clock import FakeClock
 

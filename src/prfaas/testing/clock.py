@@ -1,4 +1,4 @@
-"""A clock that moves only when told to."""
+"""A clock that advances only when a test calls `advance`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:
-            raise ValueError(f"a clock never goes back, asked to advance by {seconds} s")
+            raise ValueError(f"a clock cannot go back: advance({seconds})")
         self._now_s += seconds

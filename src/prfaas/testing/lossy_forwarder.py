@@ -1,11 +1,11 @@
-"""Delays packets between two namespaces: a TUN device in each, and this process between them.
+"""A process that delays packets between two namespaces, with a TUN device in each of them.
 
     python -m prfaas.testing.lossy_forwarder NAMESPACE DEVICE NAMESPACE DEVICE DELAY_S
 
-Says "ready" once both devices exist. Obeys lines with a new delay in seconds, and ends with its
-standard input, so that it never outlives its parent. Packets come and go with the kernel's offload
-header, so that one read carries up to 64 KiB of a connection where the kernel has coalesced it;
-one packet of 1,500 bytes per read would cost a processor at 1 Gbit/s.
+It prints "ready" when both devices exist. Each line on standard input is a new delay in seconds.
+The process ends when its standard input ends, so it never outlives its parent. Packets have the
+kernel's offload header, so that one read carries up to 64 KiB of a connection where the kernel has
+coalesced it; one packet of 1,500 bytes per read would occupy a core at 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _OFFLOAD_CHECKSUM_AND_TCP = 0x01 | 0x02 | 0x04 | 0x08  # CSUM, TSO4, TSO6, TSO_ECN
 _LARGEST_READ_BYTES = 64 * 1024 + 256
-_BATCH = 64  # reads before it looks at the clock again
-# What may be on the way in one direction: 10 Gbit/s for 50 ms. More is dropped, as a queue does.
+_BATCH = 64  # reads before the next look at the clock
+# Bytes in flight per direction: 10 Gbit/s for 50 ms. More are dropped, as a full queue does.
 _MAX_HELD_BYTES = 64 * 1024 * 1024
 _LONGEST_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
-class Way:
-    """One direction."""
+class PacketDirection:
+    """One direction, with its delayed packets."""
 
     source: int
     target: int
     packets: deque[tuple[float, bytes]] = field(default_factory=deque)
     held_bytes: int = 0
 
-    def take_in(self, leaves_at_s: float) -> None:
+    def read_packets(self, leaves_at_s: float) -> None:
         for _ in range(_BATCH):
             try:
                 packet = os.read(self.source, _LARGEST_READ_BYTES)
@@ -50,8 +50,8 @@ class Way:
                 self.packets.append((leaves_at_s, packet))
                 self.held_bytes += len(packet)
 
-    def let_out(self, now_s: float) -> float:
-        """Writes what is due; the time until the next is."""
+    def write_due(self, now_s: float) -> float:
+        """Writes the due packets. Returns the time until the next one is due."""
         packets = self.packets
         while packets and packets[0][0] <= now_s:
             packet = packets.popleft()[1]
@@ -59,12 +59,12 @@ class Way:
             try:
                 os.write(self.target, packet)
             except OSError:
-                pass  # the device is down or out of memory: the packet is lost, as packets are
+                pass  # the device is down or out of memory: the packet is lost, as on a real path
         return packets[0][0] - now_s if packets else _LONGEST_WAIT_S
 
 
 def open_tun(namespace: str, device: str) -> int:
-    """A new TUN device in the namespace; its descriptor. It vanishes when that is closed."""
+    """Makes a TUN device in the namespace. It exists until the returned descriptor is closed."""
     with inside(namespace):
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
@@ -73,23 +73,23 @@ def open_tun(namespace: str, device: str) -> int:
     return descriptor
 
 
-def forward(one: int, other: int, orders: int, delay_s: float) -> None:
-    """Until `orders` ends."""
-    ways = {one: Way(one, other), other: Way(other, one)}
+def forward(one: int, other: int, commands: int, delay_s: float) -> None:
+    """Forwards until the input `commands` ends."""
+    directions = {one: PacketDirection(one, other), other: PacketDirection(other, one)}
     poll = select.epoll()
-    for descriptor in (one, other, orders):
+    for descriptor in (one, other, commands):
         poll.register(descriptor, select.EPOLLIN)
     while True:
         now_s = time.monotonic()
-        wait_s = min(way.let_out(now_s) for way in ways.values())
+        wait_s = min(direction.write_due(now_s) for direction in directions.values())
         for descriptor, _ in poll.poll(max(0.0, wait_s)):
-            if descriptor == orders:
-                text = os.read(orders, 4096)
+            if descriptor == commands:
+                text = os.read(commands, 4096)
                 if not text:
                     return
                 delay_s = float(text.split()[-1])
             else:
-                ways[descriptor].take_in(time.monotonic() + delay_s)
+                directions[descriptor].read_packets(time.monotonic() + delay_s)
 
 
 def main(arguments: list[str]) -> None:

@@ -3,10 +3,10 @@
     near ──veth── wan ──veth── far                     without delay
     near ──veth── wan ──veth── edge ══tun══ far        with delay (the forwarder is the ══)
 
-Each name is a namespace. Packets cross the first hop one by one (1,500 bytes, no offload), `wan`
-drops some of them at random as they come in and queues the rest before its bottleneck, a token
-bucket with a bounded queue. `edge` stands for the receiving network card: it coalesces what
-survived, so that a Python process can delay it at 1 Gbit/s.
+Each name is a namespace. Packets cross the first hop one by one (1,500 bytes, no offload). `wan`
+drops some of them at random on arrival and queues the others before its bottleneck, a token bucket
+with a bounded queue. `edge` acts as the receiving network card: it coalesces the remaining packets,
+so that a Python process can delay them at 1 Gbit/s.
 
     with LossyNet(rate_bps=1e9, rtt_s=0.06, loss=0.001) as net:
         with net.inside_far():
@@ -44,21 +44,21 @@ from prfaas.testing.netns import (
 
 _PREFIX = "prfaas"
 _MTU_BYTES = 1500
-# The bucket must hold what passes between two wake-ups of the kernel's timer.
+# The bucket must hold the bytes that pass between two wake-ups of the kernel's timer.
 _LEAST_BURST_BYTES, _BURST_S = 64 * 1024, 1e-3
 _LEAST_QUEUE_BYTES = 64 * 1024
-# How long the edge may wait for more packets to coalesce: too short and the forwarder sees single
-# packets, too long and it adds to the delay.
+# How long the edge waits for more packets to coalesce. With a shorter time the forwarder gets
+# single packets; a longer time adds to the delay.
 _COALESCE_NS = 300_000
 _TUN_QUEUE_PACKETS = 20_000
 _numbers = itertools.count()
 
 
 class LossyNet:
-    """`near` and `far` are namespace names; everything is removed on leaving the context.
+    """`near` and `far` are namespace names. The end of the context removes everything.
 
     `rate_bps` limits each direction, with a queue of `queue_s` at that rate; `loss` is the share
-    of packets lost from near to far. A network made without `rtt_s` cannot get a delay later.
+    of packets lost from near to far. A network without `rtt_s` cannot get a delay later.
     """
 
     near_address = "10.213.1.1"
@@ -100,12 +100,12 @@ class LossyNet:
     # Conditions ------------------------------------------------------------------------------
 
     def set_loss(self, to_far: float, to_near: float = 0.0) -> None:
-        """The share of packets lost in each direction, from now on."""
+        """Sets the share of packets lost in each direction from now on."""
         for device, share in (("near0", to_far), ("far0", to_near)):
             command(*_tc(self._wan, "filter", "replace", device), *_drop_filter(share))
 
     def set_rate(self, rate_bps: float) -> None:
-        """Of each direction, from now on. What is queued is lost."""
+        """Sets the rate of each direction from now on. Queued packets are lost."""
         burst = max(_LEAST_BURST_BYTES, int(rate_bps / 8 * _BURST_S))
         queue = max(_LEAST_QUEUE_BYTES, int(rate_bps / 8 * self._queue_s))
         for device in ("near0", "far0"):
@@ -113,20 +113,20 @@ class LossyNet:
             command(*_tc(self._wan, "qdisc", "replace", device), "root", "tbf", *limits)
 
     def set_rtt(self, rtt_s: float) -> None:
-        """From now on; packets on their way keep theirs."""
+        """Sets the round trip from now on; packets in flight keep their delay."""
         if self._forwarder is None:
-            raise NetworkError("this network was made without a delay: give it rtt_s")
+            raise NetworkError("this network was made without a delay: construct it with rtt_s")
         _pipe(self._forwarder.stdin).write(f"{rtt_s / 2}\n")
         _pipe(self._forwarder.stdin).flush()
 
     def lost_packets(self) -> int:
-        """Dropped by `set_loss` so far, near to far."""
+        """The number of packets that `set_loss` has dropped so far, from near to far."""
         shown = json.loads(
             command("tc", "-n", self._wan, "-s", "-j", "qdisc", "show", "dev", "near0")
         )
         return sum(int(q["drops"]) for q in shown if q["kind"] == "clsact")
 
-    # Being there -----------------------------------------------------------------------------
+    # Inside the namespaces -------------------------------------------------------------------
 
     def inside_near(self) -> AbstractContextManager[None]:
         """See `netns.inside`."""
@@ -136,7 +136,7 @@ class LossyNet:
         return inside(self.far)
 
     def near_command(self, *arguments: str) -> Sequence[str]:
-        """A command line that runs `arguments` in near."""
+        """The command line that runs `arguments` in near."""
         return ("ip", "netns", "exec", self.near, *arguments)
 
     def far_command(self, *arguments: str) -> Sequence[str]:
@@ -155,10 +155,10 @@ class LossyNet:
             set_features(self._edge, "wan0", gro=True)
             set_device_value(self._edge, "wan0", "gro_flush_timeout", _COALESCE_NS)
             self._forwarder = stack.enter_context(self._start_forwarder())
-            # Before the process is waited for, its input ends, and with it the process.
+            # Close its input before waiting for the process: the process then ends.
             stack.callback(_pipe(self._forwarder.stdin).close)
-            _raise_tun(self._edge, "far0", "10.213.3.1")
-            _raise_tun(self.far, "wan0", self.far_address)
+            _configure_tun(self._edge, "far0", "10.213.3.1")
+            _configure_tun(self.far, "wan0", self.far_address)
             _route(self._wan, "10.213.3.0/24", "10.213.2.2")
             _route(self._edge, "10.213.1.0/24", "10.213.2.1")
             _route(self.far, "default", "10.213.3.1")
@@ -188,14 +188,14 @@ class LossyNet:
         )
         if _pipe(process.stdout).readline() != "ready\n":
             process.communicate(timeout=COMMAND_TIMEOUT_S)
-            raise NetworkError("the forwarder did not start; what it said is above")
+            raise NetworkError("the forwarder did not start; its error output is above")
         return process
 
 
 def _join(
     one: str, one_device: str, one_address: str, other: str, other_device: str, other_address: str
 ) -> None:
-    """A cable between two namespaces on which packets are packets."""
+    """A cable between two namespaces, without segmentation offload."""
     ends = ((one, one_device, one_address), (other, other_device, other_address))
     peer = ["type", "veth", "peer", "name", other_device, "netns", other]
     command("ip", "link", "add", one_device, "netns", one, "mtu", str(_MTU_BYTES), *peer)
@@ -205,7 +205,7 @@ def _join(
         command("ip", "-n", namespace, "link", "set", device, "up")
 
 
-def _raise_tun(namespace: str, device: str, address: str) -> None:
+def _configure_tun(namespace: str, device: str, address: str) -> None:
     queue = ["txqueuelen", str(_TUN_QUEUE_PACKETS), "mtu", str(_MTU_BYTES)]
     command("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", device)
     command("ip", "-n", namespace, "link", "set", device, "up", *queue)
@@ -220,7 +220,7 @@ def _tc(namespace: str, what: str, action: str, device: str) -> tuple[str, ...]:
 
 
 def _drop_filter(share: float) -> list[str]:
-    """A filter that drops this share of the IPv4 packets that come in, by classic BPF:
+    """A classic BPF filter that drops this share of the arriving IPv4 packets:
 
     A = protocol; if A != IPv4 goto pass       (a lost ARP would stop everything for a second)
     A = random();  if A >= share x 2^32 goto pass
@@ -228,7 +228,7 @@ def _drop_filter(share: float) -> list[str]:
     pass:  return TC_ACT_OK
     """
     if not 0 <= share <= 1:
-        raise NetworkError(f"a share of {share} cannot be lost: give 0 to 1")
+        raise NetworkError(f"the loss share is {share}; give 0 to 1")
     ancillary, protocol, random_number = 2**32 - 0x1000, 0, 56  # SKF_AD_OFF and fields beyond it
     threshold = min(2**32 - 1, int(share * 2**32))
     program = [

@@ -1,6 +1,6 @@
 """Network namespaces for tests that need real packets. Linux, root.
 
-Knows `ip`, `setns` and device features; what a network is made of is `lossy_net`'s business.
+This module wraps `ip`, `setns` and device features. `lossy_net` builds a network from them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NetworkError(PrfaasError):
 
 
 def why_not() -> str | None:
-    """Why this process cannot make test networks, as one line; None when it can."""
+    """Returns why this process cannot make test networks, as one line; None when it can."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -48,18 +48,18 @@ def why_not() -> str | None:
     if missing:
         return f"real packets need {' and '.join(missing)}: install the package iproute2"
     if not Path("/dev/net/tun").exists():
-        return "real packets need /dev/net/tun: load the module tun, or give the container the file"
+        return "real packets need /dev/net/tun: load the module tun, or map it into the container"
     return None
 
 
 def command(*arguments: str) -> str:
-    """Runs a tool; its output. Raises NetworkError with what it said."""
+    """Runs a tool and returns its output. Raises NetworkError with the tool's error output."""
     done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
     )
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise NetworkError(f"{' '.join(arguments)}: {said}")
+        output = " ".join((done.stderr or done.stdout).split())
+        raise NetworkError(f"{' '.join(arguments)}: {output}")
     return done.stdout
 
 
@@ -69,7 +69,7 @@ def add_namespace(name: str) -> None:
 
 
 def remove_namespace(name: str) -> None:
-    """Its devices go with it. No error when it does not exist."""
+    """Removes a namespace and its devices. Does nothing when it does not exist."""
     if (_NAMES / name).exists():
         command("ip", "netns", "del", name)
 
@@ -86,8 +86,8 @@ def remove_leftovers(prefix: str) -> None:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread is in the namespace for the duration. Sockets made, and threads and processes
-    started in it, stay there."""
+    """Runs this thread in the namespace until the context ends. Sockets, threads and processes
+    that it makes there stay in the namespace."""
     outside = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         enter(name)
@@ -128,7 +128,7 @@ def set_features(namespace: str, device: str, **wanted: bool) -> None:
 
 
 def set_device_value(namespace: str, device: str, name: str, value: int) -> None:
-    # `ip netns exec` mounts the namespace's own /sys.
+    # `ip netns exec` mounts a /sys for the namespace.
     script = f"echo {value} > /sys/class/net/{device}/{name}"
     command("ip", "netns", "exec", namespace, "sh", "-c", script)
 

@@ -1,8 +1,9 @@
-"""Stands between an engine and its kvd, and may keep back which state is ready until the commit.
+"""A proxy between an engine and its kvd that can hold back READY messages until the commit.
 
-With `holding` a prefill is pushed after it has ended instead of while it runs: what `bench overlap`
-compares with, and how a test stops a transfer half-way. Engine and kvd are the real ones and know
-nothing of it; everything else passes through, the arena's descriptor included.
+With `holding` the kvd pushes a prefill after it has ended instead of while it runs. `bench overlap`
+uses that for comparison, and a test uses it to stop a transfer half-way. Engine and kvd are the
+real ones and are not aware of the proxy. All other messages pass through, including the arena's
+descriptor.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ _END_S = 10.0
 
 
 class ReadyGate:
-    """`with ReadyGate(path, kvd_socket) as gate:`; engines are given `path` as their kvd."""
+    """`with ReadyGate(path, kvd_socket) as gate:`; engines use `path` as their kvd's socket."""
 
     def __init__(self, path: Path, kvd: Path | str, clock: Clock | None = None) -> None:
         self.path = path
-        self.holding = False  # may be changed while no prefill is under way
+        self.holding = False  # change this only while no prefill runs
         self.registered: queue.SimpleQueue[Register] = queue.SimpleQueue()
-        self.commits: queue.SimpleQueue[float] = queue.SimpleQueue()  # when each came
+        self.commits: queue.SimpleQueue[float] = queue.SimpleQueue()  # time of each commit
         self._kvd = str(kvd)
         self._clock = clock or MonotonicClock()
         self._lock = threading.Lock()
-        self._held: dict[int, list[Ready]] = {}  # by lease; its writers may be several processes
+        # By lease: several processes may write to one lease.
+        self._held: dict[int, list[Ready]] = {}
         self._sockets: list[socket.socket] = []
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(str(path))
@@ -74,23 +76,23 @@ class ReadyGate:
             try:
                 kvd.connect(self._kvd)
             except OSError:
-                _end(engine)  # as an engine finds a kvd that has gone
+                _end(engine)  # the engine sees the same as for a kvd that is gone
                 continue
-            for pump in (self._calls, self._answers):
+            for pump in (self._forward_calls, self._forward_responses):
                 thread = threading.Thread(target=pump, args=(engine, kvd), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _calls(self, engine: socket.socket, kvd: socket.socket) -> None:
+    def _forward_calls(self, engine: socket.socket, kvd: socket.socket) -> None:
         frames = Frames()
         with suppress(OSError, WireError):
             while data := engine.recv(_READ_BYTES):
-                passing = [self._through(decode_call(body)) for body in frames.feed(data)]
+                passing = [self._filter(decode_call(body)) for body in frames.feed(data)]
                 kvd.sendall(b"".join(passing))
         _end(kvd)
 
-    def _through(self, numbered: Numbered) -> bytes:
-        """What of it, and of what was held before, goes on."""
+    def _filter(self, numbered: Numbered) -> bytes:
+        """Returns the bytes to forward: of this message, and of messages held before it."""
         call = numbered.call
         if isinstance(call, Ready) and self.holding:
             with self._lock:
@@ -102,12 +104,12 @@ class ReadyGate:
         elif isinstance(call, Commit):
             self.commits.put(self._clock.now())
             with self._lock:
-                # On the connection of the commit, which must not overtake it: its process owns the
-                # lease, whoever wrote.
+                # Use the connection of the commit, so that the commit does not overtake them. The
+                # committing process owns the lease, although others may have written to it.
                 released = self._held.pop(call.lease_id, [])
         return b"".join([*(frame(Numbered(0, ready)) for ready in released), frame(numbered)])
 
-    def _answers(self, engine: socket.socket, kvd: socket.socket) -> None:
+    def _forward_responses(self, engine: socket.socket, kvd: socket.socket) -> None:
         with suppress(OSError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(kvd, _READ_BYTES, 1)

@@ -1,10 +1,10 @@
-"""When are two generations the same? One rule, used wherever tokens are compared.
+"""The one rule for whether two generations are the same, used wherever tokens are compared.
 
-Batching and kernels change the order of floating-point sums, and a near tie may then fall the other
-way. So: every token is equal, or the first difference lies where the reference's two best logits
-are closer than twice the largest difference of logits seen before it; and that largest difference
-is itself small, so that a corrupted state can never pass for rounding. Without logits (over HTTP)
-every token must be equal.
+Batching and kernels change the order of floating-point sums, which can change the winner of a near
+tie. Two generations are therefore identical if every token is equal. They are also identical if, at
+the first difference, the reference's two best logits are closer than twice the largest difference
+of logits before it. That largest difference must itself be small, so that a corrupted state cannot
+pass for rounding. Without logits (over HTTP) every token must be equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LARGEST_ROUNDING = 0.02  # of logits, in float32
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GeneratedTokens:
     tokens: Sequence[int]
     logits: npt.NDArray[np.float32] | None = None  # [tokens, vocab], before sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TokenComparison:
     identical: bool
     first_difference: int | None  # index of the token
     largest_rounding: float  # of logits, over the tokens before the first difference
@@ -42,26 +42,28 @@ class Comparison:
         )
 
 
-def compare(reference: Generation, other: Generation) -> Comparison:
+def compare(reference: GeneratedTokens, other: GeneratedTokens) -> TokenComparison:
     first = _first_difference(reference.tokens, other.tokens)
     if reference.logits is None or other.logits is None:
-        return Comparison(first is None, first, 0.0, None)
-    # Behind the first difference the two went on from different tokens.
+        return TokenComparison(first is None, first, 0.0, None)
+    # After the first difference the two generations continue from different tokens.
     before = len(reference.tokens) if first is None else first
     gap = np.abs(reference.logits[:before] - other.logits[:before])
     rounding = float(gap.max()) if before else 0.0
     small = not np.isnan(rounding) and rounding < LARGEST_ROUNDING
     if first is None:
-        return Comparison(small, None, rounding, None)
+        return TokenComparison(small, None, rounding, None)
     if first >= min(len(reference.tokens), len(other.tokens)):
-        return Comparison(False, first, rounding, None)  # one of them ended early
+        return TokenComparison(False, first, rounding, None)  # one of them ended early
     second, best = np.partition(reference.logits[first], -2)[-2:]
     margin = float(best - second)
-    return Comparison(small and margin < 2 * rounding, first, rounding, margin)
+    return TokenComparison(small and margin < 2 * rounding, first, rounding, margin)
 
 
-def assert_token_identical(reference: Generation, other: Generation, what: str = "") -> Comparison:
-    """Raises AssertionError that says where and by how much; returns what was seen."""
+def assert_token_identical(
+    reference: GeneratedTokens, other: GeneratedTokens, what: str = ""
+) -> TokenComparison:
+    """Raises AssertionError with the position and size of the difference."""
     seen = compare(reference, other)
     assert seen.identical, f"{what}: {seen}" if what else str(seen)
     return seen

@@ -1,8 +1,8 @@
-"""A real vLLM server in processes of its own, on the CPU, with whatever connector it is given.
+"""A real vLLM server in separate processes, on the CPU, with a given KV connector.
 
-Starting one takes most of a minute (three processes import torch), so that tests and benchmarks
-share them. Each has a core of its own: OpenMP threads of two servers on the same cores wait for
-each other. Knows nothing of kvds or hand-offs.
+A start takes most of a minute (three processes import torch), so tests and benchmarks share
+servers. Each server has its own core, because OpenMP threads of two servers on the same cores wait
+for each other. This module has no notion of kvds or hand-offs.
 
 Requests use the standard library's client, not `prfaas.http_client`: the server is foreign, and
 tests call it from code that has no event loop.
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 START_S = 240.0
 REQUEST_S = 120.0
-MAX_LOGPROB_DIFFERENCE = 0.002  # room for the order of additions, none for a lost state
+MAX_LOGPROB_DIFFERENCE = 0.002  # allows another order of additions, but not a lost state
 _HOST = "127.0.0.1"
-# Below the range from which the kernel takes ports for others (32768 and up, on Linux).
+# Below the kernel's range of ephemeral ports (32768 and up, on Linux).
 _PORTS = range(20_000, 32_000)
 _POLL_S = 0.1
 
@@ -45,7 +45,7 @@ class Generated(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VllmResponse:
     status: int
     body: Any
 
@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, as vLLM reports it (--enable-prompt-tokens-details)."""
+        """Cached tokens of the prompt, as vLLM reports them (--enable-prompt-tokens-details)."""
         assert self.status == 200, self.body
         details = self.body["usage"]["prompt_tokens_details"] or {}
         return int(details.get("cached_tokens") or 0)
@@ -76,32 +76,32 @@ class VllmServer:
         self.url = f"http://{_HOST}:{port}"
         self._port = port
 
-    def complete(self, prompt: list[int], max_tokens: int, **more: object) -> Answer:
-        return self._ask("POST", "/v1/completions", _body(prompt, max_tokens, more))
+    def complete(self, prompt: list[int], max_tokens: int, **more: object) -> VllmResponse:
+        return self._request("POST", "/v1/completions", _body(prompt, max_tokens, more))
 
     @contextmanager
     def streaming(
         self, prompt: list[int], max_tokens: int, **more: object
     ) -> Iterator[Iterator[Any]]:
-        """The answer's pieces as they come; leaving early hangs up. Nobody waits for the first
-        one before asking for it."""
+        """Yields the response's events as they arrive. Leaving the context early disconnects. The
+        context begins before the first event has arrived."""
         connection = self._connection()
         try:
-            asked = _body(prompt, max_tokens, {"stream": True, **more})
-            connection.request("POST", "/v1/completions", asked, _JSON)
-            yield _pieces(connection)
+            body = _body(prompt, max_tokens, {"stream": True, **more})
+            connection.request("POST", "/v1/completions", body, _JSON)
+            yield _events(connection)
         finally:
             connection.close()
 
     def healthy(self) -> bool:
         try:
-            return self._ask("GET", "/health").status == 200
+            return self._request("GET", "/health").status == 200
         except OSError:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all other labels."""
-        lines = str(self._ask("GET", "/metrics").body).splitlines()
+        """The metric's value, summed over all other labels."""
+        lines = str(self._request("GET", "/metrics").body).splitlines()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         values = [
             line.rsplit(" ", 1)[1]
@@ -112,12 +112,12 @@ class VllmServer:
         return sum(map(float, values))
 
     def idle(self) -> bool:
-        """No request is in the engine, and every block is free or an evictable prefix."""
+        """Whether the engine has no request, and every block is free or an evictable prefix."""
         held = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return not any(self.metric(f"vllm:{name}") for name in held)
 
     def kill(self, how: signal.Signals) -> None:
-        """All its processes at once, as a lost machine would."""
+        """Signals all processes of the server at once, as a lost machine would."""
         os.killpg(self.process.pid, how)
 
     def stop(self) -> None:
@@ -126,16 +126,16 @@ class VllmServer:
             self.process.wait(30)
         finally:
             with suppress(ProcessLookupError):
-                self.kill(signal.SIGKILL)  # what is left of its session, if anything
+                self.kill(signal.SIGKILL)  # remaining processes of its session
 
-    def _ask(self, method: str, path: str, body: str | None = None) -> Answer:
+    def _request(self, method: str, path: str, body: str | None = None) -> VllmResponse:
         connection = self._connection()
         try:
             connection.request(method, path, body, _JSON)
             response = connection.getresponse()
             data = response.read().decode()
             is_json = "json" in (response.getheader("Content-Type") or "")
-            return Answer(response.status, json.loads(data) if is_json else data)
+            return VllmResponse(response.status, json.loads(data) if is_json else data)
         finally:
             connection.close()
 
@@ -157,7 +157,8 @@ def start_vllm(
     cache_bytes: int = 64 << 20,
     env: Mapping[str, str] | None = None,
 ) -> VllmServer:
-    """`python`: of the environment that vLLM is installed in. Not yet serving: `await_health`."""
+    """Starts a server; `await_health` waits until it serves. `python` is the interpreter of vLLM's
+    environment."""
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m"]
@@ -182,12 +183,14 @@ def start_vllm(
 
 
 def await_health(*servers: VllmServer) -> None:
-    """Started together, waited for together."""
+    """Waits until all servers are healthy."""
     until_s = time.monotonic() + START_S
     for server in servers:
         while not server.healthy():
             assert server.process.poll() is None, server.log.read_text()[-3000:]
-            assert time.monotonic() < until_s, f"{server.log} does not say that it serves"
+            assert time.monotonic() < until_s, (
+                f"the server is not healthy in time; see {server.log}"
+            )
             time.sleep(_POLL_S)
 
 
@@ -204,7 +207,7 @@ def _body(prompt: list[int], max_tokens: int, more: Mapping[str, object]) -> str
     return json.dumps({**body, **more})
 
 
-def _pieces(connection: http.client.HTTPConnection) -> Iterator[Any]:
+def _events(connection: http.client.HTTPConnection) -> Iterator[Any]:
     for line in connection.getresponse():
         data = line.strip().removeprefix(b"data: ")
         if data and data != b"[DONE]":

@@ -1,2 +1,5 @@
-"""Named byte ranges over many TCP connections (paper, section 3.3). Knows nothing of blocks, hashes
-or tensors: segments have names and sizes, buffers come from their owners."""
+"""Moves named byte ranges over many TCP connections (paper, section 3.3).
+
+This package has no notion of blocks, hashes or tensors: segments have names and sizes, and the
+owners of memory provide the buffers.
+"""

@@ -1,6 +1,7 @@
-"""Buffers laid end to end, addressed as one, in memory and (where they are a file's) on file.
+"""A sequence of buffers that is addressed as one range of bytes, in memory and in mapped files.
 
-Most segments lie in one buffer, and there may be tens of thousands: that case is kept cheap.
+Most segments have one buffer, and a transfer may have tens of thousands of segments, so that case
+is kept cheap.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import NamedTuple
 
 
 class FileSlice(NamedTuple):
-    """Memory that maps a file, as a kvd's arena does: the kernel can send it without a copy."""
+    """Memory that maps a file, such as a kvd's arena. The kernel can send it without a copy."""
 
     view: memoryview
     fd: int
-    offset: int  # where the view begins in the file
+    offset: int  # position of the view in the file
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class FileRange:
 
 
 class BufferSequence:
-    """Views must be of bytes."""
+    """The buffers of one segment, in order. Their memoryviews must have items of one byte."""
 
     __slots__ = ("_file", "_files", "_starts", "_view", "_views")
 
@@ -43,43 +44,47 @@ class BufferSequence:
             else:
                 assert isinstance(part, memoryview)
                 self._view = part
-            held, item_bytes = self._view.nbytes, self._view.itemsize
+            given_bytes, item_bytes = self._view.nbytes, self._view.itemsize
         else:
             self._views = [part.view if isinstance(part, FileSlice) else part for part in parts]
             self._starts = list(accumulate((view.nbytes for view in self._views), initial=0))
             files = [part for part in parts if isinstance(part, FileSlice)]
             self._files = files if len(files) == len(parts) else []
-            held = self._starts[-1]
+            given_bytes = self._starts[-1]
             item_bytes = max((view.itemsize for view in self._views), default=1)
-        assert item_bytes == 1, f"{name}: views of {item_bytes}-byte items; cast them to bytes"
-        assert held == nbytes, f"{name}: {nbytes} bytes announced, buffers of {held} given"
+        assert item_bytes == 1, (
+            f"{name}: the views have {item_bytes}-byte items; cast them to bytes"
+        )
+        assert given_bytes == nbytes, (
+            f"{name}: {nbytes} bytes announced, but the buffers have {given_bytes}"
+        )
 
     @property
     def on_file(self) -> bool:
-        """Whether all of it is a file's."""
+        """Whether all bytes lie in files."""
         return self._file is not None or (self._view is None and bool(self._files))
 
     def slices(self, offset: int, nbytes: int) -> list[memoryview]:
-        """[offset, offset + nbytes), in as many views as it takes."""
+        """The range [offset, offset + nbytes), as one or more views."""
         view = self._view
         if view is not None:
             return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
         return [
             self._views[index][within : within + taken]
-            for index, within, taken in self._spread(offset, nbytes)
+            for index, within, taken in self._parts_of(offset, nbytes)
         ]
 
     def add_ranges(self, offset: int, nbytes: int, ranges: list[FileRange]) -> None:
-        """The same bytes on file, appended; neighbours in the file become one range."""
+        """Appends the same bytes as file ranges; adjacent ranges of one file are merged."""
         if self._file is not None:
             _append(ranges, self._file.fd, self._file.offset + offset, nbytes)
             return
-        for index, within, taken in self._spread(offset, nbytes):
+        for index, within, taken in self._parts_of(offset, nbytes):
             file = self._files[index]
             _append(ranges, file.fd, file.offset + within, taken)
 
-    def _spread(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """Which parts, from where in each, how many bytes."""
+    def _parts_of(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """For each part that the range touches: its index, the offset in it, and the bytes."""
         index = bisect_right(self._starts, offset) - 1
         found = []
         while nbytes:

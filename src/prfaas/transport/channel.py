@@ -1,8 +1,8 @@
-"""A connected TCP socket, plain or TLS: whole frames in and out, silence is an error.
+"""A connected TCP socket, plain or TLS, that sends and receives whole frames; silence is an error.
 
-Blocking sockets with kernel timeouts: a full megabyte moves in one system call without the GIL, and
-a thread still looks up every `TICK_S` to see whether it should stop. OS errors become
-`ConnectionLost` here and nowhere else.
+The socket blocks, with kernel timeouts: one system call moves a full megabyte without the GIL, and
+the thread still returns every `TICK_S` to check whether it should stop. Only this module converts
+OS errors to `ConnectionLost`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,25 @@ from prfaas.transport.buffers import FileRange
 
 TICK_S = 0.25
 _TIMEVAL = struct.Struct("@ll")
-_IOV_MAX = 1_024  # buffers that one system call takes
-
-
-_TLS_SEND_BYTES = 64 << 10  # in one call
+_IOV_MAX = 1_024  # maximum number of buffers in one system call
+_TLS_SEND_BYTES = 64 << 10  # per call
 
 
 class _EveryTick:
-    """Calls a function when a tick has passed since the last call, or since the beginning."""
+    """Calls a function when a tick has passed since the last call, or since the start."""
 
     def __init__(self, call: Callable[[], None] | None, began_s: float) -> None:
         self._call = call
         self._due_s = began_s + TICK_S
 
-    def at(self, now: float) -> None:
+    def call_if_due(self, now: float) -> None:
         if self._call is not None and now >= self._due_s:
             self._due_s = now + TICK_S
             self._call()
 
 
 class Channel:
-    """Not thread-safe: one thread at a time sends and receives. `close` may come from any."""
+    """Not thread-safe: one thread at a time sends and receives. Any thread may call `close`."""
 
     def __init__(self, sock: socket.socket, clock: Clock, silence_s: float) -> None:
         self._sock = sock
@@ -65,11 +63,11 @@ class Channel:
             raise _lost(error) from None
 
     def watch(self, other: socket.socket) -> None:
-        """`wait` also returns when `other` is readable."""
+        """Makes `wait` return also when `other` is readable."""
         self._poll.register(other, select.POLLIN)
 
     def wait(self, timeout_s: float) -> set[int]:
-        """File descriptors that are readable, or broken, within the time."""
+        """Waits up to the timeout. Returns the file descriptors that are readable or broken."""
         if self._tls and self._pending():
             return {self._sock.fileno()}
         try:
@@ -83,8 +81,8 @@ class Channel:
         nbytes: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """All of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever the
-        bytes take longer than a tick."""
+        """Sends all views (`nbytes` together) or raises ConnectionLost. Calls `meanwhile` once per
+        tick while the bytes are being sent."""
         began_s = self._clock.now()
         sent = self._send_some(views)
         if sent != nbytes:
@@ -94,7 +92,7 @@ class Channel:
 
     @property
     def can_send_files(self) -> bool:
-        """TLS encrypts in this process: it must see the bytes."""
+        """False with TLS: this process encrypts, so it must read the bytes."""
         return not self._tls
 
     def send_files(
@@ -103,11 +101,11 @@ class Channel:
         ranges: list[FileRange],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """`head` and then parts of files, which the kernel sends from its own pages. `meanwhile`
-        is called whenever the bytes take longer than a tick."""
-        called = _EveryTick(meanwhile, self._clock.now())
-        self._send_all([head], socket.MSG_MORE, called)
-        quiet_until = self._clock.now() + self._silence_s
+        """Sends `head` and then parts of files, which the kernel sends from its page cache. Calls
+        `meanwhile` once per tick while the bytes are being sent."""
+        ticks = _EveryTick(meanwhile, self._clock.now())
+        self._send_all([head], socket.MSG_MORE, ticks)
+        silent_until = self._clock.now() + self._silence_s
         for part in ranges:
             fd, offset, nbytes = part.fd, part.offset, part.nbytes
             while nbytes:
@@ -120,8 +118,8 @@ class Channel:
                 offset += sent
                 nbytes -= sent
                 if nbytes:
-                    quiet_until = self._still_moving(sent, quiet_until)
-                    called.at(self._clock.now())
+                    silent_until = self._check_progress(sent, silent_until)
+                    ticks.call_if_due(self._clock.now())
 
     def receive(
         self,
@@ -129,14 +127,14 @@ class Channel:
         nbytes: int,
         meanwhile: Callable[[int], None] | None = None,
     ) -> None:
-        """Fills all of it (`nbytes` together), or ConnectionLost. `meanwhile` is called whenever
-        the bytes take longer than a tick, with how many have come."""
+        """Fills all views (`nbytes` together) or raises ConnectionLost. While the bytes take longer
+        than a tick, calls `meanwhile` with the number of bytes received so far."""
         got = self._receive_some(views)
         if got != nbytes:
             self._receive_rest(list(views), got, meanwhile)
 
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
-        """Fills `view`; False when nothing at all is there (or comes within a tick)."""
+        """Fills `view`. Returns False when no byte is available (with `wait`: within a tick)."""
         if not wait and self._sock.fileno() not in self.wait(0):
             return False
         got = self._receive_some([view])
@@ -145,7 +143,7 @@ class Channel:
         return got > 0
 
     def receive_available(self, limit: int = 64 << 10) -> bytes:
-        """What has come so far; only after `wait` said that something has."""
+        """Receives the available bytes. Call this only after `wait` reported the socket."""
         try:
             data = self._sock.recv(limit)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -153,19 +151,19 @@ class Channel:
         except (OSError, ValueError) as error:
             raise _lost(error) from None
         if not data:
-            raise ConnectionLost("closed by peer")
+            raise ConnectionLost("the peer closed the connection")
         return data
 
-    def close(self, *, forget: bool = False) -> None:
-        """Wakes a thread that is inside `send` or `receive`. `forget`: what the kernel has not
-        sent yet is thrown away, so that it reads nobody's memory after this."""
+    def close(self, *, discard_unsent: bool = False) -> None:
+        """Wakes a thread that is inside `send` or `receive`. With `discard_unsent` the kernel drops
+        bytes that it has not sent, so that it no longer reads the owner's memory."""
         try:
-            if forget:
+            if discard_unsent:
                 at_once = struct.pack("@ii", 1, 0)
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # not connected any more
+            pass  # the connection is closed already
         self._sock.close()
 
     def _receive_rest(
@@ -174,7 +172,7 @@ class Channel:
         got: int,
         meanwhile: Callable[[int], None] | None = None,
     ) -> None:
-        quiet_until = self._clock.now() + self._silence_s
+        silent_until = self._clock.now() + self._silence_s
         total = 0
         while True:
             _drop(views, got)
@@ -184,9 +182,9 @@ class Channel:
             if meanwhile is not None:
                 meanwhile(total)
             if got:
-                quiet_until = self._clock.now() + self._silence_s
-            elif self._clock.now() >= quiet_until:
-                raise ConnectionLost(f"peer sent nothing for {self._silence_s:g} s")
+                silent_until = self._clock.now() + self._silence_s
+            elif self._clock.now() >= silent_until:
+                raise ConnectionLost(f"the peer sent nothing for {self._silence_s:g} s")
             got = self._receive_some(views)
 
     def _send_all(
@@ -195,27 +193,27 @@ class Channel:
         flags: int,
         meanwhile: _EveryTick,
     ) -> None:
-        quiet_until = self._clock.now() + self._silence_s
+        silent_until = self._clock.now() + self._silence_s
         while views:
             sent = self._send_some(views, flags)
             _drop(views, sent)
             if views:
-                quiet_until = self._still_moving(sent, quiet_until)
-                meanwhile.at(self._clock.now())
+                silent_until = self._check_progress(sent, silent_until)
+                meanwhile.call_if_due(self._clock.now())
 
-    def _still_moving(self, sent: int, quiet_until: float) -> float:
-        """When silence will be too long; ConnectionLost when it is."""
+    def _check_progress(self, sent: int, silent_until: float) -> float:
+        """Returns the new end of the silence timeout; raises ConnectionLost when it is over."""
         now = self._clock.now()
         if sent:
             return now + self._silence_s
-        if now >= quiet_until:
-            raise ConnectionLost(f"peer took nothing for {self._silence_s:g} s")
-        return quiet_until
+        if now >= silent_until:
+            raise ConnectionLost(f"the peer accepted no bytes for {self._silence_s:g} s")
+        return silent_until
 
     def _send_some(self, views: list[memoryview], flags: int = 0) -> int:
         try:
             if self._tls:
-                # All of a large view would be one call, however long it takes.
+                # A large view would be sent in one call, however long that takes.
                 return self._sock.send(views[0][:_TLS_SEND_BYTES])
             some = views if len(views) <= _IOV_MAX else views[:_IOV_MAX]
             return self._sock.sendmsg(some, (), flags)
@@ -238,24 +236,24 @@ class Channel:
         except (OSError, ValueError) as error:
             raise _lost(error) from None
         if got == 0:
-            raise ConnectionLost("closed by peer")
+            raise ConnectionLost("the peer closed the connection")
         return got
 
     def _receive_records(self, view: memoryview) -> int:
-        """TLS hands out one record (16 KiB) a call: a tight loop until the view is full, or a tick
-        has passed."""
+        """Receives until the view is full or a tick has passed. TLS returns one record (16 KiB) per
+        call, hence the loop."""
         receive_into, size, at = self._sock.recv_into, view.nbytes, 0
         until_s = self._clock.now() + TICK_S
         try:
             while at < size:
                 got = receive_into(view[at:])
                 if got == 0:
-                    raise ConnectionLost("closed by peer")
+                    raise ConnectionLost("the peer closed the connection")
                 at += got
                 if self._clock.now() >= until_s:
                     break
         except ssl.SSLWantReadError:
-            pass  # a tick without a record; what came before counts
+            pass  # a tick passed without a record; the bytes received before it count
         return at
 
     def _pending(self) -> bool:
@@ -272,16 +270,16 @@ def connect(
     congestion_control: str | None = None,
     buffer_bytes: int | None = None,
 ) -> socket.socket:
-    """A connected socket with our options set; ConnectionLost says what to look at."""
+    """Returns a connected socket with this project's socket options; raises ConnectionLost."""
     host, port = address
     try:
         sock = socket.create_connection(address, timeout=timeout_s)
     except TimeoutError:
-        raise ConnectionLost(f"{host}:{port} does not answer within {timeout_s:g} s") from None
+        raise ConnectionLost(f"{host}:{port} did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise ConnectionLost(f"{host}:{port}: {error.strerror or error}") from None
     try:
-        tune(sock, congestion_control, buffer_bytes)
+        set_options(sock, congestion_control, buffer_bytes)
     except OSError as error:
         sock.close()
         raise ConnectionLost(
@@ -300,7 +298,9 @@ def connect(
         raise ConnectionLost(f"{host}:{port}: TLS: {reason}") from None
 
 
-def tune(sock: socket.socket, congestion_control: str | None, buffer_bytes: int | None) -> None:
+def set_options(
+    sock: socket.socket, congestion_control: str | None, buffer_bytes: int | None
+) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if buffer_bytes is not None:
@@ -312,10 +312,10 @@ def tune(sock: socket.socket, congestion_control: str | None, buffer_bytes: int 
 
 
 def _lost(error: OSError | ValueError) -> ConnectionLost:
-    """ValueError is what Python says of a socket that another thread has closed."""
+    """Python raises ValueError for a socket that another thread has closed."""
     if isinstance(error, OSError):
-        return ConnectionLost(f"connection broke: {error.strerror or error}")
-    return ConnectionLost("closed on this side")
+        return ConnectionLost(f"the connection broke: {error.strerror or error}")
+    return ConnectionLost("the connection was closed on this side")
 
 
 def _drop(views: list[memoryview], nbytes: int) -> None:

@@ -1,13 +1,13 @@
-"""What became ready for a link and what has reached its receiver, over time. No sockets, no locks.
+"""A link's bytes over time: when they became ready and when they arrived. No sockets, no locks.
 
-Two questions are answered here, both about the path and not about the sender's appetite:
+This module answers two questions about the path, independent of how much the sender offers:
 
     How long has the oldest byte waited?    the age of the first byte that has not arrived
     How fast does the link deliver?         bytes that arrived while others were waiting
 
-A link that is given little delivers little, and that says nothing about what it could carry (BBR
-calls such samples application-limited). So a rate counts only under a *standing backlog*: the
-oldest byte has waited longer than the path's own round trip and `GRACE_S`.
+A link with little to send delivers little. Such a sample does not show the link's capacity (BBR
+calls it application-limited). A rate therefore counts only under a *standing backlog*: the oldest
+byte has waited longer than the path's round trip plus `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from typing import NamedTuple
 
 from prfaas.lateness import LateSince
 
-# Beyond the path's own round trip. An acknowledgement is held back by milliseconds, and a frame of
-# 4 MiB takes 0.1 s at 300 Mbit/s: a byte that is this late has waited for other bytes.
+# Added to the path's round trip. The receiver holds back an acknowledgement for milliseconds, and a
+# frame of 4 MiB takes 0.1 s at 300 Mbit/s. A byte that is this late has waited for other bytes.
 GRACE_S = 0.2
-# The rate is that of the last second, and of longer only where fewer bytes than `LEAST_BYTES` came
-# in that second.
+# The rate covers the last second. It covers a longer time only where fewer bytes than `LEAST_BYTES`
+# arrived in that second.
 WINDOW_S = 1.0
 LONGEST_WINDOW_S = 8.0
 LEAST_SPAN_S = 0.5
 LEAST_BYTES = 16 << 10
-# A window of which this process missed more than half says nothing.
+# Discard a window in which this process could not run for more than half of the time.
 MOST_LATE = 0.5
-# The base round trip creeps up this slowly, so that a longer route is accepted in time, and a queue
-# that stands for minutes is not.
+# Time constant of a rising base round trip: a longer route is accepted eventually, and a queue that
+# lasts for minutes is not.
 BASE_MEMORY_S = 3600.0
-_COALESCED_S = 0.01  # events that are closer together are kept as one
+_COALESCED_S = 0.01  # events that are closer together are merged
 
 
-class Delivered(NamedTuple):
-    """What one report says. `delivery_bps` is None without a standing backlog, and where too few
-    bytes have arrived."""
+class DeliveryReport(NamedTuple):
+    """`delivery_bps` is None without a standing backlog, and where too few bytes have arrived."""
 
-    total_bytes: int  # since the link's beginning, whether acknowledged or not
+    total_bytes: int  # since the link began, acknowledged or not
     waited_s: float
     delivery_bps: float | None
 
 
-class _Event(NamedTuple):
+class _DeliveryEvent(NamedTuple):
     at_s: float
     total_bytes: int
 
@@ -53,33 +52,34 @@ class Delivery:
     def __init__(self) -> None:
         self.total_bytes = 0
         self._ready_bytes = 0
-        self._ready: deque[_Event] = deque()  # not arrived yet; bytes counted from the beginning
-        self._arrived: deque[_Event] = deque()  # under the present standing backlog
+        # Bytes that have not arrived. `total_bytes` counts from the beginning of the link.
+        self._ready: deque[_DeliveryEvent] = deque()
+        self._arrived: deque[_DeliveryEvent] = deque()  # during the current standing backlog
         self._base_s: float | None = None
         self._base_at_s = 0.0
 
-    def became_ready(self, nbytes: int, now: float) -> None:
+    def record_ready(self, nbytes: int, now: float) -> None:
         self._ready_bytes += nbytes
         if self._ready and now - self._ready[-1].at_s < _COALESCED_S:
             self._ready[-1] = self._ready[-1]._replace(total_bytes=self._ready_bytes)
         else:
-            self._ready.append(_Event(now, self._ready_bytes))
+            self._ready.append(_DeliveryEvent(now, self._ready_bytes))
 
-    def arrived(self, nbytes: int, outstanding_bytes: int, now: float) -> None:
-        """`outstanding_bytes`: what had been ready and had not arrived, before these."""
+    def record_arrival(self, nbytes: int, outstanding_bytes: int, now: float) -> None:
+        """`outstanding_bytes` were ready and had not arrived before this arrival."""
         self.total_bytes += nbytes
         oldest_s = self._oldest_s(outstanding_bytes)
         if oldest_s is None or now - oldest_s <= (self._base_s or 0.0) + GRACE_S:
             self._arrived.clear()
             return
-        event = _Event(now, self.total_bytes)
+        event = _DeliveryEvent(now, self.total_bytes)
         if len(self._arrived) > 1 and now - self._arrived[-1].at_s < _COALESCED_S:
             self._arrived[-1] = event
         else:
             self._arrived.append(event)
 
-    def answered(self, seconds: float, now: float) -> None:
-        """The receiver answered after so long: the path's round trip is at most that."""
+    def record_round_trip(self, seconds: float, now: float) -> None:
+        """The receiver answered after `seconds`. The path's round trip is at most that long."""
         base_s = self._base_s
         if base_s is None or seconds <= base_s:
             self._base_s = seconds
@@ -88,12 +88,12 @@ class Delivery:
             self._base_s = base_s + (seconds - base_s) * -math.expm1(-elapsed_s / BASE_MEMORY_S)
         self._base_at_s = now
 
-    def report(self, outstanding_bytes: int, now: float, late_since: LateSince) -> Delivered:
+    def report(self, outstanding_bytes: int, now: float, late_since: LateSince) -> DeliveryReport:
         oldest_s = self._oldest_s(outstanding_bytes)
         if oldest_s is None:
-            return Delivered(self.total_bytes, 0.0, self._rate(now, late_since))
+            return DeliveryReport(self.total_bytes, 0.0, self._rate(now, late_since))
         waited_s = now - oldest_s - (self._base_s or 0.0) - late_since(oldest_s)
-        return Delivered(self.total_bytes, max(0.0, waited_s), self._rate(now, late_since))
+        return DeliveryReport(self.total_bytes, max(0.0, waited_s), self._rate(now, late_since))
 
     def _oldest_s(self, outstanding_bytes: int) -> float | None:
         """When the first byte that has not arrived became ready; None when all have arrived."""
@@ -113,9 +113,9 @@ class Delivery:
         ):
             found.popleft()
         if not found or now - found[-1].at_s > WINDOW_S:
-            found.clear()  # the backlog has gone, or nothing passes any more
+            found.clear()  # the backlog is gone, or nothing arrives any more
             return None
-        # The bytes of the first event came before the window began.
+        # The bytes of the first event arrived before the window began.
         nbytes, span_s = (
             found[-1].total_bytes - found[0].total_bytes,
             found[-1].at_s - found[0].at_s,

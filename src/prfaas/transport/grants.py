@@ -1,4 +1,4 @@
-"""Identity of transfers: who may send, and under which name."""
+"""Grants for transfers: a transfer's id, and the token that authorises its sender."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def new_grant(
     skip_tokens: Mapping[str, int] | None = None,
     checkpoint_tokens: Sequence[int] = (),
 ) -> Grant:
-    """A grant with a fresh id, and a token that only its holder knows."""
+    """Makes a grant with a new id and a new secret token."""
     return Grant(
         transfer_id=TransferId(str(uuid.uuid4())),
         token=secrets.token_urlsafe(32),
@@ -31,7 +31,7 @@ def new_grant(
 
 
 def transfer_key(transfer_id: TransferId) -> bytes:
-    """The 16 bytes that stand for it on the wire."""
+    """The 16 bytes that identify the transfer on the wire."""
     try:
         return uuid.UUID(transfer_id).bytes
     except ValueError:

@@ -1,9 +1,9 @@
 """The receiving end: one fixed port, a thread per connection, bytes straight into owners' buffers.
 
-A grant must be announced with `expect` before anything of its transfer is taken; a peer that shows
-no valid grant is cut off without an answer. A slow or hostile peer costs a thread and a scratch
-buffer within `max_connections`: it holds no lock, and what it claimed is free again when it falls
-silent.
+`expect` must announce a grant before the listener accepts any frame of its transfer. The listener
+closes the connection of a peer without a valid grant and does not answer it. A slow or hostile peer
+costs a thread and a scratch buffer, within `max_connections`. Such a peer holds no lock, and the
+pieces that it claimed are free again when its connection times out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from itertools import chain
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost, WireError
-from prfaas.transport.channel import TICK_S, Channel, tune
+from prfaas.transport.channel import TICK_S, Channel, set_options
 from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
-from prfaas.transport.receiver import ArrivalStats, ReceiverTransfers
-from prfaas.transport.receiver_transfer import Claims, Receiver, ReceiverTransfer
+from prfaas.transport.receiver import ReceiverStats, ReceiverTransfers
+from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer
 from prfaas.transport.wire import (
     HEADER_BYTES,
     MAX_ACKS,
@@ -30,7 +30,7 @@ from prfaas.transport.wire import (
     PIECE_BYTES,
     Header,
     Kind,
-    Piece,
+    SegmentPiece,
     encode_message,
     encode_progress,
     encode_sequences,
@@ -43,16 +43,16 @@ from prfaas.types import Grant, TransferId
 log = logging.getLogger(__name__)
 
 _ACK_DELAY_S = 5e-3
-_PROGRESS_EVERY_S = 0.1  # of a frame that takes longer than a tick to come
+_PROGRESS_EVERY_S = 0.1  # for a frame that takes longer than a tick to arrive
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
     max_connections: int = 256
-    silence_s: float = 10.0  # a peer in the middle of a frame must move within this
-    unproven_s: float = 10.0  # a connection that has shown no grant is closed after this
-    idle_s: float = 600.0  # one that has, after this without a frame
-    measure_bytes_per_minute: int = 2 << 30  # what `prfaas doctor` may throw at us
+    silence_s: float = 10.0  # timeout of a peer in the middle of a frame
+    unproven_s: float = 10.0  # a connection that has shown no grant is closed after this time
+    idle_s: float = 600.0  # a connection with a grant is closed after this time without a frame
+    measure_bytes_per_minute: int = 2 << 30  # limit for the path check, `prfaas doctor`
     buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
 
 
@@ -71,17 +71,17 @@ class Listener:
         self._options = options or ListenerOptions()
         self._tls = tls
         self._clock = clock or MonotonicClock()
-        self._arrivals = ReceiverTransfers(self._clock)
+        self._transfers = ReceiverTransfers(self._clock)
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the two sets below
+        self._lock = threading.Lock()  # guards the two sets below
         self._sockets: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._server = socket.create_server((host, port), backlog=128)
         self._server.settimeout(TICK_S)
         self.address: tuple[str, int] = self._server.getsockname()[:2]
         self._start(self._accept)
-        self._start(self._keep)
+        self._start(self._maintain)
 
     def __enter__(self) -> Listener:
         return self
@@ -89,29 +89,29 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def expect(self, grant: Grant, receiver: Receiver) -> None:
-        """From now until the grant's deadline its transfer may begin."""
-        self._arrivals.expect(grant, receiver)
+    def expect(self, grant: Grant, owner: BufferOwner) -> None:
+        """Announces a grant: its transfer may begin from now until the grant's deadline."""
+        self._transfers.expect(grant, owner)
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
-        """Ends a transfer from this side; a no-op for one that has ended. The owner's `ended` is
-        called when nobody writes to its buffers any more, perhaps before this returns."""
-        self._arrivals.cancel(transfer_id, reason)
+        """Ends a transfer from this side; does nothing when it has ended already. The owner's
+        `ended` is called when no connection writes to its buffers, perhaps before this returns."""
+        self._transfers.cancel(transfer_id, reason)
 
     @property
     def connections(self) -> int:
         with self._lock:
             return len(self._sockets)
 
-    def stats(self) -> ArrivalStats:
-        return self._arrivals.stats()
+    def stats(self) -> ReceiverStats:
+        return self._transfers.stats()
 
     def close(self) -> None:
         """Ends every transfer and waits for every thread. Idempotent."""
         self._closing.set()
         self._server.close()
         stuck = False
-        while not stuck:  # a connection may still have come in while the first ones were joined
+        while not stuck:  # a connection may arrive while the first threads are joined
             with self._lock:
                 sockets = list(self._sockets)
                 threads = [t for t in self._threads if t.is_alive()]
@@ -119,15 +119,16 @@ class Listener:
             if not threads:
                 break
             for sock in sockets:
-                _hang_up(sock)
+                _disconnect(sock)
             for thread in threads:
                 thread.join(timeout=self._options.silence_s + 1)
             stuck = any(thread.is_alive() for thread in threads)
-        self._arrivals.end_all("receiver is shutting down")
+        self._transfers.end_all("the receiver is shutting down")
 
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="prfaas-listener", daemon=True)
-        # Started under the lock: `close` finds it running, or it finds `close` and ends at once.
+        # Start the thread under the lock: either `close` finds it running, or the thread finds
+        # `_closing` set and ends at once.
         with self._lock:
             self._threads.add(thread)
             thread.start()
@@ -141,8 +142,8 @@ class Listener:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Out of descriptors, say. Connections end and free some: keep serving.
-                log.warning("cannot accept: %s", error)
+                # For example out of descriptors. Connections end and free some, so keep serving.
+                log.warning("cannot accept a connection: %s", error)
                 self._closing.wait(TICK_S)
                 continue
             with self._lock:
@@ -150,34 +151,34 @@ class Listener:
                 if admitted:
                     self._sockets.add(sock)
             if not admitted:
-                log.warning("refused %s: %d connections are open", peer, len(self._sockets))
+                log.warning("refused a connection from %s: %d are open", peer, len(self._sockets))
                 sock.close()
                 continue
             self._start(partial(self._serve, sock, f"{peer[0]}:{peer[1]}"))
 
-    def _keep(self) -> None:
+    def _maintain(self) -> None:
         while not self._closing.wait(TICK_S):
-            self._arrivals.tidy()
+            self._transfers.expire()
             with self._lock:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
-            tune(sock, None, self._options.buffer_bytes)
+            set_options(sock, None, self._options.buffer_bytes)
             if self._tls is not None:
                 sock = self._handshake(sock, self._tls)
             channel = Channel(sock, self._clock, self._options.silence_s)
-            _Session(channel, self._arrivals, self._measure, self._options, self._clock).run(
-                self._closing
-            )
+            _ReceiverConnection(
+                channel, self._transfers, self._measure, self._options, self._clock
+            ).run(self._closing)
         except (WireError, ssl.SSLError) as error:
-            log.warning("connection of %s cut: %s", peer, error)
+            log.warning("closed the connection of %s: %s", peer, error)
         except (ConnectionLost, OSError) as error:
-            log.debug("connection of %s: %s", peer, error)
+            log.debug("connection of %s ended: %s", peer, error)
         finally:
             with self._lock:
                 self._sockets.discard(sock)
-            _hang_up(sock)
+            _disconnect(sock)
 
     def _handshake(self, sock: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
         sock.settimeout(self._options.unproven_s)
@@ -189,7 +190,7 @@ class Listener:
 
 
 class _MeasureBudget:
-    """Bytes per minute that may be thrown away for measurements."""
+    """The bytes per minute that the listener accepts and discards for path checks."""
 
     def __init__(self, bytes_per_minute: int, clock: Clock) -> None:
         self._limit = bytes_per_minute
@@ -207,114 +208,116 @@ class _MeasureBudget:
             return self._used <= self._limit
 
 
-class _Session:
-    """One connection: reads frames, answers each."""
+class _ReceiverConnection:
+    """One connection: reads frames and answers each of them."""
 
     def __init__(
         self,
         channel: Channel,
-        arrivals: ReceiverTransfers,
+        transfers: ReceiverTransfers,
         measure: _MeasureBudget,
         options: ListenerOptions,
         clock: Clock,
     ) -> None:
         self._channel = channel
-        self._arrivals = arrivals
+        self._transfers = transfers
         self._measure = measure
         self._options = options
         self._clock = clock
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._scratch = memoryview(bytearray())
         self._greeted = False
-        self._reads_progress = False  # the peer
-        self._progress_s = 0.0  # when the peer was last told
+        self._peer_reads_progress = False
+        self._progress_s = 0.0  # when the last PROGRESS was sent
         self._proven = False
-        self._acks: list[int] = []  # sequences not yet acknowledged, all of one transfer
+        self._acks: list[int] = []  # sequences to acknowledge, all of one transfer
         self._acks_of = NO_TRANSFER
         self._acks_since_s = 0.0
 
     def run(self, closing: threading.Event) -> None:
-        """Until the peer leaves (ConnectionLost), breaks a rule (WireError) or falls silent."""
+        """Runs until the peer disconnects or times out (ConnectionLost) or breaks the protocol
+        (WireError)."""
         quiet_since = self._clock.now()
         while not closing.is_set():
-            # While frames pour in, acknowledgements travel together; when they stop, at once.
+            # While frames keep arriving, acknowledgements are batched; otherwise they are sent at
+            # once.
             if not self._channel.receive_if_any(self._head, wait=not self._acks):
                 self._flush()
                 limit = self._options.idle_s if self._proven else self._options.unproven_s
                 if self._clock.now() - quiet_since >= limit:
-                    raise ConnectionLost(f"no frame for {limit:g} s")
+                    raise ConnectionLost(f"the peer sent no frame for {limit:g} s")
                 continue
             if self._proven:
                 quiet_since = self._clock.now()
-            self._frame(parse_header(self._head))
+            self._handle_frame(parse_header(self._head))
 
-    def _frame(self, header: Header) -> None:
+    def _handle_frame(self, header: Header) -> None:
         if not self._greeted and header.kind is not Kind.HELLO:
-            raise WireError(f"a {header.kind.name} before HELLO")
+            raise WireError(f"the peer sent {header.kind.name} before HELLO")
         if header.kind is Kind.DATA:
-            self._data(header)
+            self._handle_data(header)
             return
         if header.kind is Kind.MEASURE:
-            self._measured(header)
+            self._handle_measure(header)
             return
-        body = self._body(header)
+        body = self._receive_body(header)
         if header.kind is Kind.HELLO:
-            self._reads_progress = decode(body, Hello).progress
+            self._peer_reads_progress = decode(body, Hello).progress
             self._greeted = True
             self._answer(Kind.WELCOME, header, encode(HELLO))
             return
-        found = self._arrivals.find(header)
+        found = self._transfers.find(header)
         if found is None:
-            raise WireError("a transfer that was not granted")
+            raise WireError("no grant for this transfer")
         self._proven = True
         if isinstance(found, Ended):
             self._answer(Kind.ENDED, header, encode(found))
         elif header.kind is Kind.OPEN:
-            self._open(header, found, decode(body, Manifest))
+            self._handle_open(header, found, decode(body, Manifest))
         elif header.kind is Kind.PROBE:
             self._answer(Kind.ALIVE, header)
         elif header.kind is Kind.ABORT:
             result = Ended(False, f"aborted by the sender: {decode(body, Reason).reason}")
-            self._arrivals.end(found, result)
+            self._transfers.end(found, result)
             self._answer(Kind.ENDED, header, encode(result))
         else:
-            raise WireError(f"a {header.kind.name} from a sender")
+            raise WireError(f"a sender must not send {header.kind.name}")
 
-    def _open(self, header: Header, transfer: ReceiverTransfer, manifest: Manifest) -> None:
-        refusal = self._arrivals.open(transfer, manifest)
+    def _handle_open(self, header: Header, transfer: ReceiverTransfer, manifest: Manifest) -> None:
+        refusal = self._transfers.open(transfer, manifest)
         if refusal is not None:
-            # What cannot begin holds nothing: the reservation goes back at once.
+            # A refused transfer ends at once, so that its reserved memory is free again.
             result = Ended(False, f"refused: {refusal}")
-            self._arrivals.end(transfer, result)
+            self._transfers.end(transfer, result)
             self._answer(Kind.ENDED, header, encode(result))
         else:
             self._answer(Kind.OPENED, header)
 
-    def _data(self, header: Header) -> None:
+    def _handle_data(self, header: Header) -> None:
         table = memoryview(bytearray(header.pieces * PIECE_BYTES))
         self._channel.receive([table], table.nbytes)
         pieces = parse_table(table, header)
-        found = self._arrivals.find(header)
+        found = self._transfers.find(header)
         if found is None:
-            raise WireError("data of a transfer that was not granted")
+            raise WireError("no grant for this transfer's data")
         self._proven = True
-        claims = None if isinstance(found, Ended) else self._arrivals.claim(found, pieces)
+        claims = None if isinstance(found, Ended) else self._transfers.claim(found, pieces)
         if isinstance(found, Ended) or claims is None:
-            self._drain(sum(piece.wire_bytes for piece in pieces))
+            self._discard(sum(piece.wire_bytes for piece in pieces))
             if isinstance(found, ReceiverTransfer) and found.result is None:
-                raise WireError("data before OPEN")
+                raise WireError("the peer sent data before OPEN")
             ended = found.result if isinstance(found, ReceiverTransfer) else found
             assert ended is not None
             self._answer(Kind.ENDED, header, encode(ended))
             return
-        self._receive(header, found, table, pieces, claims)
+        self._receive_payload(header, found, table, pieces, claims)
 
-    def _receive(
+    def _receive_payload(
         self,
         header: Header,
         transfer: ReceiverTransfer,
         table: memoryview,
-        pieces: list[Piece],
+        pieces: list[SegmentPiece],
         claims: Claims,
     ) -> None:
         verified = False
@@ -323,40 +326,42 @@ class _Session:
         try:
             views = self._targets(pieces, claims)
             self._channel.receive(
-                views, header.body_bytes - table.nbytes, partial(self._arriving, header)
+                views, header.body_bytes - table.nbytes, partial(self._report_progress, header)
             )
             verified = intact(self._head, header, table, views)
         finally:
-            result = self._arrivals.settle(transfer, claims, verified=verified)
+            result = self._transfers.settle(transfer, claims, verified=verified)
         if result is not None:
             self._answer(Kind.ENDED, header, encode(result))
         elif not verified:
             self._answer(Kind.NACK, header, encode(Reason("checksum does not match")))
         elif claims.busy:
-            self._answer(Kind.NACK, header, encode(Reason("another connection is writing it")))
+            self._answer(
+                Kind.NACK, header, encode(Reason("another connection is writing these bytes"))
+            )
         else:
             self._acknowledge(header, began_s)
 
-    def _arriving(self, header: Header, nbytes: int) -> None:
-        """A frame takes long to come. Its sender learns how far it is: a rate cannot be told from
-        whole frames where one frame takes seconds."""
+    def _report_progress(self, header: Header, nbytes: int) -> None:
+        """Reports to the sender how much of a slow frame has arrived. Where one frame takes
+        seconds, whole frames are too coarse to measure a rate."""
         self._flush()
         now = self._clock.now()
-        if self._reads_progress and now - self._progress_s >= _PROGRESS_EVERY_S:
+        if self._peer_reads_progress and now - self._progress_s >= _PROGRESS_EVERY_S:
             self._progress_s = now
             self._answer(Kind.PROGRESS, header, encode_progress(nbytes))
 
-    def _targets(self, pieces: list[Piece], claims: Claims) -> list[memoryview]:
-        """Where the payload goes: the owner's buffers, or scratch for what came before."""
-        if len(claims.mine) == len(pieces):
+    def _targets(self, pieces: list[SegmentPiece], claims: Claims) -> list[memoryview]:
+        """The buffers for the payload: the owner's, or scratch for pieces that are not missing."""
+        if len(claims.quanta) == len(pieces):
             return list(chain.from_iterable(filter(None, claims.targets)))
-        drained = sum(
+        duplicate_bytes = sum(
             piece.wire_bytes
             for piece, target in zip(pieces, claims.targets, strict=True)
             if target is None
         )
-        self._arrivals.drained(drained)
-        scratch = self._scratch_of(drained)
+        self._transfers.count_duplicate(duplicate_bytes)
+        scratch = self._scratch_of(duplicate_bytes)
         views: list[memoryview] = []
         at = 0
         for piece, target in zip(pieces, claims.targets, strict=True):
@@ -367,34 +372,34 @@ class _Session:
                 at += piece.wire_bytes
         return views
 
-    def _measured(self, header: Header) -> None:
+    def _handle_measure(self, header: Header) -> None:
         if not self._measure.take(header.body_bytes):
-            raise WireError("more measurements than this listener allows per minute")
+            raise WireError("the path check exceeds this listener's bytes per minute")
         began_s = self._clock.now()
-        self._drain(header.body_bytes)
+        self._discard(header.body_bytes)
         self._acknowledge(header, began_s)
 
-    def _body(self, header: Header) -> bytes:
+    def _receive_body(self, header: Header) -> bytes:
         body = bytearray(header.body_bytes)
         if body:
             self._channel.receive([memoryview(body)], len(body))
         if not intact(self._head, header, body):
-            raise WireError(f"a {header.kind.name} frame that is not intact")
+            raise WireError(f"the checksum of a {header.kind.name} frame does not match")
         return bytes(body)
 
-    def _drain(self, nbytes: int) -> None:
+    def _discard(self, nbytes: int) -> None:
         if nbytes:
             self._channel.receive([self._scratch_of(nbytes)], nbytes)
 
     def _scratch_of(self, nbytes: int) -> memoryview:
-        """Within MAX_PAYLOAD_BYTES, as every header has been checked to be."""
+        """`nbytes` is at most MAX_PAYLOAD_BYTES: `parse_header` has checked it."""
         if self._scratch.nbytes < nbytes:
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
 
     def _acknowledge(self, header: Header, began_s: float) -> None:
-        """Together with others only while that delays nobody: a frame that took long to come says
-        that the next one will, too."""
+        """Batches acknowledgements only while that delays none of them: after a frame that took
+        long to arrive, the next one probably takes long, too."""
         if self._acks and self._acks_of != header.transfer_id:
             self._flush()
         if not self._acks:
@@ -420,9 +425,9 @@ class _Session:
         self._channel.send([memoryview(frame)], len(frame))
 
 
-def _hang_up(sock: socket.socket) -> None:
+def _disconnect(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # not connected any more
+        pass  # the connection is closed already
     sock.close()

@@ -1,4 +1,4 @@
-"""Bodies of the small frames."""
+"""The msgpack bodies of all frames except DATA, ACK, PROGRESS and MEASURE."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Also what a WELCOME says of the receiver."""
+    """Body of HELLO (from the sender) and of WELCOME (from the receiver)."""
 
     software: str
     max_payload_bytes: int
-    # Whether this side reads PROGRESS frames. Peers of before that frame do not say so.
+    # Whether this side reads PROGRESS frames. Versions before that frame do not send this field.
     progress: bool = False
 
 
@@ -36,14 +36,14 @@ class ManifestSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Every segment of a transfer. Pieces begin at multiples of the quantum and fill it, except
-    at a segment's end, so that what has arrived is one state per quantum."""
+    """Every segment of a transfer. Pieces begin at multiples of the quantum and have its size,
+    except at a segment's end. The receiver therefore keeps one state per quantum."""
 
     quantum_bytes: Annotated[int, msgspec.Meta(ge=MIN_QUANTUM_BYTES, le=MAX_QUANTUM_BYTES)]
     segments: Annotated[
         tuple[ManifestSegment, ...], msgspec.Meta(min_length=1, max_length=MAX_SEGMENTS)
     ]
-    label: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # from owner to owner, unread here
+    label: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # for the receiving owner
 
     @property
     def total_bytes(self) -> int:
@@ -56,12 +56,12 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Of a NACK or an ABORT."""
+    """Body of NACK and ABORT."""
 
     reason: str
 
 
-prepare(Hello, Manifest, Ended, Reason)  # every connection has a thread
+prepare(Hello, Manifest, Ended, Reason)  # several threads decode these types
 
 
 def encode(message: msgspec.Struct) -> bytes:

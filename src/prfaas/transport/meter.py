@@ -1,8 +1,8 @@
-"""How a link is doing, from its sender's side: TCP_INFO of each connection, and what has arrived.
-The verdict (clear, building, congested) is the scheduler's.
+"""A link's state as its sender measures it: TCP_INFO of each connection, and the bytes delivered.
+The scheduler derives the verdict (clear, building, congested).
 
-Rates are of what the receiver says has arrived. The kernel's own delivery rate is of the first hop:
-in front of a relay or a proxy it says nothing of the path.
+Rates count the bytes that the receiver reports as arrived. The kernel's delivery rate covers only
+the first hop: in front of a relay or a proxy it does not describe the path.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import NamedTuple
 from prfaas.errors import ConnectionLost
 from prfaas.lateness import LateSince
 from prfaas.transport.channel import Channel
-from prfaas.transport.delivery import Delivered
+from prfaas.transport.delivery import DeliveryReport
 from prfaas.types import LinkStats
 
 # struct tcp_info of Linux, up to `tcpi_dsack_dups`: 8 bytes of small fields, 24 u32, and then the
-# fields that came with later kernels.
+# fields that later kernels added.
 _TCP_INFO = struct.Struct("=8B24I4Q6I4Q2I2QI")
-_LEAST_BYTES = struct.calcsize("=8B24I")  # what every kernel tells
+_LEAST_BYTES = struct.calcsize("=8B24I")  # what every kernel returns
 _SND_MSS, _RTT_US, _CWND, _TOTAL_RETRANS = 8 + 2, 8 + 15, 8 + 18, 8 + 23
 _DSACK_DUPS = 8 + 24 + 4 + 6 + 4 + 2 + 2
 
 
 class TcpInfo(NamedTuple):
     rtt_s: float
-    retransmitted_segments: int  # since the connection began, where they were needed
+    retransmitted_segments: int  # since the connection began, without needless ones
     congestion_window_bytes: int
 
 
 def tcp_info(channel: Channel) -> TcpInfo | None:
-    """None where the platform does not tell, or the connection is gone."""
+    """None where the platform does not report it, or the connection is gone."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -44,8 +44,8 @@ def tcp_info(channel: Channel) -> TcpInfo | None:
     if len(raw) < _LEAST_BYTES:
         return None
     fields = _TCP_INFO.unpack(raw.ljust(_TCP_INFO.size, b"\0"))
-    # A host that is busy acknowledges late, and its peer sends again what had arrived. The receiver
-    # reports those (D-SACK): they are no loss of the path.
+    # A busy host acknowledges late, and its peer then resends segments that had arrived. The
+    # receiver reports those (D-SACK). They are not losses of the path, so they are subtracted.
     return TcpInfo(
         rtt_s=fields[_RTT_US] / 1e6,
         retransmitted_segments=max(0, fields[_TOTAL_RETRANS] - fields[_DSACK_DUPS]),
@@ -67,21 +67,21 @@ class Meter:
         now: float,
         connections: Iterable[Channel],
         *,
-        delivered: Delivered,
+        delivery: DeliveryReport,
         backlog_bytes: int,
         in_flight_bytes: int,
         late_since: LateSince,
     ) -> LinkStats:
-        """`backlog_bytes` includes what is in flight."""
+        """`backlog_bytes` includes the bytes in flight."""
         elapsed = max(now - self._at_s, 1e-6)
-        goodput_bps = (delivered.total_bytes - self._delivered_bytes) * 8 / elapsed
+        goodput_bps = (delivery.total_bytes - self._delivered_bytes) * 8 / elapsed
         late_s = late_since(self._at_s)
-        self._at_s, self._delivered_bytes = now, delivered.total_bytes
+        self._at_s, self._delivered_bytes = now, delivery.total_bytes
         open_now = list(connections)
         infos = {id(channel): info for channel in open_now if (info := tcp_info(channel))}
         retransmitted = None
         if infos:
-            # What was sent again may turn out later to have been needless: never below zero.
+            # A resent segment may turn out later to have been needless, so the count can fall.
             retransmitted = sum(
                 max(0, info.retransmitted_segments - self._retransmitted.get(key, 0))
                 for key, info in infos.items()
@@ -94,10 +94,10 @@ class Meter:
             goodput_bps=goodput_bps,
             backlog_bytes=backlog_bytes,
             in_flight_bytes=in_flight_bytes,
-            waited_s=delivered.waited_s,
+            waited_s=delivery.waited_s,
             late_s=late_s,
             rtt_s=min((i.rtt_s for i in infos.values()), default=None),
-            delivery_bps=delivered.delivery_bps,
+            delivery_bps=delivery.delivery_bps,
             retransmitted_segments=retransmitted,
             congestion_window_bytes=(
                 sum(i.congestion_window_bytes for i in infos.values()) if infos else None

@@ -1,8 +1,8 @@
 """All transfers of one receiver: granted, open, ended and remembered. Thread-safe, no sockets.
 
-Ended transfers are remembered for twice their lease, so that a late or repeated frame is answered
-with how it ended instead of being taken for an intruder's. Owners are told outside the lock, once,
-and only when nobody writes to their buffers any more.
+The receiver remembers an ended transfer for twice the grant's deadline. It can then answer a late
+or repeated frame with the result, instead of rejecting the peer as unauthorized. The owner of the
+memory is notified once, without the lock, and only when no connection writes to its buffers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from prfaas.clock import Clock
 from prfaas.errors import InputError
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.messages import Ended, Manifest
-from prfaas.transport.receiver_transfer import Claims, Receiver, ReceiverTransfer, State
-from prfaas.transport.wire import Header, Piece, auth_of
+from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer, TransferState
+from prfaas.transport.wire import Header, SegmentPiece, auth_of
 from prfaas.types import Grant, TransferId
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivalStats:
+class ReceiverStats:
     granted: int  # transfers that have not ended
     remembered: int
     received_bytes: int
-    duplicate_bytes: int  # came again after they were verified; drained to scratch
+    duplicate_bytes: int  # arrived again after they were verified, and were discarded
     committed: int
     aborted: int
 
 
-class _Memory(NamedTuple):
+class _EndedTransfer(NamedTuple):
     auth: bytes
     result: Ended
     until_s: float
@@ -43,16 +43,16 @@ class ReceiverTransfers:
         self._clock = clock
         self._lock = threading.Lock()
         self._transfers: dict[bytes, ReceiverTransfer] = {}
-        self._remembered: dict[bytes, _Memory] = {}
+        self._remembered: dict[bytes, _EndedTransfer] = {}
         self._received_bytes = self._duplicate_bytes = self._committed = self._aborted = 0
 
-    def expect(self, grant: Grant, receiver: Receiver) -> None:
+    def expect(self, grant: Grant, owner: BufferOwner) -> None:
         key = transfer_key(grant.transfer_id)
         with self._lock:
             if key in self._transfers or key in self._remembered:
-                raise InputError(f"transfer {grant.transfer_id} was granted before")
+                raise InputError(f"transfer {grant.transfer_id} was announced before")
             now = self._clock.now()
-            self._transfers[key] = ReceiverTransfer(grant, auth_of(grant.token), receiver, now)
+            self._transfers[key] = ReceiverTransfer(grant, auth_of(grant.token), owner, now)
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
         with self._lock:
@@ -61,66 +61,69 @@ class ReceiverTransfers:
             self.end(transfer, Ended(False, reason))
 
     def find(self, header: Header) -> ReceiverTransfer | Ended | None:
-        """The transfer a frame belongs to, how it ended, or None: it has no business here. A
-        valid frame renews the lease."""
+        """Returns the transfer that a frame belongs to, or how that transfer ended, or None when
+        the frame shows no valid grant. A valid frame renews the grant's deadline."""
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is not None and hmac.compare_digest(transfer.auth, header.auth):
                 transfer.renew(self._clock.now())
                 return transfer.result or transfer
-            memory = self._remembered.get(header.transfer_id)
-            if memory is not None and hmac.compare_digest(memory.auth, header.auth):
-                return memory.result
+            ended = self._remembered.get(header.transfer_id)
+            if ended is not None and hmac.compare_digest(ended.auth, header.auth):
+                return ended.result
             return None
 
     def open(self, transfer: ReceiverTransfer, manifest: Manifest) -> str | None:
-        """Why not, if not. Idempotent for the same manifest."""
+        """Opens the transfer; returns the reason when it is refused. Idempotent for an equal
+        manifest."""
         with self._lock:
             refusal = transfer.check_manifest(manifest)
-            if refusal is not None or transfer.state is not State.EXPECTED:
+            if refusal is not None or transfer.state is not TransferState.EXPECTED:
                 return refusal
-        buffers = transfer.receiver.buffers(manifest)  # outside the lock: it is the owner's code
+        buffers = transfer.owner.buffers(manifest)  # without the lock: this is the owner's code
         if isinstance(buffers, str):
             return buffers
         with self._lock:
-            if transfer.state is State.EXPECTED:
+            if transfer.state is TransferState.EXPECTED:
                 transfer.open(manifest, buffers)
         return None
 
-    def claim(self, transfer: ReceiverTransfer, pieces: Sequence[Piece]) -> Claims | None:
-        """None where the transfer is not open (any more). Else the caller must `settle`."""
+    def claim(self, transfer: ReceiverTransfer, pieces: Sequence[SegmentPiece]) -> Claims | None:
+        """Claims the missing pieces; the caller must `settle` the claims. Returns None when the
+        transfer is not open."""
         with self._lock:
-            return transfer.claim(pieces) if transfer.state is State.OPEN else None
+            return transfer.claim(pieces) if transfer.state is TransferState.OPEN else None
 
     def settle(self, transfer: ReceiverTransfer, claims: Claims, *, verified: bool) -> Ended | None:
-        """The caller has left the transfer's buffers. How it ended, if it has."""
+        """The caller no longer writes to the transfer's buffers. Returns the result if the transfer
+        has ended."""
         with self._lock:
             before = transfer.received_bytes
             if transfer.settle(claims, verified=verified):
                 transfer.end(Ended(True))
             self._received_bytes += transfer.received_bytes - before
             result = transfer.result
-        self._tell_owner(transfer)
+        self._notify_owner(transfer)
         return result
 
-    def drained(self, nbytes: int) -> None:
+    def count_duplicate(self, nbytes: int) -> None:
         with self._lock:
             self._duplicate_bytes += nbytes
 
     def end(self, transfer: ReceiverTransfer, result: Ended) -> None:
         with self._lock:
             transfer.end(result)
-        self._tell_owner(transfer)
+        self._notify_owner(transfer)
 
-    def tidy(self) -> None:
-        """Ends what nobody renews, forgets what is long over. To be called every now and then."""
+    def expire(self) -> None:
+        """Ends expired transfers and forgets old results. The listener calls this regularly."""
         now = self._clock.now()
         with self._lock:
             expired = [t for t in self._transfers.values() if now >= t.expires_s]
-            for key in [k for k, memory in self._remembered.items() if now >= memory.until_s]:
+            for key in [k for k, ended in self._remembered.items() if now >= ended.until_s]:
                 del self._remembered[key]
         for transfer in expired:
-            self.end(transfer, Ended(False, "lease expired: no frame came in time"))
+            self.end(transfer, Ended(False, "grant expired: no frame arrived in time"))
 
     def end_all(self, reason: str) -> None:
         with self._lock:
@@ -128,9 +131,9 @@ class ReceiverTransfers:
         for transfer in transfers:
             self.end(transfer, Ended(False, reason))
 
-    def stats(self) -> ArrivalStats:
+    def stats(self) -> ReceiverStats:
         with self._lock:
-            return ArrivalStats(
+            return ReceiverStats(
                 granted=len(self._transfers),
                 remembered=len(self._remembered),
                 received_bytes=self._received_bytes,
@@ -139,20 +142,20 @@ class ReceiverTransfers:
                 aborted=self._aborted,
             )
 
-    def _tell_owner(self, transfer: ReceiverTransfer) -> None:
-        """Called by whoever may have been the last to leave."""
+    def _notify_owner(self, transfer: ReceiverTransfer) -> None:
+        """Notifies the owner if the transfer has ended and no connection writes to its buffers."""
         with self._lock:
-            if not transfer.may_tell_owner():
+            if not transfer.take_owner_notice():
                 return
             result = transfer.result
             assert result is not None
             key = transfer_key(transfer.grant.transfer_id)
             del self._transfers[key]
             until = self._clock.now() + 2 * transfer.grant.deadline_s
-            self._remembered[key] = _Memory(transfer.auth, result, until)
+            self._remembered[key] = _EndedTransfer(transfer.auth, result, until)
             self._committed += result.committed
             self._aborted += not result.committed
         if result.committed:
-            transfer.receiver.committed()
+            transfer.owner.committed()
         else:
-            transfer.receiver.ended(result.reason)
+            transfer.owner.ended(result.reason)

@@ -1,9 +1,9 @@
-"""One transfer at its receiver: which bytes are in place, who is writing, when it ends.
+"""One transfer at its receiver: which bytes are in place, how many connections write, how it ended.
 
-No sockets, no locks: the listener calls it under its own lock. Each quantum of each segment is
-MISSING, CLAIMED (one connection is writing it) or VERIFIED. Nobody writes to a range that another
-connection writes or that is verified: such bytes are drained to scratch. The owner gets its buffers
-back only when the last writer has left.
+No sockets and no locks: `ReceiverTransfers` calls it under its lock. Each quantum of each segment
+is MISSING, CLAIMED (one connection is writing it) or VERIFIED. A connection never writes to a range
+that another connection writes or that is verified: it discards such bytes into a scratch buffer.
+The owner gets its buffers back only when the last writer has finished.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import NamedTuple, Protocol
 from prfaas.errors import WireError
 from prfaas.transport.buffers import BufferSequence
 from prfaas.transport.messages import Ended, Manifest
-from prfaas.transport.wire import Piece
+from prfaas.transport.wire import SegmentPiece
 from prfaas.types import Grant
 
 MISSING, CLAIMED, VERIFIED = 0, 1, 2
 
 
-class Receiver(Protocol):
-    """The owner of the memory a transfer lands in. Called from the listener's threads, never
-    while a lock is held; must not block for long."""
+class BufferOwner(Protocol):
+    """The owner of the memory that a transfer writes to. The listener's threads call it and hold
+    no lock during the call. Its methods must not block for long."""
 
     def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview]] | str:
-        """For each segment, writable views of bytes that together hold exactly its bytes; or why
-        not."""
+        """Returns, for each segment, writable byte views of exactly the segment's size in total; or
+        the reason for refusing the transfer."""
 
     def committed(self) -> None:
-        """Every byte of every segment is in place and verified; nobody writes any more."""
+        """Every byte of every segment is in place and verified. No connection writes any more."""
 
     def ended(self, reason: str) -> None:
-        """The transfer is over without a commit; nobody writes any more."""
+        """The transfer ended without a commit. No connection writes any more."""
 
 
-class State(enum.Enum):
+class TransferState(enum.Enum):
     EXPECTED = "expected"  # granted, no manifest yet
     OPEN = "open"
     ENDED = "ended"
 
 
 class Claims(NamedTuple):
-    """What a frame's pieces turned out to be."""
+    """What `ReceiverTransfer.claim` decided about the pieces of a frame."""
 
-    mine: list[int]  # quanta that this frame writes
-    nbytes: int  # of them
-    targets: list[list[memoryview] | None]  # per piece: where to write, None: drain to scratch
-    busy: bool  # some piece is being written by another connection: this frame must come again
+    quanta: list[int]  # quanta that this frame writes
+    nbytes: int  # size of those quanta
+    targets: list[list[memoryview] | None]  # per piece: where to write; None: discard
+    busy: bool  # another connection is writing some piece: the sender must resend this frame
 
 
 class ReceiverTransfer:
-    def __init__(self, grant: Grant, auth: bytes, receiver: Receiver, now: float) -> None:
+    def __init__(self, grant: Grant, auth: bytes, owner: BufferOwner, now: float) -> None:
         self.grant = grant
         self.auth = auth
-        self.receiver = receiver
-        self.state = State.EXPECTED
+        self.owner = owner
+        self.state = TransferState.EXPECTED
         self.result: Ended | None = None
-        self.writers = 0  # connections inside this transfer's buffers
-        self.told_owner = False
+        self.writers = 0  # connections that write to this transfer's buffers
+        self._owner_notified = False
         self.expires_s = now + grant.deadline_s
         self.manifest: Manifest | None = None
         self.received_bytes = 0  # verified
@@ -70,19 +70,19 @@ class ReceiverTransfer:
         self._missing = 0
 
     def renew(self, now: float) -> None:
-        """A frame of this transfer has come."""
+        """A frame of this transfer arrived."""
         self.expires_s = now + self.grant.deadline_s
 
     def check_manifest(self, manifest: Manifest) -> str | None:
-        """Why this manifest is not within the grant, if it is not."""
+        """Returns why the grant does not cover this manifest, or None when it does."""
         if self.manifest is not None:
             same = manifest == self.manifest
-            return None if same else "another manifest than the one it was opened with"
+            return None if same else "the transfer was opened with another manifest"
         total = manifest.total_bytes
         if total > self.grant.max_bytes:
-            return f"{total} bytes, granted are {self.grant.max_bytes}"
+            return f"the transfer has {total} bytes, but the grant allows {self.grant.max_bytes}"
         if len({segment.name for segment in manifest.segments}) != len(manifest.segments):
-            return "segment names repeat"
+            return "segment names are not unique"
         return None
 
     def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview]]) -> None:
@@ -96,64 +96,66 @@ class ReceiverTransfer:
         self._first_quantum = list(accumulate(counts, initial=0))
         self._missing = self._first_quantum[-1]
         self._states = bytearray(self._missing)
-        self.state = State.OPEN
+        self.state = TransferState.OPEN
 
-    def claim(self, pieces: Sequence[Piece]) -> Claims:
-        """Takes what is missing for the caller to write. The caller must `settle`."""
+    def claim(self, pieces: Sequence[SegmentPiece]) -> Claims:
+        """Claims the missing pieces for the caller, who must `settle` them."""
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
         states, first_quantum = self._states, self._first_quantum
-        mine: list[int] = []
+        quanta: list[int] = []
         claimed_bytes = 0
         targets: list[list[memoryview] | None] = []
         busy = False
         try:
             for segment, _, offset, raw_bytes, _ in pieces:
                 if segment >= len(segments):
-                    raise WireError(f"segment {segment} of {len(segments)}")
+                    raise WireError(
+                        f"segment index {segment}, but the manifest has {len(segments)} segments"
+                    )
                 nbytes = segments[segment].nbytes
                 if offset % quantum_bytes or offset >= nbytes:
-                    raise WireError(f"offset {offset} of a segment of {nbytes} bytes")
+                    raise WireError(f"invalid offset {offset} in a segment of {nbytes} bytes")
                 if raw_bytes != min(quantum_bytes, nbytes - offset):
-                    raise WireError(f"a piece of {raw_bytes} bytes at {offset}")
+                    raise WireError(f"invalid piece of {raw_bytes} bytes at offset {offset}")
                 quantum = first_quantum[segment] + offset // quantum_bytes
                 state = states[quantum]
                 if state == MISSING:
                     states[quantum] = CLAIMED
-                    mine.append(quantum)
+                    quanta.append(quantum)
                     claimed_bytes += raw_bytes
                     targets.append(self._buffers[segment].slices(offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
                     targets.append(None)
         except WireError:
-            self._release(mine)
+            self._release(quanta)
             raise
         self.writers += 1
-        return Claims(mine, claimed_bytes, targets, busy)
+        return Claims(quanta, claimed_bytes, targets, busy)
 
     def settle(self, claims: Claims, *, verified: bool) -> bool:
-        """The caller has left the buffers. True when this completed the transfer."""
+        """The caller no longer writes to the buffers. Returns whether the transfer is complete."""
         self.writers -= 1
-        if not verified or self.state is not State.OPEN:
-            self._release(claims.mine)
+        if not verified or self.state is not TransferState.OPEN:
+            self._release(claims.quanta)
             return False
-        for quantum in claims.mine:
+        for quantum in claims.quanta:
             self._states[quantum] = VERIFIED
         self.received_bytes += claims.nbytes
-        self._missing -= len(claims.mine)
+        self._missing -= len(claims.quanta)
         return self._missing == 0
 
     def end(self, result: Ended) -> None:
-        """Idempotent: the first end counts."""
-        if self.state is not State.ENDED:
-            self.state = State.ENDED
+        """Idempotent: the first result counts."""
+        if self.state is not TransferState.ENDED:
+            self.state = TransferState.ENDED
             self.result = result
 
-    def may_tell_owner(self) -> bool:
-        """True once, when the transfer has ended and the last writer is gone."""
-        if self.state is State.ENDED and self.writers == 0 and not self.told_owner:
-            self.told_owner = True
+    def take_owner_notice(self) -> bool:
+        """Returns True once: when the transfer has ended and the last writer has finished."""
+        if self.state is TransferState.ENDED and self.writers == 0 and not self._owner_notified:
+            self._owner_notified = True
             self._buffers = ()
             return True
         return False

@@ -1,13 +1,13 @@
-"""Framing, sans-IO: bytes to frames and back. No sockets here, and no allocation before a check.
+"""Framing, sans-IO: bytes to frames and back. No sockets; sizes are checked before allocation.
 
     frame    header (64 bytes) | body
     DATA     body = table of pieces (24 bytes each) | the pieces' bytes, one after the other
     others   body = msgpack, small (an OPEN, which lists the segments, may be larger)
 
-A DATA frame carries pieces of one or many segments, so that 40,000 small segments cost no more
-frames than one large one. Every frame names its transfer and proves that its sender holds the
-grant (`auth`), so any connection may carry any frame and losing one connection loses no state.
-The checksum (XXH3, 64 bits) covers the header before it and the whole body.
+A DATA frame carries pieces of one or many segments, so 40,000 small segments need no more frames
+than one large segment. Every frame has its transfer's id and a proof that the sender holds the
+grant (`auth`). Any connection may therefore carry any frame, and a lost connection loses no state.
+The checksum (XXH3, 64 bits) covers the header up to the checksum and the whole body.
 
     0      4        5     6       8           12     16        24           40    56
     magic  version  kind  pieces  body_bytes  flags  sequence  transfer_id  auth  checksum
@@ -34,37 +34,37 @@ MAGIC = b"PFKV"
 VERSION = 1
 HEADER_BYTES = 64
 PIECE_BYTES = 24
-MAX_PIECES = 512  # half of Linux' IOV_MAX: one piece may lie in two buffers
+MAX_PIECES = 512  # half of Linux's IOV_MAX: one piece may lie in two buffers
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_MESSAGE_BYTES = 4 << 10
-MAX_ACKS = 32  # frames that one ACK names
+MAX_ACKS = 32  # maximum number of sequences in one ACK
 
 _HEADER = struct.Struct("<4sBBHIIQ16s16sQ")
-_COVERED_BYTES = HEADER_BYTES - 8  # the header up to its checksum
+_COVERED_BYTES = HEADER_BYTES - 8  # the header without its checksum
 _PIECE = struct.Struct("<IB3xQII")
 assert _HEADER.size == HEADER_BYTES and _PIECE.size == PIECE_BYTES
 
-_WIRE_BYTES = operator.itemgetter(4)  # of a Piece
+_WIRE_BYTES = operator.itemgetter(4)  # of a SegmentPiece
 
 NO_TRANSFER = bytes(16)
-CHECKED = 1  # flag: `checksum` is set; without it the network is trusted, as a bare peer would
+CHECKED = 1  # flag: `checksum` is set; without it the receiver trusts the network
 
 
 class Kind(enum.IntEnum):
-    HELLO = 1  # sender -> receiver, first on a connection
+    HELLO = 1  # sender -> receiver, the first frame of a connection
     WELCOME = 2
     OPEN = 3  # the manifest of a granted transfer
     OPENED = 4
     DATA = 5
     ACK = 6  # every piece of these frames is in place and verified
-    NACK = 7  # it is not: send it again
-    PROBE = 8  # "I am still here": renews the lease while nothing is ready to send
+    NACK = 7  # the frame is not in place: the sender must resend it
+    PROBE = 8  # renews the grant while no segment is ready to send
     ALIVE = 9
-    ABORT = 10  # sender gives up
-    ENDED = 11  # the transfer is over: committed, or aborted and why
-    MEASURE = 12  # bytes to be thrown away: `prfaas doctor` measures the path with them
-    PROGRESS = 13  # so many bytes of a DATA frame have arrived; sent only while a frame is slow
+    ABORT = 10  # the sender ends the transfer
+    ENDED = 11  # the transfer has ended: committed, or aborted with a reason
+    MEASURE = 12  # bytes that the receiver discards, for the path check (`prfaas doctor`)
+    PROGRESS = 13  # how many bytes of a slow DATA frame have arrived so far
 
 
 class Codec(enum.IntEnum):
@@ -85,9 +85,9 @@ class Header(NamedTuple):
     checksum: int
 
 
-class Piece(NamedTuple):
-    """Bytes [offset, offset + raw_bytes) of a segment, which travel as `wire_bytes`. Fields in the
-    order of the wire."""
+class SegmentPiece(NamedTuple):
+    """Bytes [offset, offset + raw_bytes) of a segment, encoded as `wire_bytes` bytes. The fields
+    are in wire order."""
 
     segment: int  # index in the manifest
     codec: int
@@ -98,62 +98,68 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A whole frame in memory: small ones, as replies are."""
+    """A whole small frame in memory, such as a response."""
 
     header: Header
     body: bytes
 
 
 def auth_of(token: str) -> bytes:
-    """What a frame shows instead of the grant's token itself."""
+    """The digest of a grant's token that every frame carries instead of the token."""
     return hashlib.blake2b(token.encode(), digest_size=16, person=b"prfaas-grant").digest()
 
 
 def parse_header(data: Buffer) -> Header:
-    """Refuses everything that is not a frame of ours within its limits, before a body is read."""
+    """Raises WireError unless this is a valid header within the limits; no body is read before."""
     magic, version, kind, pieces, body_bytes, flags, sequence, transfer_id, auth, checksum = (
         _HEADER.unpack_from(data)
     )
     if magic != MAGIC:
-        raise WireError(f"not this protocol: a frame that begins with {magic!r}")
+        raise WireError(f"not this protocol: the frame begins with {magic!r}")
     if version != VERSION:
-        raise WireError(f"protocol version {version}, this side speaks {VERSION}")
+        raise WireError(f"the peer uses protocol version {version}, this side uses {VERSION}")
     try:
         known = Kind(kind)
     except ValueError:
-        raise WireError(f"unknown kind of frame: {kind}") from None
+        raise WireError(f"unknown frame kind {kind}") from None
     if flags & ~CHECKED:
-        raise WireError(f"unknown flags: {flags:#x}")
+        raise WireError(f"unknown flags {flags:#x}")
     if known is Kind.DATA:
         if not 1 <= pieces <= MAX_PIECES:
-            raise WireError(f"{pieces} pieces in a frame, allowed are 1 to {MAX_PIECES}")
+            raise WireError(f"a frame has {pieces} pieces; the limit is 1 to {MAX_PIECES}")
         payload_bytes = body_bytes - pieces * PIECE_BYTES
         if not 1 <= payload_bytes <= MAX_PAYLOAD_BYTES:
-            raise WireError(f"a payload of {payload_bytes} bytes, limit is {MAX_PAYLOAD_BYTES}")
+            raise WireError(
+                f"a payload has {payload_bytes} bytes; the limit is 1 to {MAX_PAYLOAD_BYTES}"
+            )
     elif pieces:
-        raise WireError(f"{known.name} frames have no pieces, this one says {pieces}")
+        raise WireError(f"a {known.name} frame must have no pieces, but it has {pieces}")
     elif body_bytes > _BODY_CAP.get(known, MAX_MESSAGE_BYTES):
-        raise WireError(f"a {known.name} of {body_bytes} bytes")
+        raise WireError(f"a {known.name} frame with a body of {body_bytes} bytes is too large")
     return Header(known, pieces, body_bytes, flags, sequence, transfer_id, auth, checksum)
 
 
-def parse_table(table: Buffer, header: Header) -> list[Piece]:
-    """The pieces of a DATA frame; their bytes must be exactly the payload."""
-    pieces = list(map(Piece._make, _PIECE.iter_unpack(table)))
+def parse_table(table: Buffer, header: Header) -> list[SegmentPiece]:
+    """The pieces of a DATA frame. Their sizes must add up to the payload."""
+    pieces = list(map(SegmentPiece._make, _PIECE.iter_unpack(table)))
     total = 0
     for _, codec, _, raw_bytes, wire_bytes in pieces:
         if codec != Codec.NONE:
             raise WireError(f"unknown codec {codec}")
         if raw_bytes != wire_bytes or raw_bytes == 0:
-            raise WireError(f"{raw_bytes} bytes as {wire_bytes} without a codec")
+            raise WireError(
+                f"a piece of {raw_bytes} bytes is sent as {wire_bytes} bytes without a codec"
+            )
         total += wire_bytes
     if total != header.body_bytes - len(pieces) * PIECE_BYTES:
-        raise WireError(f"pieces of {total} bytes in a body of {header.body_bytes}")
+        raise WireError(
+            f"the pieces have {total} bytes, which does not match a body of {header.body_bytes}"
+        )
     return pieces
 
 
 def encode_data(
-    pieces: Sequence[Piece],
+    pieces: Sequence[SegmentPiece],
     payload: Iterable[Buffer],
     *,
     sequence: int,
@@ -161,11 +167,11 @@ def encode_data(
     auth: bytes,
     checked: bool,
 ) -> bytearray:
-    """Header and table of a DATA frame; the payload's own buffers follow it on the wire."""
+    """Header and table of a DATA frame; the payload follows them on the wire."""
     table_bytes = len(pieces) * PIECE_BYTES
     body_bytes = table_bytes + sum(map(_WIRE_BYTES, pieces))
     head = bytearray(HEADER_BYTES + table_bytes)
-    # One call for the whole table: frames of small segments have hundreds of pieces.
+    # One call packs the whole table: frames of small segments have hundreds of pieces.
     struct.pack_into(
         "<" + "IB3xQII" * len(pieces), head, HEADER_BYTES, *chain.from_iterable(pieces)
     )
@@ -188,7 +194,7 @@ def encode_message(
     transfer_id: bytes = NO_TRANSFER,
     auth: bytes = NO_TRANSFER,
 ) -> bytes:
-    """A whole frame without pieces; always checked."""
+    """A whole frame without pieces; it always has a checksum."""
     head = bytearray(HEADER_BYTES)
     _HEADER.pack_into(
         head, 0, MAGIC, VERSION, kind, 0, len(body), CHECKED, sequence, transfer_id, auth, 0
@@ -198,9 +204,9 @@ def encode_message(
 
 
 def intact(head: Buffer, header: Header, body: Buffer, payload: Iterable[Buffer] = ()) -> bool:
-    """Whether header and body arrived as they were sent. `body` is a message or a table."""
+    """Whether the checksum matches. `body` is a message or a table of pieces."""
     if not header.flags & CHECKED:
-        return header.kind is Kind.DATA  # messages are always checked
+        return header.kind is Kind.DATA  # messages always have a checksum
     return _digest(head, body, payload) == header.checksum
 
 
@@ -221,42 +227,44 @@ def encode_sequences(sequences: Sequence[int]) -> bytes:
 def parse_sequences(body: bytes) -> tuple[int, ...]:
     count, rest = divmod(len(body), 8)
     if rest or not 1 <= count <= MAX_ACKS:
-        raise WireError(f"an ACK of {len(body)} bytes")
+        raise WireError(f"an ACK body has {len(body)} bytes")
     return struct.unpack(f"<{count}Q", body)
 
 
 def encode_progress(nbytes: int) -> bytes:
-    """The body of a PROGRESS: payload bytes of the frame that have arrived so far."""
+    """The body of a PROGRESS: how many payload bytes of the frame have arrived so far."""
     return struct.pack("<Q", nbytes)
 
 
 def parse_progress(body: bytes) -> int:
     if len(body) != 8:
-        raise WireError(f"a PROGRESS of {len(body)} bytes")
+        raise WireError(f"a PROGRESS body has {len(body)} bytes")
     return int.from_bytes(body, "little")
 
 
 class Decoder:
-    """Collects frames from bytes as they come, for the side that receives small ones only."""
+    """Collects frames from a stream of bytes, for the side that receives only small frames."""
 
     def __init__(self, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
         self._pending = bytearray()
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """The frames that are complete now. After a WireError the decoder is of no more use."""
+        """Returns the frames that are complete now. The decoder is unusable after a WireError."""
         self._pending += data
         frames = []
         while len(self._pending) >= HEADER_BYTES:
             header = parse_header(self._pending)
             if header.body_bytes > self._max_body_bytes:
-                raise WireError(f"a body of {header.body_bytes} bytes where none is expected")
+                raise WireError(
+                    f"a {header.kind.name} body of {header.body_bytes} bytes is too large"
+                )
             end = HEADER_BYTES + header.body_bytes
             if len(self._pending) < end:
                 break
             body = bytes(self._pending[HEADER_BYTES:end])
             if not intact(self._pending[:HEADER_BYTES], header, body):
-                raise WireError(f"a {header.kind.name} frame that is not intact")
+                raise WireError(f"the checksum of a {header.kind.name} frame does not match")
             del self._pending[:end]
             frames.append(Frame(header, body))
         return frames

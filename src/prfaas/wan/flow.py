@@ -1,6 +1,6 @@
-"""One direction of one relayed connection: a queue of bytes, each with its time of departure.
+"""One direction of one relayed connection: a queue of bytes, each with the time at which it leaves.
 
-No event loop here: `transport.wan` decides when to read and when to write.
+There is no event loop here: `wan.forwarder` decides when to read and when to write.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class End(enum.Enum):
-    """How a direction ends; travels the path behind its last byte."""
+    """How a direction ends. The end travels the path after the last byte."""
 
-    CLOSED = "closed"  # the sender has no more to say, the other direction goes on
+    CLOSED = "closed"  # the sender has no more bytes; the other direction continues
     RESET = "reset"
 
 
@@ -27,40 +27,44 @@ class Parcel(NamedTuple):
     content: memoryview | End
 
 
-class Flow:
-    """`held_bytes` is the sum of the queued parcels. They leave in order: one that is due early
-    waits for those before it."""
+class RelayFlow:
+    """`held_bytes` is the sum of the queued parcels. Parcels leave in order: a parcel that is due
+    early waits for those before it."""
 
     __slots__ = (
         "blocked",
+        "connection",
+        "delayed_by_target",
         "direction",
         "finished",
-        "held_up",
         "held_bytes",
         "in_heap",
-        "pair",
+        "last_read",
         "queue",
         "reading",
-        "served",
         "source",
         "target",
     )
 
     def __init__(
-        self, pair: Pair, direction: int, source: socket.socket, target: socket.socket
+        self,
+        connection: RelayedConnection,
+        direction: int,
+        source: socket.socket,
+        target: socket.socket,
     ) -> None:
-        self.pair = pair
+        self.connection = connection
         self.direction = direction
         self.source = source
         self.target = target
         self.queue: deque[Parcel] = deque()
         self.held_bytes = 0
-        self.reading = False  # the source is watched
+        self.reading = False  # the source is registered for reading
         self.blocked = False  # the target's kernel buffer is full
-        self.held_up = False  # its oldest bytes have waited for the target's kernel buffer
+        self.delayed_by_target = False  # the oldest bytes have waited for the target's buffer
         self.in_heap = False
-        self.finished = False  # its end has been handed on
-        self.served = 0  # when it was last read, in reads of its direction
+        self.finished = False  # the end of this direction has been forwarded
+        self.last_read = 0  # sequence number of the latest read from the source
 
     @property
     def ended(self) -> bool:
@@ -72,9 +76,9 @@ class Flow:
             self.held_bytes += len(content)
 
     def send_due(self, now_s: float) -> End | None:
-        """Sends what is due until the kernel takes no more (`blocked`). Returns the end of this
-        direction, when it was reached. OSError: the target is gone."""
-        self.held_up = False
+        """Sends the due parcels until the kernel buffer is full (`blocked`). Returns the end of
+        this direction if it was reached. Raises OSError when the target is gone."""
+        self.delayed_by_target = False
         while self.queue and self.queue[0].leaves_at_s <= now_s:
             leaves_at_s, content = self.queue[0]
             if isinstance(content, End):
@@ -84,12 +88,12 @@ class Flow:
             try:
                 sent = self.target.send(content)
             except BlockingIOError:
-                self.blocked = self.held_up = True
+                self.blocked = self.delayed_by_target = True
                 break
             self.held_bytes -= sent
             if sent < len(content):
                 self.queue[0] = Parcel(leaves_at_s, content[sent:])
-                self.blocked = self.held_up = True
+                self.blocked = self.delayed_by_target = True
                 break
             self.queue.popleft()
         return None
@@ -99,8 +103,8 @@ class Flow:
         self.held_bytes = 0
 
 
-class Pair:
-    """One relayed connection: the client's socket, ours to the target, and the flows between."""
+class RelayedConnection:
+    """The client's socket, the relay's socket to the target, and the flows between them."""
 
     __slots__ = ("client", "connecting_until_s", "flows", "open", "server")
 
@@ -110,7 +114,7 @@ class Pair:
         self.client = client
         self.server = server
         self.connecting_until_s: float | None = connecting_until_s
-        self.flows = (Flow(self, 0, client, server), Flow(self, 1, server, client))
+        self.flows = (RelayFlow(self, 0, client, server), RelayFlow(self, 1, server, client))
         self.open = True
 
 
@@ -119,5 +123,5 @@ def close(connection: socket.socket, *, reset: bool) -> None:
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         except OSError:
-            pass  # it is closed already, or its peer was faster
+            pass  # the socket is closed already, or the peer has reset it
     connection.close()

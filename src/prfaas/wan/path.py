@@ -1,4 +1,4 @@
-"""The path that `transport.wan` imposes: rate, delay, jitter and a timetable of faults.
+"""The path that the relay emulates: rate, delay, jitter and a schedule of faults.
 
 Pure: no socket, no clock. A byte that arrives at `now` is serialised at the path's rate, after the
 bytes before it, and then travels for the delay:
@@ -18,19 +18,19 @@ from prfaas.errors import InputError
 
 CHUNK_BYTES = 256 * 1024
 _SMALLEST_CHUNK_BYTES = 16 * 1024
-# A chunk may hold the lane for so long: behind a slow lane, small messages wait less.
+# The longest time that a chunk may occupy the lane: small messages then wait less on a slow lane.
 _CHUNK_S = 2e-3
-# How far ahead of now a lane may be booked. It must outlast a late wake-up of a busy machine, or
-# the rate is not reached; it is also the longest queue that the relay adds of its own.
+# How far ahead of now a lane may be booked. This must be longer than a late wake-up on a busy
+# machine, or the relay does not reach the rate. It is also the longest queue that the relay adds.
 QUEUE_S = 10e-3
-# Beside the bandwidth-delay product, what one connection may hold in the relay.
+# What one connection may hold in the relay in addition to the bandwidth-delay product.
 _SPARE_BYTES = 4 * 1024 * 1024
-# Without a rate there is no product to go by: enough for 10 Gbit/s at 100 ms.
+# Without a rate there is no bandwidth-delay product: enough for 10 Gbit/s at 100 ms.
 _UNLIMITED_HELD_BYTES = 128 * 1024 * 1024
 
 
 class PathState(enum.IntEnum):
-    """Worse is greater."""
+    """A worse state has a greater value."""
 
     UP = 0
     STALLED = 1  # nothing moves, connections stay
@@ -48,7 +48,7 @@ class Recurring:
         if not (0 < self.for_s < self.every_s < math.inf):
             raise InputError(
                 f"every {self.every_s:g} s for {self.for_s:g} s",
-                fix="both are more than 0, and the second is less than the first",
+                fix="give two values above 0, the second less than the first",
             )
 
     def active(self, elapsed_s: float) -> bool:
@@ -63,11 +63,11 @@ class Recurring:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the path does to bytes. Rate and delay hold for each direction by itself."""
+    """What the path does to bytes. Rate and delay apply to each direction separately."""
 
-    rate_bps: float | None = None  # shared by all connections; None: as fast as it goes
+    rate_bps: float | None = None  # shared by all connections; None: unlimited
     rtt_s: float = 0.0  # half of it in each direction
-    jitter_s: float = 0.0  # up to so much more per chunk and direction; order is kept
+    jitter_s: float = 0.0  # maximum extra delay per chunk and direction; the order is kept
     stall: Recurring | None = None
     outage: Recurring | None = None
     cut_every_s: float | None = None
@@ -91,7 +91,7 @@ class Conditions:
 
     @property
     def chunk_bytes(self) -> int:
-        """How much to read at once."""
+        """How many bytes to read at once."""
         if self.rate_bps is None:
             return CHUNK_BYTES
         wanted = int(self.rate_bps / 8 * _CHUNK_S)
@@ -99,8 +99,8 @@ class Conditions:
 
     @property
     def held_bytes(self) -> int:
-        """How much one connection may hold in one direction before its sender must wait: what one
-        connection alone needs to reach the rate, and some."""
+        """How many bytes one connection may hold in one direction before its sender must wait. A
+        single connection can reach the rate with them."""
         if self.rate_bps is None:
             return _UNLIMITED_HELD_BYTES
         travelling_s = self.delay_s + self.jitter_s + QUEUE_S
@@ -114,20 +114,20 @@ class Conditions:
         return PathState.UP
 
     def until_change_s(self, elapsed_s: float) -> float:
-        """Time to the next change of `scheduled_state` or the next cut; inf when there is none."""
+        """The time to the next change of `scheduled_state` or the next cut; inf without either."""
         times = [r.until_change_s(elapsed_s) for r in (self.stall, self.outage) if r]
         if self.cut_every_s is not None:
             times.append(self.cut_every_s - elapsed_s % self.cut_every_s)
         return min(times, default=math.inf)
 
     def cuts_until(self, elapsed_s: float) -> int:
-        """How many cuts are due by now."""
+        """How many cuts are due until `elapsed_s`."""
         return 0 if self.cut_every_s is None else int(elapsed_s / self.cut_every_s)
 
 
 class PathClock:
-    """Time as bytes on the path feel it: it stands still while the path does, so that a stalled
-    byte resumes its journey where it was instead of arriving in a burst."""
+    """The time of bytes on the path. It stops while the path is stalled, so that a stalled byte
+    continues where it was instead of arriving in a burst."""
 
     def __init__(self) -> None:
         self._lost_s = 0.0
@@ -147,10 +147,10 @@ class PathClock:
 
 
 class Lane:
-    """One direction's share of the path: serialises all connections' bytes one after another.
+    """One direction of the path: serialises the bytes of all connections one after another.
 
-    An idle lane saves nothing up: over any interval it passes at most rate x interval, plus what
-    was booked ahead (QUEUE_S and one chunk).
+    An idle lane does not save up capacity: over any interval it passes at most rate x interval,
+    plus the bytes that were booked ahead (QUEUE_S and one chunk).
     """
 
     def __init__(self, conditions: Conditions, seed: int) -> None:
@@ -159,14 +159,61 @@ class Lane:
         self._free_at_s = -math.inf
 
     def wait_s(self, now_s: float) -> float:
-        """Until the lane takes another chunk; 0 when it does now."""
+        """The time until the lane accepts another chunk; 0 when it accepts one now."""
         return max(0.0, self._free_at_s - QUEUE_S - now_s)
 
     def admit(self, size_bytes: int, now_s: float) -> float:
-        """Books `size_bytes`; when their last bit leaves the far end."""
+        """Books `size_bytes`. Returns when their last bit leaves the far end."""
         conditions = self.conditions
         self._free_at_s = max(now_s, self._free_at_s)
         if conditions.rate_bps is not None:
             self._free_at_s += size_bytes * 8 / conditions.rate_bps
         extra_s = self._random.uniform(0, conditions.jitter_s) if conditions.jitter_s else 0.0
         return self._free_at_s + conditions.delay_s + extra_s
+
+
+class EmulatedPath:
+    """The path as a whole: its conditions, one lane per direction, its clock and its state."""
+
+    def __init__(self, conditions: Conditions, seed: int, now_s: float) -> None:
+        self.conditions = conditions
+        self.lanes = (Lane(conditions, seed), Lane(conditions, seed + 1))
+        self.clock = PathClock()
+        self.state = PathState.UP
+        self.manual_state = PathState.UP  # the schedule can only make the state worse
+        self._started_s = now_s
+        self._cuts_done = 0
+
+    def change(self, conditions: Conditions, now_s: float) -> None:
+        """The schedule of faults starts again."""
+        self.conditions = conditions
+        for lane in self.lanes:
+            lane.conditions = conditions
+        self._started_s = now_s
+        self._cuts_done = 0
+
+    def take_due_cut(self, now_s: float) -> bool:
+        """Returns True once for each scheduled cut; cuts that are due together count as one."""
+        cuts_due = self.conditions.cuts_until(now_s - self._started_s)
+        if cuts_due <= self._cuts_done:
+            return False
+        self._cuts_done = cuts_due
+        return True
+
+    def update_state(self, now_s: float) -> bool:
+        """Sets `state` to the worse of the manual and the scheduled state. Returns whether it
+        changed."""
+        scheduled = self.conditions.scheduled_state(now_s - self._started_s)
+        state = max(self.manual_state, scheduled)
+        if state is self.state:
+            return False
+        if state is PathState.UP:
+            self.clock.go(now_s)
+        else:
+            self.clock.stop(now_s)
+        self.state = state
+        return True
+
+    def until_change_s(self, now_s: float) -> float:
+        """The time to the next scheduled change or cut; inf when there is none."""
+        return self.conditions.until_change_s(now_s - self._started_s)

@@ -1,7 +1,7 @@
-"""What a relay counts: bytes and connections, and how well it keeps its own time. Pure.
+"""A relay's counters: bytes, connections, and how late the relay itself was. Pure.
 
-A relay on a busy machine forwards bytes later than the path that it emulates. That time is not the
-path's, so it is counted apart from everything else.
+A relay on a busy machine forwards bytes later than the emulated path would. The path does not cause
+that delay, so it is counted separately.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import msgspec
 
 
 @dataclass(slots=True)
-class Lateness:
-    """Of things that were to happen at a certain time."""
+class LatenessCounter:
+    """The lateness of events that were due at a certain time."""
 
     count: int = 0
     total_s: float = 0.0
@@ -27,7 +27,7 @@ class Lateness:
 
 
 class RelayStats(msgspec.Struct, frozen=True, tag_field="event", tag="stats"):
-    """Counters since the start, except for `connections` and `held_bytes`, which are of now."""
+    """Counters since the start, except for `connections` and `held_bytes`: current values."""
 
     connections: int
     accepted: int
@@ -37,11 +37,11 @@ class RelayStats(msgspec.Struct, frozen=True, tag_field="event", tag="stats"):
     held_bytes: int
     held_peak_bytes: int
     damaged: int  # chunks
-    # Writes of queued bytes that were due at a time. What waits for a slow receiver is left out.
+    # Writes of queued bytes that were due at a time, without those that waited for a slow receiver.
     forwards: int = 0
     forward_late_s: float = 0.0
     forward_late_peak_s: float = 0.0
-    # Wake-ups of the relay's loop at a time that it had chosen.
+    # Wake-ups of the relay's loop by its own timeouts.
     wakeups: int = 0
     wakeup_late_s: float = 0.0
     wakeup_late_peak_s: float = 0.0

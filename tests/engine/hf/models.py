@@ -14,7 +14,7 @@ import torch
 
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
-from prfaas.testing.token_identical import Generation
+from prfaas.testing.token_identical import GeneratedTokens
 
 PAPER = ("kimi-linear", "qwen3-next", "mimo", "gpt-oss", "qwen3")
 ALL = (*PAPER, "falcon-h1", "gemma3")
@@ -50,7 +50,7 @@ def prompt(arch: str, length: int, seed: int = 0) -> list[int]:
 
 
 @functools.cache
-def _generated(arch: str, tokens: tuple[int, ...], count: int) -> Generation:
+def _generated(arch: str, tokens: tuple[int, ...], count: int) -> GeneratedTokens:
     model = loaded(arch).model
     with torch.inference_mode():
         output = model.generate(
@@ -65,9 +65,9 @@ def _generated(arch: str, tokens: tuple[int, ...], count: int) -> Generation:
             output_logits=True,
         )
     logits = torch.stack(output.logits)[:, 0].numpy()
-    return Generation(tuple(output.sequences[0, len(tokens) :].tolist()), logits)
+    return GeneratedTokens(tuple(output.sequences[0, len(tokens) :].tolist()), logits)
 
 
-def reference(arch: str, tokens: Sequence[int], count: int) -> Generation:
+def reference(arch: str, tokens: Sequence[int], count: int) -> GeneratedTokens:
     """What transformers generates greedily in one process, uncut."""
     return _generated(arch, tuple(tokens), count)

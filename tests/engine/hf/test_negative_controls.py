@@ -11,7 +11,7 @@ from prfaas.engine.api import Export, Job, Resume, Sampling
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import run
 from prfaas.errors import EngineError
-from prfaas.testing.token_identical import Generation, compare
+from prfaas.testing.token_identical import GeneratedTokens, compare
 from tests.engine.hf import models
 
 Dump = dict[str, bytes]
@@ -28,12 +28,12 @@ def state_of(arch: str) -> Dump:
     return sink.dump()
 
 
-def resumed(arch: str, dump: Dump) -> Generation:
+def resumed(arch: str, dump: Dump) -> GeneratedTokens:
     source = MemorySegments.load(models.loaded(arch).spec, dump)
     sampling = Sampling(max_tokens=16, ignore_eos=True, want_logits=True)
     job = Job("decode", models.prompt(arch, LENGTH), sampling, resume=Resume(HANDOFF, source))
     outcome = run(models.engine(arch), job)
-    return Generation(outcome.tokens, outcome.logits)
+    return GeneratedTokens(outcome.tokens, outcome.logits)
 
 
 def flip_an_exponent(dump: Dump) -> Dump:

@@ -19,7 +19,7 @@ from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import Outcome, Running, run
 from prfaas.kvspec import FullAttention
-from prfaas.testing.token_identical import Generation, assert_token_identical
+from prfaas.testing.token_identical import GeneratedTokens, assert_token_identical
 from tests.engine.hf import models
 from tests.waiting import PATIENCE_S
 
@@ -29,8 +29,8 @@ GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True, want_logits=True)
 ROOT = Path(__file__).parents[3]
 
 
-def generation(outcome: Outcome) -> Generation:
-    return Generation(outcome.tokens, outcome.logits)
+def generation(outcome: Outcome) -> GeneratedTokens:
+    return GeneratedTokens(outcome.tokens, outcome.logits)
 
 
 def exported(arch: str, prompt: list[int], tokens: int, **options: int) -> MemorySegments:

@@ -7,7 +7,7 @@ import ssl
 from prfaas.config.address import parse_address
 from prfaas.errors import InputError
 from prfaas.lateness import LateSince, never_late
-from prfaas.transport.link import ConnectionBudget, Link, LinkOptions
+from prfaas.transport.link import ConnectionBudget, LinkOptions, TransferLink
 from prfaas.types import LinkStats
 
 
@@ -26,17 +26,17 @@ class Links:
         self._tls = tls
         self._budget = budget
         self._late_since = late_since
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, TransferLink] = {}
         self.reports: tuple[LinkStats, ...] = ()  # of the last sample
 
-    def to(self, address: str) -> Link:
+    def to(self, address: str) -> TransferLink:
         link = self._links.get(address)
         if link is None:
             try:
                 host, port = parse_address(address, "data_address")
             except InputError as error:
                 raise InputError(error.problem, where="grant", fix=error.fix) from None
-            link = Link(
+            link = TransferLink(
                 (host, port),
                 options=self._options,
                 tls=self._tls,

@@ -27,7 +27,7 @@ from prfaas.kvd.transfers.manifest import Coverage, Lane, Stripe, owed, stripes
 from prfaas.kvd.transfers.states import WritingLife
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.transport.buffers import FileSlice
-from prfaas.transport.link import HANDOFF, MIGRATION, Transfer
+from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class OutgoingTransfers:
         try:
             if lease.tokens != tokens:
                 raise TransferFailed(f"{tokens} tokens are wanted, {lease.tokens} are here")
-            self._depart(write, shelf.pool.tables(lease.id), grant, MIGRATION, b"")
+            self._depart(write, shelf.pool.tables(lease.id), grant, PREFIX_COPY, b"")
         except PrfaasError:
             self._forget(write)
             raise
