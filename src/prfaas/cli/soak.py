@@ -14,8 +14,8 @@ import uvloop
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
-from prfaas.faults.deployment import staged
-from prfaas.faults.fault_deployment import FireEngine, fire
+from prfaas.faults.deployment import launched_fault_deployment
+from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
 from prfaas.launch.attached_process import tether
 from prfaas.launch.children import ChildDied
@@ -63,7 +63,7 @@ _OPTIONS = SoakOptions()
 )
 def soak(
     minutes: float,
-    engine: FireEngine,
+    engine: FaultEngine,
     fault_every_s: float,
     seed: int,
     file: Path,
@@ -93,10 +93,12 @@ def soak(
         click.echo(f"[{clock.now() - began_s:6.1f} s] {what}", err=True)
 
     options = SoakOptions(seconds=60 * minutes, fault_every_s=fault_every_s, seed=seed)
-    ready, lengths = fire(engine, file, folder, CACHE, say)
+    ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
 
     async def run() -> SoakReport:
-        async with staged(ready.deployment, ready.engines, folder, tether(), say) as stage:
+        async with launched_fault_deployment(
+            ready.deployment, ready.engines, folder, tether(), say
+        ) as stage:
             return await Soak(stage, lengths, options, say).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
