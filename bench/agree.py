@@ -29,17 +29,17 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.config import load_deployment
-from prfaas.demo.scene import Check, RelayEar, watched
+from prfaas.demo.shared import Check, RelayReader, run_watched
 from prfaas.demo.small_case import (
     SYSTEMS,
-    Seen,
+    FirstTokenStats,
     SmallCase,
     egress_gbps,
     failures,
+    first_token_stats,
     first_tokens_s,
-    hosts_enough,
-    offered,
-    seen,
+    run_load,
+    shared_hosts,
     small_case,
     with_one_plan,
 )
@@ -72,8 +72,8 @@ class Row:
     """In the seconds and bytes of the case study."""
 
     system: str
-    live: Seen
-    simulated: Seen
+    live: FirstTokenStats
+    simulated: FirstTokenStats
     planned_rps: float
     live_egress_gbps: float | None
     simulated_egress_gbps: float | None
@@ -84,34 +84,41 @@ class Row:
 async def measure(
     cases: Mapping[str, SmallCase], requests: int, scales: Scales, seed: int, folder: Path
 ) -> list[Row]:
-    ear = RelayEar()
-    most = hosts_enough(cases)
+    relay_reader = RelayReader()
+    most = shared_hosts(cases)
     engines = replace(most.engines, memory=MEMORY)
     rows = []
-    async with launched_hosts(most.deployment, engines, folder, tether(), heard=ear.heard) as hosts:
+    async with launched_hosts(
+        most.deployment, engines, folder, tether(), heard=relay_reader.heard
+    ) as hosts:
         for name, case in cases.items():
             offered_rps = OVERLOAD * best_for(case.problem).capacity_rps
             arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
             lasts_s = float(arrivals.at_s[-1])
             click.echo(f"{TITLES[name]}: {requests} requests in {lasts_s:.0f} s", err=True)
-            rows.append(await _row(name, case, hosts, arrivals, ear, scales))
+            rows.append(await _row(name, case, hosts, arrivals, relay_reader, scales))
     return rows
 
 
 async def _row(
-    name: str, case: SmallCase, hosts: Hosts, arrivals: Arrivals, ear: RelayEar, scales: Scales
+    name: str,
+    case: SmallCase,
+    hosts: Hosts,
+    arrivals: Arrivals,
+    relay_reader: RelayReader,
+    scales: Scales,
 ) -> Row:
     before = cpu_times()
-    load = offered(hosts, with_one_plan(case.deployment), arrivals, ear)
-    live = await watched(hosts.children, load)
+    load = run_load(hosts, with_one_plan(case.deployment), arrivals, relay_reader)
+    live = await run_watched(hosts.children, load)
     cpu_share = cpu_times().share_since(before)
     config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
     result = simulate(case.problem, arrivals, config)
     crosses = bool(case.problem.remotes)
     return Row(
         system=name,
-        live=seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
-        simulated=seen(arrivals.at_s, result.requests.first_token_s, scales),
+        live=first_token_stats(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
+        simulated=first_token_stats(arrivals.at_s, result.requests.first_token_s, scales),
         planned_rps=best_for(case.problem).capacity_rps * scales.time,
         live_egress_gbps=egress_gbps(live.egress_bps, scales) if crosses else None,
         simulated_egress_gbps=(

@@ -38,7 +38,7 @@ import click
 import uvloop
 
 from prfaas.clock import MonotonicClock
-from prfaas.demo.scene import watched
+from prfaas.demo.shared import run_watched
 from prfaas.display.console import print_json, rounded
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.attached_process import tether
@@ -86,7 +86,7 @@ async def measure(
             for policy in order:
                 click.echo(f"round {number + 1}, {policy}: {load.requests} requests", err=True)
                 run = serve(hosts, ready, policy, load)
-                served.append(await watched(hosts.children, run))
+                served.append(await run_watched(hosts.children, run))
             found.append(served)
     return found
 

@@ -36,7 +36,7 @@ from rich.table import Table
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import SchedulerSection
-from prfaas.demo.scene import watched
+from prfaas.demo.shared import run_watched
 from prfaas.demo.small_case import SmallCase, failures, small_case
 from prfaas.display.console import console, print_json, rounded
 from prfaas.engine.emulated.pace import Scales
@@ -117,7 +117,7 @@ async def measure(
             rules = rules_of(name, case.deployment.scheduler)
             changed = msgspec.structs.replace(case.deployment, scheduler=rules)
             runs.append(
-                await watched(hosts.children, served(name, hosts, changed, arrivals, episode))
+                await run_watched(hosts.children, served(name, hosts, changed, arrivals, episode))
             )
     return runs
 

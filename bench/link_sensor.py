@@ -44,7 +44,7 @@ from rich.progress import Progress
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, load_deployment
-from prfaas.demo.scene import watched
+from prfaas.demo.shared import run_watched
 from prfaas.demo.small_case import SmallCase, small_case
 from prfaas.display.console import print_json, rounded
 from prfaas.engine.emulated.pace import Scales
@@ -348,15 +348,15 @@ def main(
                 if calm_s:
                     with recording(record, "calm", bps, share) as out:
                         work = calm_run(hosts, case, rps, calm_s, seed, out)
-                        calm = await watched(hosts.children, work)
+                        calm = await run_watched(hosts.children, work)
                 if stalls:
                     with recording(record, "stalls", bps, share) as out:
                         stalling = stall_runs(hosts, case, rps, stalls, seed, out)
-                        stopped = await watched(hosts.children, stalling)
+                        stopped = await run_watched(hosts.children, stalling)
                 if trials:
                     with recording(record, "throttled", bps, share) as out:
                         throttling = trial_runs(hosts, case, rps, trials, share, seed, out)
-                        runs = await watched(hosts.children, throttling)
+                        runs = await run_watched(hosts.children, throttling)
             return calm, stopped, runs
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

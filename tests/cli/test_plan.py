@@ -221,14 +221,14 @@ def test_bad_deployments(prfaas: Run, tmp_path: Path, old: str, new: str, messag
         (("--reading", "exact", "--load", "nan"), "--load: nan requests/s"),
         (("--reading", "fuzzy"), "'fuzzy' is not one of"),
         (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps'; write KEY=V1,V2"),
-        (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' leads nowhere at '7'"),
-        (("--sweep", "links.0.gbps.x=3"), "leads nowhere at 'x'"),
+        (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' has no key '7'"),
+        (("--sweep", "links.0.gbps.x=3"), "has no key 'x'"),
         (("--sweep", "links.0.gbps=5,fast"), "links.0.gbps: expected `float`, got 'fast'"),
         (("--sweep", "links.0.speed=5"), "links.0.speed: unknown key"),
         (("--sweep", "links.0.gbps=5,0"), "links.0.gbps: expected `float` > 0.0, got 0"),
         (("--compare", "none.toml"), "none.toml: no such file"),
         (("--compare", CASE_STUDY), "unknown key"),
-        (("--plot", "/dev/null/x"), "--plot: cannot write there"),
+        (("--plot", "/dev/null/x"), "--plot: cannot create the folder"),
     ],
 )
 def test_bad_flags(prfaas: Run, arguments: tuple[object, ...], message: str) -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
-from prfaas.demo.case_study import case_scene
-from prfaas.demo.scene import Check
-from prfaas.demo.serving import serving_scene
+from prfaas.demo.case_study import measure_case_study
+from prfaas.demo.serving import serve_prompts
+from prfaas.demo.shared import Check
 from prfaas.display.console import console
 from prfaas.display.plan_tables import plan_table, verdict
 from prfaas.errors import PeerError
@@ -69,10 +69,10 @@ def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
     def say(what: str) -> None:
         screen.print(f"[{clock.now() - began_s:5.1f} s] {what}", markup=False)
 
-    async def scenes() -> list[Check]:
+    async def run_parts() -> list[Check]:
         return [
-            *await serving_scene(_made(folder / "serving"), screen, say),
-            *await case_scene(
+            *await serve_prompts(_made(folder / "serving"), screen, say),
+            *await measure_case_study(
                 file,
                 _made(folder / "case-study"),
                 screen,
@@ -83,7 +83,7 @@ def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            checks = runner.run(scenes())
+            checks = runner.run(run_parts())
     except (ChildDied, PeerError, TimeoutError) as error:
         problem = error or "a process did not respond in time"
         raise click.ClickException(f"{problem}; the logs are in {folder}") from None
