@@ -43,12 +43,11 @@ from prfaas.demo.small_case import (
     small_case,
     with_one_plan,
 )
-from prfaas.display.console import console, print_json, rounded
+from prfaas.display.console import console, print_json, rounded, run_benchmark
 from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import InputError
 from prfaas.launch.attached_process import tether
-from prfaas.launch.children import ChildDied
 from prfaas.launch.deployment import Hosts, launched_hosts
 from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.plan import best_for
@@ -240,13 +239,15 @@ def show(rows: list[Row], scales: Scales, screen: Console) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--requests", default=450, show_default=True, help="For each deployment.")
+@click.option("--requests", default=450, show_default=True, help="Requests for each deployment.")
 @click.option("--time-scale", default=1.0, show_default=True)
 @click.option("--byte-scale", default=1 / 128, show_default=True)
 @click.option("--output-scale", default=1 / 32, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
-@click.option("--json", "as_json", is_flag=True, help="Without the table.")
+@click.option(
+    "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON, no table.")
 def main(
     requests: int,
     time_scale: float,
@@ -257,7 +258,7 @@ def main(
     as_json: bool,
 ) -> None:
     if requests < 10:
-        raise InputError("nothing to count", where="--requests", fix="give more")
+        raise InputError("too few requests to measure", where="--requests", fix="give more")
     scales = Scales(time_scale, byte_scale, output_scale)
     stated = load_deployment(CASE_STUDY)
     with tempfile.TemporaryDirectory(prefix="prfaas-agree-") as name:
@@ -288,8 +289,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, ChildDied, PeerError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -21,7 +21,6 @@ import asyncio
 import os
 import secrets
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -39,7 +38,7 @@ from prfaas.config import Deployment
 from prfaas.config.address import Address
 from prfaas.config.deployment import parse_deployment
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
-from prfaas.display.console import print_json, progress_bar
+from prfaas.display.console import print_json, progress_bar, run_benchmark
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch import commands
@@ -135,21 +134,21 @@ def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str
 async def measure(
     made: Prepared, arrivals: Arrivals, each: int, apart_s: float, rounds: int, folder: Path
 ) -> list[dict[str, Any]]:
-    everybody = commands.hosts(made.deployment)
+    all_hosts = commands.hosts(made.deployment)
     (link,) = made.deployment.links
     runs = []
-    with fabric(everybody, link.gbps * 1e9) as options:
+    with fabric(all_hosts, link.gbps * 1e9) as options:
         async with Children(folder, tether()) as children:
-            kvds = [commands.kvd(host, folder, made.engines) for host in everybody]
+            kvds = [commands.kvd(host, folder, made.engines) for host in all_hosts]
             said = await children.started(
                 [
                     replace(kvd, arguments=[*kvd.arguments, *options[host.name]])
-                    for kvd, host in zip(kvds, everybody, strict=True)
+                    for kvd, host in zip(kvds, all_hosts, strict=True)
                 ]
             )
-            at = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in everybody}
+            at = {host.name: commands.parse_kvd(said[f"kvd-{host.name}"]) for host in all_hosts}
             urls = await children.started(
-                [commands.engine(host, folder, at[host.name], made.engines) for host in everybody]
+                [commands.engine(host, folder, at[host.name], made.engines) for host in all_hosts]
             )
             hosts = Hosts(made.deployment, folder, urls, at, {}, children)
             for number in range(2 * rounds):
@@ -234,14 +233,16 @@ def expected_s(made: Prepared, shared: int) -> dict[str, float]:
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=2, show_default=True, help="Runs with replication, and without.")
+@click.option(
+    "--rounds", default=2, show_default=True, help="Runs with replication, and as many without."
+)
 @click.option("--fabric-gbps", default=2.0, show_default=True)
 @click.option("--shared", default=32768, show_default=True, help="Tokens of a topic's prefix.")
 @click.option("--topics", "count", default=4, show_default=True)
-@click.option("--requests", "each", default=40, show_default=True, help="Of each topic.")
+@click.option("--requests", "each", default=40, show_default=True, help="Requests of each topic.")
 @click.option("--time-scale", default=0.5, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     rounds: int,
     fabric_gbps: float,
@@ -253,7 +254,9 @@ def main(
     as_json: bool,
 ) -> None:
     if rounds < 1 or count < 1 or each < 1 or shared < TRACE_BLOCK_TOKENS:
-        raise InputError("nothing to measure", fix="give more rounds, topics, requests or tokens")
+        raise InputError(
+            "an option is out of range", fix="give more rounds, topics, requests or tokens"
+        )
     stated = deployment(fabric_gbps, shared)
     with tempfile.TemporaryDirectory(prefix="prfaas-moves-") as name:
         folder = Path(name)
@@ -278,8 +281,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

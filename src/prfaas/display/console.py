@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,12 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.children import ChildDied
 
 T = TypeVar("T")
 
 
 def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def run_benchmark(main: Callable[[], Any]) -> None:
+    """Runs the main function of a benchmark. An error in the input, and a process that fails, are
+    one line on stderr and exit code 2."""
+    try:
+        main()
+    except (InputError, ChildDied, PeerError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
 
 
 def rounded(value: Any, digits: int) -> Any:
