@@ -217,10 +217,10 @@ def test_bad_deployments(prfaas: Run, tmp_path: Path, old: str, new: str, messag
     ("arguments", "message"),
     [
         (("--load", "2"), "--load: the paper reading has no queues"),
-        (("--reading", "exact", "--load", "0"), "--load: 0.0 requests/s"),
-        (("--reading", "exact", "--load", "nan"), "--load: nan requests/s"),
+        (("--reading", "exact", "--load", "0"), "--load: 0.0 is not a rate"),
+        (("--reading", "exact", "--load", "nan"), "--load: nan is not a rate"),
         (("--reading", "fuzzy"), "'fuzzy' is not one of"),
-        (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps'; write KEY=V1,V2"),
+        (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps' is not KEY=V1,V2"),
         (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' has no key '7'"),
         (("--sweep", "links.0.gbps.x=3"), "has no key 'x'"),
         (("--sweep", "links.0.gbps=5,fast"), "links.0.gbps: expected `float`, got 'fast'"),
