@@ -18,14 +18,19 @@ from typing import cast
 import msgspec
 import uvloop
 
-from prfaas.cache.lease import Occupancy, PoolStats
 from prfaas.catalog import Catalog
-from prfaas.kvd.engine_socket.messages import shapes_of
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.report import EngineReport, PoolReport, Report
-from prfaas.kvd.role import Role
-from prfaas.kvd.transfers.incoming import TransferStatus
-from prfaas.transport.receiver import ReceiverStats
+from prfaas.contracts.kvd_api import (
+    ArrivalCounters,
+    EngineReport,
+    EventPage,
+    KvdReport,
+    Occupancy,
+    PoolCounters,
+    PoolReport,
+    Role,
+    TransferStatus,
+    shapes_of,
+)
 from prfaas.types import Compat, Grant, NodeId, TransferId
 
 MODEL = "case-study-1t"
@@ -77,9 +82,9 @@ class Host:
             1 << 20,
             Occupancy(1, 0, 0, 0, 0),
             {},
-            PoolStats(),
+            PoolCounters(),
         )
-        report = Report(
+        report = KvdReport(
             node=node,
             instance="null",
             data_address="127.0.0.1:1",
@@ -89,7 +94,7 @@ class Host:
             incoming={},
             outgoing={},
             held_leases=0,
-            arrivals=ReceiverStats(0, 0, 0, 0, 0, 0),
+            arrivals=ArrivalCounters(0, 0, 0, 0, 0, 0),
             links=(),
             next_seq={node: 0},
         )

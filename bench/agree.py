@@ -50,7 +50,7 @@ from prfaas.errors import InputError
 from prfaas.launch.attached_process import tether
 from prfaas.launch.deployment import Hosts, launched_hosts
 from prfaas.measure.machine import cpu_times
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig, link_id
 from prfaas.sim.results.result import Result
@@ -91,7 +91,7 @@ async def measure(
         most.deployment, engines, folder, tether(), heard=relay_reader.heard
     ) as hosts:
         for name, case in cases.items():
-            offered_rps = OVERLOAD * best_for(case.problem).capacity_rps
+            offered_rps = OVERLOAD * find_optimum(case.problem).capacity_rps
             arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
             lasts_s = float(arrivals.at_s[-1])
             click.echo(f"{TITLES[name]}: {requests} requests in {lasts_s:.0f} s", err=True)
@@ -118,7 +118,7 @@ async def _row(
         system=name,
         live=first_token_stats(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
         simulated=first_token_stats(arrivals.at_s, result.requests.first_token_s, scales),
-        planned_rps=best_for(case.problem).capacity_rps * scales.time,
+        planned_rps=find_optimum(case.problem).capacity_rps * scales.time,
         live_egress_gbps=egress_gbps(live.egress_bps, scales) if crosses else None,
         simulated_egress_gbps=(
             egress_gbps(sent_bps(case, result, float(arrivals.at_s[-1])), scales)

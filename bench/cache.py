@@ -24,8 +24,9 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU, CostAware, PrefillSeconds
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import Replayed, replay
+from prfaas.cache.replay import ReplayResult, replay
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.catalog import Catalog
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
@@ -60,7 +61,7 @@ def prefill_cost(model: str) -> PrefillSeconds:
 
 def run_replay(
     rows: Sequence[TraceRow], model: str, capacity_bytes: float, checkpoints: str, evict: str
-) -> tuple[Replayed, float]:
+) -> tuple[ReplayResult, float]:
     """The replay and how long it took."""
     spec = spec_for(model)
     layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
@@ -70,10 +71,10 @@ def run_replay(
     pool = HybridPrefixPool(
         spec,
         TRACE_BLOCK_TOKENS,
-        layout,
-        capacity_pages=None
-        if math.isinf(capacity_bytes)
-        else int(capacity_bytes // layout.page_bytes),
+        PoolStorage(
+            layout,
+            None if math.isinf(capacity_bytes) else int(capacity_bytes // layout.page_bytes),
+        ),
         eviction=eviction,
         checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )
@@ -82,7 +83,7 @@ def run_replay(
     return result, time.perf_counter() - start
 
 
-def result_json(result: Replayed, seconds: float) -> dict[str, object]:
+def result_json(result: ReplayResult, seconds: float) -> dict[str, object]:
     return {
         "token_hit_rate": round(result.token_hit_rate, 6),
         "ideal_hit_rate": round(result.ideal_hit_rate, 6),

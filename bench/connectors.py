@@ -37,10 +37,11 @@ import click
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.engine.checkpoint.architectures import Size
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.testing.vllm_server import VllmServer, await_health, start_vllm
-from prfaas.types import Compat, OpenTransfer
+from prfaas.types import Compat
 
 # vLLM's CPU attention takes head sizes that are multiples of 32; the tiny qwen3's is not.
 MODELS: dict[str, Size] = {"qwen3": "small", "gemma3": "tiny", "falcon-h1": "tiny"}

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from prfaas.clock import MonotonicClock
-from prfaas.engine.api import Export, Job, Sampling
+from prfaas.engine.api import EngineJob, Export, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import ScratchSink
@@ -52,8 +52,8 @@ class TimedSink(ScratchSink):
 def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int) -> dict[str, Any]:
     prompt = [token % loaded.vocab_size for token in range(tokens)]
     sink = TimedSink(loaded, loaded.spec.kv_bytes(tokens))
-    plain = Job("plain", prompt, Sampling(max_tokens=0))
-    exporting = Job("export", prompt, Sampling(max_tokens=0), export=Export(sink, tokens))
+    plain = EngineJob("plain", prompt, Sampling(max_tokens=0))
+    exporting = EngineJob("export", prompt, Sampling(max_tokens=0), export=Export(sink, tokens))
     times: dict[str, list[float]] = {"plain": [], "export": []}
     inside: list[float] = []
     for number in range(rounds + 1):

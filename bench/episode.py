@@ -50,7 +50,7 @@ from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator
 from prfaas.measure.summary import LatencySummary, summarise_latencies
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
@@ -297,7 +297,7 @@ def main(
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         case = small_case(stated, CASE_STUDY, folder, SCALES, wan=Wan(gbps=gbps))
-        rps = load * best_for(case.problem).capacity_rps
+        rps = load * find_optimum(case.problem).capacity_rps
         count = round(rps * (episode.stop_s + CALM_S))
         arrivals = poisson(case.problem.workload, rps, count, seed)
         names = [STATIC, *policies]

@@ -28,12 +28,12 @@ import click
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
-from prfaas.engine.api import Export, Job, Resume, Sampling
+from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.hardware import hardware
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import MemorySegments, ScratchSink
-from prfaas.engine.profiling import Measured, Profiler
-from prfaas.engine.runner import Outcome, run
+from prfaas.engine.profiling import MeasuredProfile, Profiler
+from prfaas.engine.runner import JobOutcome, run
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.testing.token_identical import GeneratedTokens, compare
 
@@ -56,12 +56,12 @@ def exact(engine: HFEngine, tokens: int, generated: int = 64) -> dict[str, Any]:
     state, handoff = MemorySegments(engine.spec), tokens - 1
     scratch = ScratchSink(engine.spec, engine.spec.kv_bytes(handoff))
     # Kernels tune themselves in their first run at a new shape, writing some results several times.
-    run(engine, Job("warm up", prompt, sampling, export=Export(scratch, handoff)))
+    run(engine, EngineJob("warm up", prompt, sampling, export=Export(scratch, handoff)))
     # Exporting cuts the local run where the other one resumes: bfloat16 sums depend on the cut.
-    local = run(engine, Job("local", prompt, sampling, export=Export(state, handoff)))
-    again = run(engine, Job("again", prompt, sampling, export=Export(scratch, handoff)))
+    local = run(engine, EngineJob("local", prompt, sampling, export=Export(state, handoff)))
+    again = run(engine, EngineJob("again", prompt, sampling, export=Export(scratch, handoff)))
     carried = MemorySegments.load(engine.spec, state.dump())
-    resumed = run(engine, Job("import", prompt, sampling, Resume(handoff, carried)))
+    resumed = run(engine, EngineJob("import", prompt, sampling, Resume(handoff, carried)))
     return {
         "prompt_tokens": tokens,
         "generated": generated,
@@ -74,7 +74,7 @@ def exact(engine: HFEngine, tokens: int, generated: int = 64) -> dict[str, Any]:
     }
 
 
-def _generation(outcome: Outcome) -> GeneratedTokens:
+def _generation(outcome: JobOutcome) -> GeneratedTokens:
     return GeneratedTokens(outcome.tokens, outcome.logits)
 
 
@@ -82,8 +82,8 @@ def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int)
     prompt = [token % loaded.vocab_size for token in range(tokens)]
     nbytes = loaded.spec.kv_bytes(tokens)
     sink = ScratchSink(loaded.spec, nbytes)
-    plain = Job("plain", prompt, Sampling(max_tokens=0))
-    streaming = Job("streaming", prompt, Sampling(max_tokens=0), export=Export(sink, tokens))
+    plain = EngineJob("plain", prompt, Sampling(max_tokens=0))
+    streaming = EngineJob("streaming", prompt, Sampling(max_tokens=0), export=Export(sink, tokens))
     times: dict[str, list[float]] = {"plain": [], "streaming": []}
     for number in range(rounds + 1):
         for job in (plain, streaming) if number % 2 else (streaming, plain):
@@ -100,7 +100,7 @@ def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int)
     }
 
 
-def profiled(engine: HFEngine, cached: Sequence[int], rounds: int) -> Measured:
+def profiled(engine: HFEngine, cached: Sequence[int], rounds: int) -> MeasuredProfile:
     profiler = Profiler(
         engine,
         lengths=LENGTHS,
@@ -114,7 +114,7 @@ def profiled(engine: HFEngine, cached: Sequence[int], rounds: int) -> Measured:
     return profiler.measured()
 
 
-def as_record(name: str, loaded: LoadedModel, measured: Measured) -> ProfileRecord:
+def as_record(name: str, loaded: LoadedModel, measured: MeasuredProfile) -> ProfileRecord:
     machine = hardware(loaded.device)
     today = datetime.date.today().isoformat()
     return measured.record(
@@ -125,7 +125,7 @@ def as_record(name: str, loaded: LoadedModel, measured: Measured) -> ProfileReco
     )
 
 
-def phi_gbps(loaded: LoadedModel, measured: Measured) -> dict[str, float]:
+def phi_gbps(loaded: LoadedModel, measured: MeasuredProfile) -> dict[str, float]:
     return {
         str(p.new_tokens): round(
             float(eq1_kv_throughput_bps(loaded.spec.kv_bytes(p.new_tokens), p.seconds)) / 1e9, 2

@@ -67,7 +67,7 @@ def build(blocks: int) -> tuple[GlobalKVManager, list[list[int]], dict[str, floa
     before = _resident_bytes()
     start = time.perf_counter()
     for payload in payloads:
-        manager.apply_encoded(payload)
+        manager.apply(msgspec.msgpack.decode(payload, type=HashEvent))
     seconds = time.perf_counter() - start
     return (
         manager,

@@ -56,7 +56,7 @@ from prfaas.launch.preparation import Wan
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.studies.problem_files import Study
 
@@ -352,7 +352,7 @@ def main(
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         planned = small_case(stated, CASE_STUDY, folder, SCALES)
-        plan = best_for(planned.problem)
+        plan = find_optimum(planned.problem)
         rps = load * plan.capacity_rps
         # The load is to fill a tenth. What is not offloaded while the deployment warms up, and the
         # difference between the plan and a short sample, make it a little less than planned.

@@ -50,7 +50,7 @@ from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator
 from prfaas.measure.summary import summarise_load
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from prfaas.sim.arrivals import Arrivals
 from prfaas.studies.problem_files import Study
 from prfaas.types import BlockHash, ClusterId
@@ -222,7 +222,9 @@ def figures(runs: Sequence[dict[str, Any]], time_scale: float) -> dict[str, Any]
 
 def expected_s(made: Prepared, shared: int) -> dict[str, float]:
     """Of one request's prefill, as the engines will take for it; and of a copy of the prefix."""
-    costs = costs_of(Study(Path(__file__), "exact").problem(made.deployment), shared + OWN_TOKENS)
+    costs = build_costs(
+        Study(Path(__file__), "exact").problem(made.deployment), shared + OWN_TOKENS
+    )
     prefill_s = costs.prefill_s[ClusterId("pd")]
     copied_bits = costs.handoff_bytes(shared, shared) * 8
     return {

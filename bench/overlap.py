@@ -39,14 +39,14 @@ import prfaas
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address, parse_address
+from prfaas.contracts.kvd_api import OpenTransfer, TransferStatus, spec_of
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.kvd.engine_socket.messages import Register, spec_of
-from prfaas.kvd.transfers.incoming import TransferStatus
+from prfaas.kvd.engine_socket.messages import Register
 from prfaas.launch.attached_process import child_kvd
 from prfaas.testing.ready_gate import ReadyGate
-from prfaas.types import Grant, NotNow, OpenTransfer
+from prfaas.types import Grant, NotNow
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 

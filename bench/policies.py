@@ -32,11 +32,11 @@ from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import PaperSection
 from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
-from prfaas.sim.results.service_level import Promise, idle_promise
+from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
@@ -101,9 +101,9 @@ class Ground:
         """Planned for the seed's window, calm."""
         return planned_for(self.hardware, self.arrivals(seed, 1.0))
 
-    def promise(self, problem: Problem, arrivals: Arrivals) -> Promise:
+    def service_level(self, problem: Problem, arrivals: Arrivals) -> ServiceLevel:
         tpot_s = 1 / self.deployment.slo.output_tokens_per_s
-        return idle_promise(problem, arrivals, self.base, tpot_s)
+        return idle_service_level(problem, arrivals, self.base, tpot_s)
 
     def config(self, policy: Policy, base: SimConfig | None = None) -> SimConfig:
         return routed_by(policy, self.deployment.scheduler, base or self.base)
@@ -128,10 +128,10 @@ def calm(
 ) -> Iterator[dict[str, Any]]:
     for seed in seeds:
         problem = ground.problem(seed)
-        promise = ground.promise(problem, ground.arrivals(seed, 1.0))
+        level = ground.service_level(problem, ground.arrivals(seed, 1.0))
         for load, policy in itertools.product(LOADS, policies):
             result = simulate(problem, ground.arrivals(seed, load), ground.config(policy))
-            yield {"load": load, "seed": seed, **_row(policy, result, promise)}
+            yield {"load": load, "seed": seed, **_row(policy, result, level)}
 
 
 def stressed(
@@ -139,17 +139,17 @@ def stressed(
 ) -> Iterator[dict[str, Any]]:
     for seed in seeds:
         problem = ground.problem(seed)
-        usual = ground.promise(problem, ground.arrivals(seed, 1.0))
+        usual = ground.service_level(problem, ground.arrivals(seed, 1.0))
         for load, name in itertools.product(STRESS_LOADS, stresses):
             calm_arrivals = ground.arrivals(seed, load)
             rng = np.random.default_rng(seed)
             arrivals, base = STRESSES[name](problem, calm_arrivals, ground.base, rng)
-            promise = usual  # the same requests, whenever they come
+            level = usual  # the same requests, whenever they come
             if arrivals.hashes is not calm_arrivals.hashes:
-                promise = ground.promise(problem, arrivals)
+                level = ground.service_level(problem, arrivals)
             for policy in COMPARED:
                 result = simulate(problem, arrivals, ground.config(policy, base))
-                figures = _row(policy, result, promise)
+                figures = _row(policy, result, level)
                 yield {"stress": f"{name}, {load:.0%}", "seed": seed, **figures}
 
 
@@ -164,14 +164,14 @@ def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
     runs = 0
     for ground, seed in itertools.product(grounds, TUNING_SEEDS):
         problem = ground.problem(seed)
-        promise = ground.promise(problem, ground.arrivals(seed, 1.0))
+        level = ground.service_level(problem, ground.arrivals(seed, 1.0))
         for name, arrivals, base in _situations(ground, seed):
             table = []
             for point in points:
                 paper = msgspec.structs.replace(PaperSection(), **point)
                 rules = msgspec.structs.replace(ground.deployment.scheduler, paper=paper)
                 result = simulate(problem, arrivals, routed_by("paper", rules, base))
-                run = summarise(result, promise)
+                run = summarise(result, level)
                 table.append([run.ttft_s.mean, run.ttft_s.p90, 1 / max(run.goodput_rps, 1e-9)])
             costs += (np.array(table) / np.min(table, axis=0)).mean(axis=1)
             runs += 1
@@ -188,8 +188,8 @@ def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimC
         yield name, *trouble(ground.hardware, calm_arrivals, ground.base, rng)
 
 
-def _row(policy: str, result: Result, promise: Promise) -> dict[str, Any]:
-    run = summarise(result, promise)
+def _row(policy: str, result: Result, level: ServiceLevel) -> dict[str, Any]:
+    run = summarise(result, level)
     return {
         "policy": policy,
         "throughput_rps": run.throughput_rps,
@@ -320,7 +320,7 @@ def main(
         _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
         stress_rows = list(stressed(ground, drawn, stresses)) if stresses else []
         _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
-        planned = [best_for(ground.problem(seed)) for seed in drawn]
+        planned = [find_optimum(ground.problem(seed)) for seed in drawn]
         calm_found = differences(calm_rows, "load")
         stress_found = differences(stress_rows, "stress")
         report[name] = {

@@ -46,11 +46,11 @@ from prfaas.launch.preparation import Prepared, Wish, prepared
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator
-from prfaas.planner.curves import Atoms, WorkCurves, cut
-from prfaas.planner.optimise import Choice, rates
+from prfaas.planner.curves import Atoms, WorkCurves, cut_workload
+from prfaas.planner.optimise import Choice, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -115,7 +115,7 @@ def phases(made: Deployment, rounds: int) -> list[Phase]:
         assert isinstance(made.workload, Lognormal)
         workload = msgspec.structs.replace(made.workload, mu=mu)
         problem = study.problem(msgspec.structs.replace(made, workload=workload))
-        rps = LOAD * best_for(problem).capacity_rps
+        rps = LOAD * find_optimum(problem).capacity_rps
         found.append(Phase(problem, rps, share * rounds))
     return found
 
@@ -183,9 +183,11 @@ def moves(plans: Sequence[Planned]) -> list[tuple[str, tuple[str, ...]]]:
 
 def capacity_rps(problem: Problem, plan: Planned) -> float:
     """What this threshold and split give on a problem's traffic, by the planner's model."""
-    curves = WorkCurves(cut(problem.workload), Atoms(problem.workload, problem.spec), "exact")
+    curves = WorkCurves(
+        cut_workload(problem.workload), Atoms(problem.workload, problem.spec), "exact"
+    )
     row = int(np.abs(curves.cuts.threshold - plan.threshold_tokens).argmin())
-    return rates(problem, curves, Choice(row, len(plan.prefill))).lambda_max
+    return stage_rates(problem, curves, Choice(row, len(plan.prefill))).lambda_max
 
 
 class Served(NamedTuple):
@@ -247,7 +249,7 @@ def at(plans: Sequence[Planned], moment_s: float) -> Planned:
 
 
 def judged(part: Phase, plan: Planned) -> dict[str, Any]:
-    best = best_for(part.problem)
+    best = find_optimum(part.problem)
     share = capacity_rps(part.problem, plan) / best.capacity_rps
     return {
         "offered_rps": round(part.rps, 2),

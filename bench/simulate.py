@@ -26,8 +26,8 @@ from typing import Any
 import click
 
 from prfaas.config import load_deployment
-from prfaas.planner.plan import DEFAULT_UTILISATION
-from prfaas.scheduler.plan import best_for
+from prfaas.planner.comparison import DEFAULT_UTILISATION
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import poisson, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -40,7 +40,7 @@ CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 def run_poisson(requests: int, policy: str) -> dict[str, Any]:
     deployment = load_deployment(CASE_STUDY)
     problem = Study(CASE_STUDY, "exact").problem(deployment)
-    load_rps = DEFAULT_UTILISATION * best_for(problem).capacity_rps
+    load_rps = DEFAULT_UTILISATION * find_optimum(problem).capacity_rps
     config = _routed(policy, SimConfig(replans=True))
     started = time.perf_counter()
     arrivals = poisson(problem.workload, load_rps, requests, seed=0)

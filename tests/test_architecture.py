@@ -30,17 +30,19 @@ ROWS = [
 ]
 WITHIN_ROW = {
     ("lateness", "clock"),
+    ("contracts", "errors"),
+    ("contracts", "types"),
+    ("contracts", "kvspec"),
     ("kvspec", "errors"),
     ("config", "errors"),
     ("catalog", "errors"),
     ("catalog", "kvspec"),
     ("catalog", "config"),  # the strict TOML reader
     ("scheduler", "planner"),
-    ("node", "kvd"),  # the client's side of it, as is the next
+    ("node", "kvd"),  # the Unix socket's client, also for the next one
     ("integrations", "kvd"),
     ("testing", "kvd"),  # its messages: a gate stands between an engine and its kvd
     ("measure", "sim"),  # the arrivals: what is offered is what is simulated
-    ("gateway", "kvd"),  # what a kvd says over HTTP
     ("text", "errors"),
     ("text", "config"),  # the reader of files
 }

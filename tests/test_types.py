@@ -6,14 +6,6 @@ from prfaas.types import BlockHash, Compat, Grant, HashEvent, NodeId, NotNow, Tr
 COMPAT = Compat("m", "r1", "bfloat16", "float32", 64, "canonical")
 
 
-def test_compat_digest_changes_with_every_field() -> None:
-    others = [
-        msgspec.structs.replace(COMPAT, **{field: 7 if isinstance(value, int) else "other"})
-        for field, value in msgspec.structs.asdict(COMPAT).items()
-    ]
-    assert len({COMPAT.digest(), *(other.digest() for other in others)}) == 1 + len(others)
-
-
 def test_compat_names_what_differs() -> None:
     other = msgspec.structs.replace(COMPAT, kv_dtype="float16", tensor_parallel=2)
     assert COMPAT.differences(other) == (

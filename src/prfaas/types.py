@@ -1,12 +1,12 @@
-"""Interfaces that several parts share: identifiers, grants, link reports, cache events.
+"""Types that several parts share: identifiers, grants, link reports, cache events.
 
-They cross process and cluster borders, so they are msgspec structs: one definition is the type, the
-schema and the codec. Behaviour lives with the owners (transport, cache, kvd, gateway), not here.
+They cross process and cluster boundaries, so they are msgspec structs: one definition is the type,
+the schema and the codec. The parts that own them (transport, cache, kvd, gateway) contain the
+behaviour. The bodies of the kvd's HTTP API are in `contracts/kvd_api.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal, NewType
 
 import msgspec
@@ -21,7 +21,7 @@ BlockHash = NewType("BlockHash", bytes)  # chained SHA-256 over token ids, salte
 
 
 class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What two engines must agree on before one may continue the other's state."""
+    """The fields that must be equal in two engines, so that one can continue the other's state."""
 
     model: str
     revision: str
@@ -31,11 +31,8 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # engine family and memory layout; "canonical" is the wire form of `kvspec`
     tensor_parallel: int = 1
 
-    def digest(self) -> str:
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
-
     def differences(self, other: Compat) -> tuple[str, ...]:
-        """Which fields differ, as a refusal says it: `kv_dtype: bfloat16 here, float16 there`."""
+        """Each field that differs, for error messages: `kv_dtype: bfloat16 here, float16 there`."""
         return tuple(
             f"{field}: {getattr(self, field)} here, {getattr(other, field)} there"
             for field in self.__struct_fields__
@@ -46,29 +43,20 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Grants ------------------------------------------------------------------------------------------
 
 
-class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Gateway -> the decode side's kvd, before any prefill starts."""
-
-    hashes: tuple[bytes, ...]  # block hashes of the prompt up to `handoff_tokens`
-    handoff_tokens: int
-    compat: Compat
-    checkpoint_tokens: int | None = None  # also send the linear states at this boundary
-
-
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant"):
-    """The receiver has reserved everything this transfer needs and pins what it lets it skip."""
+    """The receiver has reserved all memory for one transfer, and pins what the sender may skip."""
 
     transfer_id: TransferId
-    token: str  # authorises pushes for this transfer and nothing else
-    data_address: str  # host:port of the kvd, or of the relay named by the link's `via`
-    skip_tokens: dict[str, int]  # per group: leading tokens the receiver already holds
+    token: str  # authorises frames of this transfer and nothing else
+    data_address: str  # host:port of the receiver's kvd, or of the relay that its `via` names
+    skip_tokens: dict[str, int]  # per group: leading tokens that the receiver already has
     max_bytes: int
-    deadline_s: float  # seconds from the answer to the first frame; frames renew the lease
-    checkpoint_tokens: tuple[int, ...] = ()  # states after these lengths are to be sent as well
+    deadline_s: float  # seconds from the grant to the first frame; frames renew it
+    checkpoint_tokens: tuple[int, ...] = ()  # the sender also sends the states after these lengths
 
 
 class NotNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="not_now"):
-    """An expected refusal: nothing was reserved."""
+    """An expected refusal: nothing was reserved, and the caller may retry."""
 
     reason: str
     retry_after_s: float
@@ -78,7 +66,7 @@ class NotNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="not_n
 
 
 class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One link's last report, from the sender's side. None means: this platform cannot tell."""
+    """The latest report of one link, from the sender's side. None: this platform has no value."""
 
     peer: str
     at_s: float  # sender's monotonic clock
@@ -86,14 +74,14 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     goodput_bps: float  # payload bits that arrived, per second of the report's interval
     backlog_bytes: int  # handed to the link, not yet acknowledged
     in_flight_bytes: int
-    # How long the oldest byte of the backlog has waited, beyond the path's own round trip and less
-    # the time in which the sender was not able to run.
+    # How long the oldest byte of the backlog has waited, without the path's round-trip time and
+    # without the time in which the sender could not run.
     waited_s: float = 0.0
-    late_s: float = 0.0  # of the report's interval: how long the sender was not able to run
+    late_s: float = 0.0  # seconds of the report's interval in which the sender could not run
     rtt_s: float | None = None
-    # What arrived while bytes stood waiting, per second; None: too few did to tell a rate.
+    # Bits that arrived per second while bytes were waiting. None: too few for a rate.
     delivery_bps: float | None = None
-    # Since the previous report, without those that the receiver had already.
+    # Since the previous report, without those that the receiver already had.
     retransmitted_segments: int | None = None
     congestion_window_bytes: int | None = None
 
@@ -102,9 +90,9 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HashEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node stored or removed blocks of one group. Hashes only: token ids never leave the host."""
+    """A node stored or removed blocks of one group. Hashes only: token ids stay on the host."""
 
-    seq: int  # per node, without gaps; a gap means: ask for a replay
+    seq: int  # per node, without gaps; after a gap the reader requests a replay
     node: NodeId
     group: str
     block_tokens: int

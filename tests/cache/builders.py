@@ -16,6 +16,7 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, PageLayout, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
 from prfaas.types import BlockHash
 
@@ -66,12 +67,9 @@ def make_pool(
     return HybridPrefixPool(
         spec,
         BLOCK,
-        layout_of(spec),
-        capacity_pages=pages,
+        PoolStorage(layout_of(spec), pages, arena, ssd),
         eviction=eviction_of(evict, spec),
         checkpoints=checkpoints or BranchPoints(),
-        arena=arena,
-        ssd=ssd,
         journal=journal,
     )
 

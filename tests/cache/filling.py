@@ -1,4 +1,4 @@
-"""Plays the engine: fills a lease with bytes only its units can have, and reads them back."""
+"""A fake engine: fills a lease with bytes that only its units can have, and reads them back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
+from prfaas.cache.storage.places import PageTable, segment_ranges
 from prfaas.kvspec import LinearState, Segment, SlidingWindow
 from tests.cache.builders import content
 
@@ -48,15 +49,25 @@ def expected(pool: HybridPrefixPool, tokens: Sequence[int], segment: Segment) ->
 
 def write(pool: HybridPrefixPool, lease: Lease, tokens: Sequence[int]) -> None:
     for segment in segments_to_write(pool, lease):
-        data = expected(pool, tokens, segment)
-        for view in pool.write_views(lease.id, segment):
-            view[:] = data[: view.nbytes]
-            data = data[view.nbytes :]
-        assert not data
+        write_segment(pool, lease, segment, expected(pool, tokens, segment))
+
+
+def write_segment(pool: HybridPrefixPool, lease: Lease, segment: Segment, data: bytes) -> None:
+    for view in _views(pool, segment, pool.tables(lease.id).writable):
+        view[:] = data[: view.nbytes]
+        data = data[view.nbytes :]
+    assert not data
 
 
 def read(pool: HybridPrefixPool, lease: Lease, segment: Segment) -> bytes:
-    return b"".join(bytes(view) for view in pool.read_views(lease.id, segment))
+    return b"".join(_views(pool, segment, pool.tables(lease.id).readable))
+
+
+def _views(pool: HybridPrefixPool, segment: Segment, table: PageTable) -> list[memoryview]:
+    arena = pool._tiers._arena
+    assert arena is not None
+    ranges = segment_ranges(pool.spec, pool.block_tokens, arena, segment, table.get)
+    return [arena.view(start, stop) for start, stop in ranges]
 
 
 def assert_resumable(

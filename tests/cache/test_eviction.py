@@ -5,7 +5,7 @@ import pytest
 from prfaas.cache.checkpoints import BranchPoints, Checkpoints, EveryBlocks, LastBoundary
 from prfaas.cache.eviction import STALE_ENTRIES
 from prfaas.cache.lease import Lease
-from prfaas.cache.pool import HybridPrefixPool
+from prfaas.cache.pool import BUSY_RETRY_S, HybridPrefixPool
 from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
 
 HYBRID = SPECS["hybrid"]
@@ -14,7 +14,7 @@ STATE_PAGES = layout_of(HYBRID).pages(1)
 
 def serve(pool: HybridPrefixPool, blocks: str, now: float) -> Lease:
     tokens = [ord(letter) for letter in blocks for _ in range(BLOCK)]
-    lease = pool.reserve(hashes_of(tokens), len(tokens), now=now, ttl_s=1.0)
+    lease = pool.reserve(hashes_of(tokens), len(tokens), now=now)
     assert isinstance(lease, Lease), lease
     pool.commit(lease.id, now)
     pool.release(lease.id, now)
@@ -74,7 +74,9 @@ def test_cost_takes_the_run_that_only_the_lost_state_needed() -> None:
     serve(pool, "xy", now=100.0)
     serve(pool, "q", now=101.0)
     held = pool.holdings()
-    assert len(held["full0"]) == 3 and len(held["linear0"]) == 2, "abcd's blocks serve nobody now"
+    assert len(held["full0"]) == 3 and len(held["linear0"]) == 2, (
+        "abcd's blocks serve no prompt now"
+    )
 
 
 def test_cost_prefers_what_saves_more_time_per_byte() -> None:
@@ -113,7 +115,7 @@ def test_spares_never_evict_and_go_first() -> None:
 
 
 class Scripted:
-    """Checkpoints as told, by prompt length."""
+    """Checkpoints given by prompt length."""
 
     def __init__(self, plans: dict[int, Checkpoints]) -> None:
         self.plans = plans
@@ -131,9 +133,7 @@ def test_a_spare_goes_before_a_superseded_head_unless_it_was_used(resumed: bool)
     plans[3] = Checkpoints((3,), (2,))
     serve(pool, "pqr", now=1.0)  # younger, and saves as much as the state after xy
     if resumed:
-        lease = pool.pin(
-            hashes_of([ord(x) for x in "pq" for _ in range(BLOCK)]), now=1.0, ttl_s=1.0
-        )
+        lease = pool.pin(hashes_of([ord(x) for x in "pq" for _ in range(BLOCK)]), now=1.0)
         assert isinstance(lease, Lease) and lease.match.tokens == 2 * BLOCK
         pool.release(lease.id, 1.0)
     serve(pool, "m", now=2.0)
@@ -153,9 +153,9 @@ def test_attention_only_models_lose_leaves_one_by_one() -> None:
 def test_pinned_blocks_are_never_victims(evict: str) -> None:
     pool = make_pool(HYBRID, pages=pages(3, 1), evict=evict, checkpoints=EveryBlocks(3))
     serve(pool, "abc", now=0.0)
-    pinned = pool.pin(hashes_of([ord(x) for x in "abc" for _ in range(BLOCK)]), now=1.0, ttl_s=9.0)
+    pinned = pool.pin(hashes_of([ord(x) for x in "abc" for _ in range(BLOCK)]), now=1.0)
     assert isinstance(pinned, Lease) and pinned.match.tokens == 3 * BLOCK
-    refused = pool.reserve(hashes_of([1] * BLOCK), BLOCK, now=2.0, ttl_s=1.0)
+    refused = pool.reserve(hashes_of([1] * BLOCK), BLOCK, now=2.0)
     assert not isinstance(refused, Lease)
-    assert refused.retry_after_s == pytest.approx(8.0)
+    assert refused.retry_after_s == BUSY_RETRY_S
     assert hit(pool, "abc") == 3

@@ -175,9 +175,7 @@ def test_a_snapshot_settles_a_gap() -> None:
         ),
     ):
         assert not index.apply(event)
-    assert [gap.next_seq for gap in index.gaps()] == [1]
     assert index.snapshot(NodeId("n"), to.holdings(), to.next_seq)
-    assert index.gaps() == []
     assert index.match({SIZE: names}) == {NodeId("n"): NodeMatch(8, 8)}
     (removal,) = hash_events(to, payload(removed([2], group=1)))
     assert index.apply(removal)

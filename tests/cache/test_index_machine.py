@@ -138,17 +138,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.snapshot(sender.info.node, sender.held, len(sender.log))
         sender.on_the_way.clear()
         self.compare(prompt)
-        assert sender.info.node not in {gap.node for gap in self.index.gaps()}
-
-    @precondition(lambda self: self.senders)
-    @rule(data=st.data())
-    def heartbeat(self, data: st.DataObject) -> None:
-        """Afterwards a node is either in step or known not to be."""
-        sender = self.draw_sender(data)
-        node = sender.info.node
-        self.index.announce(node, len(sender.log))
-        behind = node in {gap.node for gap in self.index.gaps()}
-        assert behind == (self.index._members[node].next_seq < len(sender.log))
+        assert self.index._members[sender.info.node].next_seq == len(sender.log)
 
     @rule(blocks=st.integers(1, 50))
     def sweep(self, blocks: int) -> None:

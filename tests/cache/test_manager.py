@@ -51,10 +51,10 @@ def test_cached_lengths_per_node_and_cluster(cluster: Cluster) -> None:
     match = cluster.manager.match(prompt("abcdef"))
     assert match.nodes == {P0: NodeMatch(8, 8), P1: NodeMatch(12, 16), F0: NodeMatch(4, 4)}
     assert match.clusters == {PD: ClusterMatch(P1, 12, 16), FAAS: ClusterMatch(F0, 4, 4)}
-    assert (match.cluster_tokens(PD), match.node_tokens(F0)) == (12, 4)
+    assert (match.clusters[PD].tokens, match.node_tokens(F0)) == (12, 4)
     assert match.lost_tokens == 4
     nothing = cluster.manager.match(prompt("xyz"))
-    assert (nothing.cluster_tokens(PD), nothing.node_tokens(P0), nothing.lost_tokens) == (0, 0, 0)
+    assert (nothing.clusters, nothing.node_tokens(P0), nothing.lost_tokens) == ({}, 0, 0)
 
 
 def test_the_longest_attention_run_may_be_another_nodes(cluster: Cluster) -> None:
@@ -72,15 +72,11 @@ def test_a_node_that_vanishes_takes_its_entries_along(cluster: Cluster) -> None:
     cluster.manager.check()
 
 
-def test_gaps_are_passed_on(cluster: Cluster) -> None:
+def test_a_snapshot_replaces_what_the_manager_has_missed(cluster: Cluster) -> None:
     event = HashEvent(4, P0, "full0", BLOCK, tuple(prompt("a").at(BLOCK)), "stored")
     assert not cluster.manager.apply(event)
-    assert [gap.node for gap in cluster.manager.gaps()] == [P0]
-    cluster.manager.announce(P1, 1)
-    assert [gap.node for gap in cluster.manager.gaps()] == [P0, P1]
-    assert cluster.manager.snapshot(P1, {}, 1)
     assert cluster.manager.snapshot(P0, {}, 4)
-    assert cluster.manager.gaps() == []
+    assert cluster.manager.apply(event)
     assert cluster.manager.match(prompt("a")).nodes == {P0: NodeMatch(0, 4)}
 
 
@@ -124,7 +120,7 @@ def test_another_block_size_is_no_source(cluster: Cluster) -> None:
         cluster.manager.apply(HashEvent(seq, BIG, group, 2 * BLOCK, chain, "stored"))
     asked = prompt("abcd")
     match = cluster.manager.match(asked)
-    assert match.cluster_tokens(PD) == 16
+    assert match.clusters[PD].tokens == 16
     assert cluster.manager.propose_copy(asked, match, P0) is None
 
 
@@ -177,16 +173,16 @@ def test_only_the_hottest_are_looked_at(cluster: Cluster) -> None:
 
 
 def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
-    """Hottest first; to whoever prefills, else to whoever is there; not what is kept anyway."""
+    """Hottest first, to nodes that prefill, else to any node; not prefixes that others hold."""
     P2 = NodeId("p2")
     cluster.manager.join(NodeInfo(P2, PD, BLOCK, rules_for(SPEC)))
     for letters in ("ab", "cd", "ef"):
         cluster.store(P0, letters)
     ask_for(cluster, "ab", "ab", "cd", "cd", "cd", "ef")
-    everybody = [P0, P1, P2, F0]
+    all_nodes = [P0, P1, P2, F0]
 
     def saved(waits_s: dict[NodeId, float | None]) -> list[tuple[NodeId, str]]:
-        found = cluster.manager.evacuations(P0, 0.0, everybody, waits_s)
+        found = cluster.manager.evacuations(P0, 0.0, all_nodes, waits_s)
         names = {tuple(prompt(x).at(BLOCK)): x for x in ("ab", "cd", "ef")}
         assert all(copy.source == P0 for copy in found)
         return [(copy.target, names[copy.hashes]) for copy in found]
@@ -194,6 +190,6 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0, F0: 0.0}) == [(P2, "cd"), (P2, "ab")]
     assert saved({P0: None, P1: 2.0, P2: None}) == [(P1, "cd"), (P1, "ab")]
     assert saved({P0: 0.0, P2: None}) == [(P2, "cd"), (P2, "ab")]
-    assert saved({P0: 0.0, F0: 0.0}) == [], "nobody is left in its cluster"
+    assert saved({P0: 0.0, F0: 0.0}) == [], "no node is left in its cluster"
     cluster.store(P1, "cd")
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0}) == [(P2, "ab")]

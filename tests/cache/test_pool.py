@@ -9,14 +9,14 @@ import pytest
 from prfaas.cache.checkpoints import BranchPoints, EveryBlocks, LastBoundary
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease, Match
-from prfaas.cache.pool import TOO_LARGE_RETRY_S, HybridPrefixPool
+from prfaas.cache.pool import BUSY_RETRY_S, TOO_LARGE_RETRY_S, HybridPrefixPool
 from prfaas.cache.storage.arena import Arena
 from prfaas.cache.storage.ssd import SpillFile
 from prfaas.errors import InputError
 from prfaas.kvspec import Segment
 from prfaas.types import NodeId, NotNow
 from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
-from tests.cache.filling import assert_resumable, write
+from tests.cache.filling import assert_resumable, read, write, write_segment
 
 HYBRID = SPECS["hybrid"]
 
@@ -26,7 +26,7 @@ def prompt(letters: str, tail: int = 0) -> tuple[int, ...]:
 
 
 def reserve(pool: HybridPrefixPool, tokens: tuple[int, ...], **more: object) -> Lease:
-    lease = pool.reserve(hashes_of(tokens), len(tokens), now=0.0, ttl_s=10.0, **more)  # type: ignore[arg-type]
+    lease = pool.reserve(hashes_of(tokens), len(tokens), now=0.0, **more)  # type: ignore[arg-type]
     assert isinstance(lease, Lease), lease
     return lease
 
@@ -138,13 +138,9 @@ def test_an_aligned_hand_off_is_kept() -> None:
 def test_uncommitted_leases_leave_nothing() -> None:
     pool = make_pool(HYBRID, pages=20)
     lease = reserve(pool, prompt("ab"))
-    assert pool.overdue(9.9) == ()
-    pool.renew(lease.id, 5.0)
-    assert pool.overdue(14.9) == ()
-    assert pool.overdue(15.0) == (lease.id,)
-    assert pool.expire(15.0) == (lease.id,)
+    assert pool.release(lease.id, 15.0)
     assert sum(pool.bytes_by_group().values()) == 0
-    assert pool.expire(99.0) == ()
+    assert not pool.release(lease.id, 99.0)
     pool.check()
 
 
@@ -165,18 +161,18 @@ def test_an_exhausted_pool_says_when_to_come_back() -> None:
     layout = layout_of(HYBRID)
     pool = make_pool(HYBRID, pages=2 * layout.pages(0) + layout.pages(1))
     lease = reserve(pool, prompt("ab"))
-    refused = pool.reserve(hashes_of(prompt("x")), BLOCK, now=4.0, ttl_s=1.0)
+    refused = pool.reserve(hashes_of(prompt("x")), BLOCK, now=4.0)
     assert isinstance(refused, NotNow)
-    assert refused.retry_after_s == pytest.approx(6.0)  # when the lease ends
+    assert refused.retry_after_s == BUSY_RETRY_S
     assert pool.stats.refused == 1
     pool.check()
     pool.release(lease.id, 4.0)
-    assert isinstance(pool.reserve(hashes_of(prompt("x")), BLOCK, now=4.0, ttl_s=1.0), Lease)
+    assert isinstance(pool.reserve(hashes_of(prompt("x")), BLOCK, now=4.0), Lease)
 
 
 def test_what_can_never_fit_is_told_so() -> None:
     pool = make_pool(HYBRID, pages=3)
-    serve_nothing = pool.reserve(hashes_of(prompt("abcdef")), 24, now=0.0, ttl_s=1.0)
+    serve_nothing = pool.reserve(hashes_of(prompt("abcdef")), 24, now=0.0)
     assert isinstance(serve_nothing, NotNow)
     assert serve_nothing.retry_after_s == TOO_LARGE_RETRY_S
     assert "more than the pool has" in serve_nothing.reason
@@ -192,7 +188,7 @@ def test_reservations_that_make_no_sense(
     pool = make_pool(HYBRID)
     names = hashes_of(prompt("abc"))[:hashes]
     with pytest.raises(InputError):
-        pool.reserve(names, tokens, now=0.0, ttl_s=1.0, checkpoint_tokens=checkpoints)
+        pool.reserve(names, tokens, now=0.0, checkpoint_tokens=checkpoints)
     pool.check()
 
 
@@ -211,13 +207,13 @@ def test_evicted_blocks_come_back_from_ssd(bytes_pool: HybridPrefixPool) -> None
         pool.release(lease.id, 0.0)
     assert pool.stats.spilled_blocks == 4
     assert (hit(pool, "abc"), hit(pool, "xyz")) == (Match(12, 12), Match(12, 12))
-    back = pool.pin(hashes_of(prompt("abc")), now=1.0, ttl_s=1.0)
+    back = pool.pin(hashes_of(prompt("abc")), now=1.0)
     assert isinstance(back, Lease) and back.match == Match(12, 12)
     assert_resumable(pool, back, prompt("abc"), 12)
     assert (pool.stats.promoted_blocks, pool.stats.evicted_blocks) == (4, 0)
     pool.check()
     # Everything in memory is in use now, so the other prompt cannot be brought back.
-    assert isinstance(pool.pin(hashes_of(prompt("xyz")), now=1.0, ttl_s=1.0), NotNow)
+    assert isinstance(pool.pin(hashes_of(prompt("xyz")), now=1.0), NotNow)
     assert hit(pool, "xyz") == Match(12, 12)
     pool.release(back.id, 1.0)
     pool.check()
@@ -231,7 +227,7 @@ def test_a_damaged_file_makes_misses(bytes_pool: HybridPrefixPool, tmp_path: Pat
         pool.commit(lease.id, 0.0)
         pool.release(lease.id, 0.0)
     os.truncate(tmp_path / "spill", 0)
-    got = pool.pin(hashes_of(prompt("abc")), now=1.0, ttl_s=1.0)
+    got = pool.pin(hashes_of(prompt("abc")), now=1.0)
     assert isinstance(got, Lease)
     assert got.match.tokens == 0
     assert pool.stats.unreadable_blocks > 0
@@ -244,17 +240,17 @@ def test_written_units_are_immutable(bytes_pool: HybridPrefixPool) -> None:
     lease = reserve(pool, prompt("abc"))
     segment = Segment("full0", 0, 0, 12)
     with pytest.raises(InputError, match="not part of this lease"):
-        pool.read_views(lease.id, segment)  # not written yet
+        read(pool, lease, segment)  # not written yet
     pool.commit(lease.id, 0.0)
-    with pytest.raises(AssertionError, match="immutable"):
-        pool.write_views(lease.id, segment)
+    with pytest.raises(InputError, match="not part of this lease"):
+        write_segment(pool, lease, segment, b"")
     pool.release(lease.id, 0.0)
-    reader = pool.pin(hashes_of(prompt("abc")), now=0.0, ttl_s=1.0)
+    reader = pool.pin(hashes_of(prompt("abc")), now=0.0)
     assert isinstance(reader, Lease)
     with pytest.raises(InputError, match="not part of this lease"):
-        pool.write_views(reader.id, segment)
+        write_segment(pool, reader, segment, b"")
     with pytest.raises(InputError, match="not part of this lease"):
-        pool.read_views(reader.id, Segment("linear0", 1, 0, 8))  # saved after 12, not 8
+        read(pool, reader, Segment("linear0", 1, 0, 8))  # saved after 12, not 8
 
 
 def test_an_incomplete_window_block_is_replaced_by_a_whole_one() -> None:

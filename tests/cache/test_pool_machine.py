@@ -102,16 +102,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     # Few leases at a time, or everything is refused.
     @precondition(lambda self: len(self.prompts) < 2)
-    @rule(prompt=PROMPTS | SHORT, ttl_s=st.integers(1, 20), ask=st.booleans())
-    def reserve(self, prompt: tuple[int, ...], ttl_s: int, ask: bool) -> None:
+    @rule(prompt=PROMPTS | SHORT, ask=st.booleans())
+    def reserve(self, prompt: tuple[int, ...], ask: bool) -> None:
         hashes = hashes_of(prompt)
         asked = (BLOCK,) if ask and hashes else None
         before = self.pool.match(hashes)
         damage = self.pool.stats.unreadable_blocks
         used = self.pool.bytes_by_group()
-        got = self.pool.reserve(
-            hashes, len(prompt), now=self.now, ttl_s=ttl_s, checkpoint_tokens=asked
-        )
+        got = self.pool.reserve(hashes, len(prompt), now=self.now, checkpoint_tokens=asked)
         if isinstance(got, NotNow):
             assert got.retry_after_s >= 0
             if damage == self.pool.stats.unreadable_blocks:
@@ -129,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
     def serve(self, prompt: tuple[int, ...]) -> None:
         """A whole request at once: what fills the pool."""
         hashes = hashes_of(prompt)
-        lease = self.pool.reserve(hashes, len(prompt), now=self.now, ttl_s=1.0)
+        lease = self.pool.reserve(hashes, len(prompt), now=self.now)
         if isinstance(lease, NotNow):
             return
         write(self.pool, lease, prompt)
@@ -160,7 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, keep=st.booleans())
     def pin(self, prompt: tuple[int, ...], keep: bool) -> None:
         hashes = hashes_of(prompt)
-        got = self.pool.pin(hashes, now=self.now, ttl_s=5.0)
+        got = self.pool.pin(hashes, now=self.now)
         if isinstance(got, NotNow):
             return
         assert got.new_bytes == 0
@@ -173,9 +171,6 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 10))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        for lease_id in self.pool.expire(self.now):
-            self.forget(lease_id)
-        assert not self.pool.overdue(self.now)
 
     @rule(where=st.integers(0, 4000), truncate=st.booleans())
     def damage_ssd(self, where: int, truncate: bool) -> None:

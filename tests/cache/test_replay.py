@@ -14,8 +14,9 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU
 from prfaas.cache.groups import unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import Replayed, replay
+from prfaas.cache.replay import ReplayResult, replay
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from tests.cache.builders import SPECS
@@ -43,8 +44,7 @@ def pool(checkpoints: str = "default", pages: int | None = None) -> HybridPrefix
     return HybridPrefixPool(
         spec,
         TRACE_BLOCK_TOKENS,
-        layout,
-        capacity_pages=pages,
+        PoolStorage(layout, pages),
         eviction=LRU(),
         checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )
@@ -182,8 +182,8 @@ def test_the_default_policies_beat_the_baseline_when_memory_is_scarce(fraction: 
     rows = conversations(600, seed=3)
     model = "kimi-linear-48b-a3b"
 
-    def run(capacity: float, checkpoints: str, evict: str) -> Replayed:
-        result: Replayed = bench["run_replay"](rows, model, capacity, checkpoints, evict)[0]
+    def run(capacity: float, checkpoints: str, evict: str) -> ReplayResult:
+        result: ReplayResult = bench["run_replay"](rows, model, capacity, checkpoints, evict)[0]
         return result
 
     working_set = sum(run(float("inf"), "default", "cost").peak_bytes_by_group.values())

@@ -4,19 +4,19 @@ import pytest
 
 from prfaas.cache.block_pool import Block
 from prfaas.cache.storage.ssd import Slot
-from prfaas.cache.tree import Node, PrefixTree
+from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.types import BlockHash
 
 
-def chain(tree: PrefixTree, names: str) -> list[Node]:
-    nodes: list[Node] = []
+def chain(tree: PrefixTree, names: str) -> list[PrefixNode]:
+    nodes: list[PrefixNode] = []
     for name in names:
         parent = nodes[-1] if nodes else None
         nodes.append(tree.add(BlockHash(name.encode()), parent))
     return nodes
 
 
-def put(tree: PrefixTree, node: Node, group: int = 0) -> Block:
+def put(tree: PrefixTree, node: PrefixNode, group: int = 0) -> Block:
     block = Block(group, (0,))
     tree.attach(node, block)
     return block

@@ -62,7 +62,7 @@ def _model(model_type: str, *parts: Config, **own: Any) -> Config:
 
 
 TINY: dict[str, Config] = {
-    # Latents and KDA states; a three-column convolution, to tell kernel from default.
+    # Latents and KDA states; a three-column convolution, unlike the default.
     "kimi_linear": _model(
         "kimi_linear",
         _LATENT,

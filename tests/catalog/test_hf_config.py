@@ -21,7 +21,7 @@ from prfaas.kvspec import (
     Linear,
     LinearState,
     SlidingWindow,
-    Window,
+    WindowedGQA,
     build_spec,
 )
 from tests.catalog.hf_models import NEMOTRON_NANO, PUBLISHED, Published
@@ -74,7 +74,7 @@ def test_counts_what_transformers_caches(name: str, caches: ModuleType, tmp_path
     assert as_saved.geometries == read.geometries
 
 
-# On a CPU without bfloat16 units torch says, once, that it takes a slower path.
+# On a CPU without bfloat16 units torch warns once about a slower path.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("name", [*LINEAR, "deepseek_v32", "gpt_oss"])
 def test_dtypes_are_those_of_the_cache(name: str, caches: ModuleType, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_defaults_are_those_of_the_config_classes(caches: ModuleType) -> None:
     for model_type, defaults in CLASS_DEFAULTS.items():
         fields = CONFIG_MAPPING[model_type].__dataclass_fields__
         if "text_config" in fields:
-            continue  # a wrapper; its text model has an entry of its own
+            continue  # a wrapper; its text model has a separate entry
         for key, value in defaults.items():
             # Arguments of __post_init__ are no fields; the tiny models leave them out instead.
             if key in fields:
@@ -202,7 +202,7 @@ def test_falcon_h1_has_both_kinds_in_every_layer() -> None:
 
 def test_unequal_shapes_are_unequal_geometries() -> None:
     full, windows = geometry_of(PUBLISHED["mimo-v2-flash"].config).geometries
-    assert isinstance(full, GQA) and isinstance(windows, Window)
+    assert isinstance(full, GQA) and isinstance(windows, WindowedGQA)
     assert (full.kv_heads, windows.kv_heads) == (4, 8)
 
 

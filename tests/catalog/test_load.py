@@ -146,7 +146,10 @@ v_dim = 1
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("[0, 2]", r"groups.0.layers: \[2\]; list each layer once, from 0 to 1"),
+        (
+            "[0, 2]",
+            r"groups.0.layers: \[2\] is not a list of this model's layers; list each layer once",
+        ),
         ("[1, 1]", "list each layer once"),
         ("[]", "list each layer once"),
         ("'some'", "models.0.groups.0.layers: .*'some'"),
@@ -165,7 +168,7 @@ def test_layers_that_cannot_be_placed(tmp_path: Path, layers: str, message: str)
     [
         ("{ new = 5 }", "give either seconds or phi_gbps"),
         ("{ new = 5, seconds = 1, phi_gbps = 1 }", "give either seconds or phi_gbps"),
-        ("{ new = 5, cached = 3, phi_gbps = 1 }", "says nothing of a cached prefix"),
+        ("{ new = 5, cached = 3, phi_gbps = 1 }", "is not defined for a cached prefix"),
     ],
 )
 def test_a_point_needs_one_time(tmp_path: Path, point: str, message: str) -> None:

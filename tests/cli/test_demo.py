@@ -19,7 +19,7 @@ from prfaas.demo.small_case import small_case
 from prfaas.launch.children import ChildDied, Children, Command
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import TimedResponse
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.studies.problem_files import Study
 from prfaas.wan.stats import RelayStats
 from tests.cli.runner import Result
@@ -31,11 +31,11 @@ CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
 def test_a_doubled_threshold_is_what_the_gateway_plans(tmp_path: Path) -> None:
     case = small_case(load_deployment(CASE_STUDY), CASE_STUDY, tmp_path, SCALES)
-    plan = best_for(case.problem)
+    plan = find_optimum(case.problem)
     doubled = with_doubled_threshold(case.deployment, case.problem)
     file = tmp_path / "doubled.toml"
     file.write_text(deployment_toml(doubled))
-    made = best_for(Study(file, "exact").problem(load_deployment(file)))
+    made = find_optimum(Study(file, "exact").problem(load_deployment(file)))
     assert made.threshold_tokens == 2 * plan.threshold_tokens
     assert made.n_prefill == plan.n_prefill
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.catalog import Catalog
-from prfaas.engine.api import Job, Limits, Prefilled, Sampling
+from prfaas.engine.api import EngineJob, EngineLimits, Prefilled, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.engine.emulated import EmulatedEngine
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.kvspec import GQA, build_spec
 from prfaas.planner.problem import prefill_profile
 from prfaas.planner.profile import DecodeStep
@@ -74,15 +74,17 @@ def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> N
     assert record is not None and record.provenance.startswith("measured: prfaas profile, 20")
     assert "median of 2" in record.source and "torch" in record.engine
     engine = EmulatedEngine(
-        build_spec([GQA((0,), 1, 1, 1)]),
-        prefill_profile(catalog, record),
-        [DecodeStep(point.batch, point.step_s) for point in record.decode],
-        model=record.model,
-        limits=Limits(max_tokens=100, vocab_size=10, max_running=2, max_waiting=2),
+        EmulatedModel(
+            record.model,
+            build_spec([GQA((0,), 1, 1, 1)]),
+            prefill_profile(catalog, record),
+            [DecodeStep(point.batch, point.step_s) for point in record.decode],
+        ),
+        limits=EngineLimits(max_tokens=100, vocab_size=10, max_running=2, max_waiting=2),
         block_tokens=64,
     )
     try:
-        done = Watched(engine, Job("one", [1, 2, 3] * 12, Sampling(max_tokens=3)))
+        done = Watched(engine, EngineJob("one", [1, 2, 3] * 12, Sampling(max_tokens=3)))
         assert len(done.tokens) == 3 and done.prefilled == Prefilled(0, 36, 0)
     finally:
         engine.close()

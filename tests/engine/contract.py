@@ -18,12 +18,12 @@ import pytest
 
 from prfaas.engine.api import (
     Engine,
+    EngineJob,
     EngineStats,
     Event,
     Export,
-    Failed,
     Finished,
-    Job,
+    JobFailed,
     Prefilled,
     Resume,
     Sampling,
@@ -49,8 +49,8 @@ def greedy(max_tokens: int = 8) -> Sampling:
     return Sampling(max_tokens=max_tokens, ignore_eos=True)
 
 
-def job(tokens: int = 100, seed: int = 0, **fields: object) -> Job:
-    made = Job(f"job-{tokens}-{seed}", prompt(tokens, seed), greedy())
+def job(tokens: int = 100, seed: int = 0, **fields: object) -> EngineJob:
+    made = EngineJob(f"job-{tokens}-{seed}", prompt(tokens, seed), greedy())
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
@@ -214,10 +214,10 @@ class EngineContract:
         state = MemorySegments(engine.spec)
         most = engine.limits.max_tokens
         for bad, message in (
-            (job(0), "empty prompt"),
+            (job(0), "prompt is empty"),
             (job(sampling=greedy(most)), "more than the model's"),
-            (job(prompt=[0, engine.limits.vocab_size]), "token id outside"),
-            (job(prompt=[0, -1]), "token id outside"),
+            (job(prompt=[0, engine.limits.vocab_size]), "token id is outside"),
+            (job(prompt=[0, -1]), "token id is outside"),
             (job(sampling=Sampling(temperature=-1.0)), "temperature"),
             (job(sampling=Sampling(top_p=0.0)), "top_p"),
             (job(resume=Resume(100, state)), "resume.tokens"),
@@ -353,7 +353,7 @@ class EngineContract:
         assert set(threading.enumerate()) <= before
         for one in (running, *others):
             last = one.result()[-1]
-            assert isinstance(last, Finished) and not isinstance(last, Failed)
+            assert isinstance(last, Finished) and not isinstance(last, JobFailed)
         assert others[-1].result()[-1] == Finished("cancelled")
         assert isinstance(Watched(engine, job()).refused, NotNow)
         engine.close()

@@ -29,16 +29,16 @@ def test_any_range_across_segments() -> None:
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(EngineError, match="full0/0/0-11: token 10 is not there"):
+    with pytest.raises(EngineError, match="full0/0/0-11: token 10 is missing"):
         filled().views(Segment("full0", 0, 0, 11))
-    with pytest.raises(EngineError, match="linear0/1/0-10 is not there"):
+    with pytest.raises(EngineError, match="linear0/1/0-10 is missing"):
         filled().views(Segment("linear0", 1, 0, 10))
 
 
 def test_a_segment_that_is_not_ready_is_not_served() -> None:
     state = filled()
     state.buffers(Segment("full0", 0, 10, 12))
-    with pytest.raises(EngineError, match="token 10 is not there"):
+    with pytest.raises(EngineError, match="token 10 is missing"):
         state.views(Segment("full0", 0, 8, 12))
 
 

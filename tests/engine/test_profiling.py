@@ -14,7 +14,7 @@ from prfaas.engine.emulated import EmulatedEngine, Scales
 from prfaas.engine.profiling import (
     TIMED_STEPS,
     WARM_STEPS,
-    Measured,
+    MeasuredProfile,
     Profiler,
     levelled,
     step_together_s,
@@ -39,7 +39,7 @@ def measure(
     cached: list[int],
     batches: list[int],
     rounds: int = 1,
-) -> Measured:
+) -> MeasuredProfile:
     profiler = Profiler(
         engine,
         lengths=lengths,
@@ -77,7 +77,7 @@ def test_a_step_is_timed_while_all_sequences_run() -> None:
     """From the moments of the sequence that came last, without its first steps, until the first
     sequence has ended."""
     steps = WARM_STEPS + 4
-    early = [0.5 * at for at in range(4 + steps)]  # alone: half a second per token
+    early = [0.5 * at for at in range(4 + steps)]  # one sequence only: half a second per token
     alone_until_s = early[3]
     late = [alone_until_s + 2.0 * at for at in range(1, steps + 3)]
     early[4:] = late[:steps]
@@ -108,7 +108,7 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
     assert levelled([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert levelled([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
     times = (PrefillTime(10, 0, 1.0), PrefillTime(20, 0, 1.0))
-    measured = Measured(times, {}, (DecodeStep(1, 0.5),), 10, rounds=3, levelled=0.25)
+    measured = MeasuredProfile(times, {}, (DecodeStep(1, 0.5),), 10, rounds=3, levelled=0.25)
     record = measured.record(model="m", accelerator="a", engine="e", by="me, today")
     assert record.provenance == (
         "measured: me, today; median of 3; decode after 10 tokens; "
@@ -120,12 +120,12 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
 @pytest.mark.parametrize(
     ("lengths", "cached", "batches", "message"),
     [
-        ([64], [], [1], "lengths: one length; give at least two"),
-        ([64, 64], [], [1], "lengths: a value twice"),
-        ([0, 64], [], [1], "lengths: 0; give 1 or more"),
+        ([64], [], [1], "lengths: only one length; give at least two"),
+        ([64, 64], [], [1], "lengths: a value is repeated"),
+        ([0, 64], [], [1], "lengths: 0 is too small; use 1 or more"),
         ([64, 4000], [200], [1], "lengths: 4200 tokens are more than the model's 4096"),
-        ([64, 128], [], [9], "batches: 9 sequences at once; the engine runs 8"),
-        ([64, 128], [0], [1], "cached: 0; give 1 or more"),
+        ([64, 128], [], [9], "batches: 9 sequences at once are more than the engine's 8"),
+        ([64, 128], [0], [1], "cached: 0 is too small; use 1 or more"),
     ],
 )
 def test_what_cannot_be_measured(

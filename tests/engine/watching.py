@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from prfaas.engine.api import Engine, Event, Failed, Finished, Job, Prefilled, Token
+from prfaas.engine.api import Engine, EngineJob, Event, Finished, JobFailed, Prefilled, Token
 from prfaas.engine.memory import MemorySegments
 from prfaas.kvspec import KVSpec, Segment
 from tests.waiting import PATIENCE_S
@@ -16,7 +16,7 @@ class Watched:
     kept."""
 
     def __init__(
-        self, engine: Engine, job: Job, on_event: Callable[[Event], None] | None = None
+        self, engine: Engine, job: EngineJob, on_event: Callable[[Event], None] | None = None
     ) -> None:
         self.events: list[Event] = []
         self.threads: set[int] = set()
@@ -32,7 +32,7 @@ class Watched:
             self._on_event(event)
         if isinstance(event, Token):
             self._first.set()
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | JobFailed):
             self._ended.set()
 
     def until_token(self) -> None:
@@ -54,7 +54,7 @@ class Watched:
     @property
     def error(self) -> Exception:
         last = self.result()[-1]
-        assert isinstance(last, Failed), last
+        assert isinstance(last, JobFailed), last
         return last.error
 
 
@@ -69,7 +69,7 @@ class GatedSegments(MemorySegments):
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         self.reached.set()
-        assert self._open.wait(PATIENCE_S), "nobody opened the gate"
+        assert self._open.wait(PATIENCE_S), "the test did not open the gate"
         return super().buffers(segment)
 
     def open(self) -> None:

@@ -10,8 +10,8 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.deployment import Deployment
+from prfaas.contracts.kvd_api import MatchPrefix
 from prfaas.gateway.backend import GatewayBackend
-from prfaas.kvd.transfers.prefix_pull import Prefix
 from prfaas.types import NodeId
 from tests.gateway.backs import HOME, answered, ask, prompt, until, until_it_would_resume
 from tests.gateway.conftest import Hosts
@@ -68,7 +68,7 @@ class Crowd:
     def held_by(self, host: Host) -> int:
         """Tokens of the shared prefix, as the pool itself says."""
         hashes: Sequence[bytes] = PromptHashes(self._shared, salt=self._salt).at(64)
-        body = msgspec.to_builtins(Prefix(tuple(hashes)))
+        body = msgspec.to_builtins(MatchPrefix(tuple(hashes)))
         status, found = call("POST", f"{host.kvd_url}/v1/match", body)
         assert status == 200, found
         tokens: int = found["tokens"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from prfaas.cache.lease import Occupancy, PoolStats
+from prfaas.contracts.kvd_api import (
+    ArrivalCounters,
+    KvdReport,
+    Occupancy,
+    PoolCounters,
+    PoolReport,
+    Role,
+    shapes_of,
+)
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import Router
-from prfaas.kvd.engine_socket.messages import shapes_of
-from prfaas.kvd.report import PoolReport, Report
-from prfaas.kvd.role import Role
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
-from prfaas.transport.receiver import ReceiverStats
 from prfaas.types import Compat, LinkStats, NodeId
 
 SPEC = KVSpec((FullAttention("full", 2, 64), LinearState("state", 2, 256)))
@@ -30,7 +34,7 @@ def report(
     links: tuple[LinkStats, ...] = (),
     registered: bool = True,
     late_s: float = 0.0,
-) -> Report:
+) -> KvdReport:
     pool = PoolReport(
         compat=compat(revision),
         groups=shapes_of(SPEC),
@@ -38,9 +42,9 @@ def report(
         page_bytes=4096,
         occupancy=Occupancy(100, 0, 0, 0, 0),
         bytes_by_group={},
-        counters=PoolStats(),
+        counters=PoolCounters(),
     )
-    return Report(
+    return KvdReport(
         node=NodeId(name),
         instance=instance,
         data_address=f"{name}:7400",
@@ -50,7 +54,7 @@ def report(
         incoming={},
         outgoing={},
         held_leases=0,
-        arrivals=ReceiverStats(0, 0, 0, 0, 0, 0),
+        arrivals=ArrivalCounters(0, 0, 0, 0, 0, 0),
         links=links,
         next_seq={},
         late_s=late_s,

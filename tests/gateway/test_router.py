@@ -9,7 +9,7 @@ from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.membership import HUNG_AFTER_S
 from prfaas.gateway.router import PlacementRequest, Router
-from prfaas.scheduler.plan import staffed, with_instances
+from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
@@ -30,7 +30,7 @@ def router(clock: FakeClock, **scheduler: object) -> Router:
     subject = Router(made, solved, clock, None)
     for member, name in zip(subject.members, "abcf", strict=True):
         appear(subject, member, name, clock.now())
-    subject.plan = staffed(
+    subject.plan = plan_for_nodes(
         with_instances(solved, (1,), 3),
         dict.fromkeys([A, B, C]),
         made.scheduler.replan,
@@ -200,7 +200,7 @@ async def test_a_request_that_leaves_the_waiting_room_leaves_nothing() -> None:
         assert waiting.cancelled() and not subject.held
     subject.draining |= {B, C}
     subject.refresh()
-    subject.board.emptied(F)
+    subject.board.forget_work(F)
     start = before.remotes[0].nodes[0]
     assert subject.board.node(F) == start._replace(free_at_s=subject.board.node(F).free_at_s)
     assert subject.board.node(B).active == 0

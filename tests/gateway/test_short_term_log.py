@@ -11,15 +11,15 @@ from prometheus_client.registry import Collector
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.gateway.short_term_log import ShortTermLog
-from prfaas.scheduler.congestion import LinkHealth, Verdict
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.types import ClusterId
 
 OUT = (ClusterId("far"), ClusterId("near"))
-CALM = State(SchedulerSection(), {OUT: LinkState()})
+CALM = ShortTermState(SchedulerSection(), {OUT: LinkState()})
 
 
-def at(verdict: Verdict, cause: str, bps: float | None = None) -> State:
+def at(verdict: LinkVerdict, cause: str, bps: float | None = None) -> ShortTermState:
     return replace(CALM, links={OUT: LinkState(LinkHealth(verdict, cause), bps)})
 
 
@@ -38,11 +38,11 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     for state in (
         CALM,
         CALM,
-        at(Verdict.BUILDING, "waiting"),
-        at(Verdict.BUILDING, "waiting", 1e7),
-        at(Verdict.BUILDING, "waiting", 1.2e7),  # about the same
-        at(Verdict.CONGESTED, "loss", 4e7),
-        replace(at(Verdict.CLEAR, ""), threshold_factor=2.0, cause="PrfaaS nodes are busy"),
+        at(LinkVerdict.BUILDING, "waiting"),
+        at(LinkVerdict.BUILDING, "waiting", 1e7),
+        at(LinkVerdict.BUILDING, "waiting", 1.2e7),  # about the same
+        at(LinkVerdict.CONGESTED, "loss", 4e7),
+        replace(at(LinkVerdict.CLEAR, ""), threshold_factor=2.0, cause="PrfaaS nodes are busy"),
     ):
         subject.tell(state)
     assert [record.getMessage() for record in caplog.records] == [
@@ -63,7 +63,7 @@ def test_metrics_have_the_causes() -> None:
     text = rendered(subject)
     assert 'prfaas_gateway_link_verdict{source="far",target="near"} 0.0' in text
     assert "believed_bps{" not in text and "prfaas_gateway_threshold_factor 1.0" in text
-    subject.tell(replace(at(Verdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
+    subject.tell(replace(at(LinkVerdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
     text = rendered(subject)
     assert 'prfaas_gateway_link_believed_bps{source="far",target="near"} 5e+06' in text
     changes = "prfaas_gateway_link_verdict_changes_total"

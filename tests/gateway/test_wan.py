@@ -9,7 +9,7 @@ import pytest
 
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest
-from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 from tests.gateway.backs import (
@@ -97,14 +97,14 @@ async def test_a_slow_wan_is_left_alone_until_it_recovers(
         found = wan(back)
         believed = found["believed_bps"]
         return (
-            found["verdict"] != Verdict.CLEAR
+            found["verdict"] != LinkVerdict.CLEAR
             and believed is not None
             and SLOW_BPS / 2 <= believed <= 2 * SLOW_BPS
         )
 
     async with serving(made) as back:
         assert (await answered(back, question(somewhat_long, 30))).story.offloaded
-        await until(lambda: wan(back)["verdict"] == Verdict.CLEAR)
+        await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
         for relay in relays:
             relay.change(Conditions(rate_bps=SLOW_BPS))
         slowly: list[asyncio.Task[Answered]] = []
@@ -129,7 +129,7 @@ async def test_a_slow_wan_is_left_alone_until_it_recovers(
         stories = [one.story for one in await asyncio.gather(*slowly)]
         assert any(story.offloaded for story in stories)
         assert all(story.attempts == 1 for story in stories), "slow is not lost"
-        await until(lambda: wan(back)["verdict"] == Verdict.CLEAR)
+        await until(lambda: wan(back)["verdict"] == LinkVerdict.CLEAR)
         last = question(somewhat_long, 33)
         await until(lambda: transfer_s(back, last) < slow_s / 10)
         if policy == "paper":  # the other one also heeds how busy this machine makes each node

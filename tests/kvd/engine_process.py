@@ -1,4 +1,4 @@
-"""An engine in a process of its own, to be killed: begins a lease, writes a part, says so, stays.
+"""An engine process for tests to kill: it begins a lease, writes a part, prints a line, and waits.
 
 python -m tests.kvd.engine_process SOCKET TOKENS STOP [GRANT]
 """

@@ -1,5 +1,4 @@
-"""Whole kvds for tests, in a thread or a process of their own, and an engine that writes known
-bytes."""
+"""Complete kvds for tests, each in a thread or a process, and an engine that writes known bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +21,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.engine.api import Export
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
-from prfaas.kvd.process import KvdOptions, Running, running
+from prfaas.kvd.process import KvdOptions, RunningKvd, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import KVSpec
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer
+from prfaas.types import BlockHash, Compat, Grant, NotNow
 from tests.cache.builders import BLOCK, SPECS, hashes_of
 from tests.waiting import PATIENCE_S
 
@@ -90,7 +90,7 @@ class Host:
         return found
 
     def in_use(self) -> tuple[int, int]:
-        """Pages that somebody holds, and leases."""
+        """Pages of leases, and leases."""
         occupancy = self.stats()["pool"]["occupancy"]
         return occupancy["used_pages"] - occupancy["idle_pages"], occupancy["leases"]
 
@@ -108,12 +108,12 @@ class Host:
 def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
     """In a thread of this process, with an event loop there: its clients block."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    here: Future[Running] = Future()
+    here: Future[RunningKvd] = Future()
 
     async def serve() -> None:
         settings = {"store": StoreOptions(memory_bytes=MEMORY_BYTES), **options}
         try:
-            async with running(KvdOptions(socket=folder / f"{name}.sock", **settings)) as started:
+            async with run_kvd(KvdOptions(socket=folder / f"{name}.sock", **settings)) as started:
                 here.set_result(started)
                 await stop.wait()
         except BaseException as error:
@@ -175,7 +175,7 @@ def names(prompt: Sequence[int]) -> list[BlockHash]:
 
 
 def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -> None:
-    """Plays the engine: everything the lease owes, in chunks of 8 tokens; up to `stop` tokens."""
+    """Plays the engine: writes all required state in chunks of 8 tokens, up to `stop` tokens."""
     export = Export(lease, lease.tokens, lease.checkpoint_tokens, lease.skip_tokens)
     spec = SPEC
     plan, content = ExportPlan(spec, export), Content(spec, prompt)
@@ -193,7 +193,7 @@ def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -
 
 
 def assert_holds(lease: ReadLease | WriteLease, prompt: Sequence[int], tokens: int) -> None:
-    """Every byte that an engine would read to go on after `tokens` tokens."""
+    """Every byte that an engine would read to continue after `tokens` tokens."""
     content = Content(SPEC, prompt)
     for segment in resume_segments(SPEC, tokens):
         content.check(segment, lease.views(segment))

@@ -10,7 +10,7 @@ def event(seq: int, hashes: int = 1) -> HashEvent:
     return HashEvent(seq, NODE, "full0", 4, (b"h",) * hashes, "stored")
 
 
-def test_what_is_not_kept_any_more_is_a_snapshot() -> None:
+def test_a_request_for_old_events_gets_a_snapshot() -> None:
     log = EventLog("now")
     log.add(NODE, [event(seq) for seq in range(KEPT_EVENTS + 5)])
     assert len(log.page(NODE, 5, {}).events) == KEPT_EVENTS
@@ -18,7 +18,7 @@ def test_what_is_not_kept_any_more_is_a_snapshot() -> None:
     assert (asked.events, asked.snapshot, asked.next_seq) == ((), {"full0": ()}, KEPT_EVENTS + 5)
 
 
-def test_what_is_kept_is_bounded_in_hashes() -> None:
+def test_kept_events_are_bounded_in_hashes() -> None:
     """A long prompt's event has thousands."""
     log = EventLog("now")
     each = KEPT_HASHES // 8
@@ -38,5 +38,5 @@ def test_an_unreadable_payload_is_a_gap_that_a_replay_cannot_hide() -> None:
     assert log.page(NODE, 0, None).snapshot == {"full0": ()}
 
 
-def test_a_node_nobody_knows_has_nothing() -> None:
+def test_an_unknown_node_has_no_events() -> None:
     assert EventLog("now").page(NODE, 0, None).events == ()

@@ -65,13 +65,13 @@ def test_engine_killed_in_the_middle_of_a_prefill(tmp_path: Path) -> None:
         with engine_process(here, stop=16, grant=grant) as engine:
             assert here.in_use()[1] == there.in_use()[1] == 1
             engine.send_signal(signal.SIGKILL)
-            assert "the engine has gone" in there.settled(grant)["reason"]
-        with pytest.raises(TransferFailed, match="the engine has gone"):
+            assert "the engine has exited" in there.settled(grant)["reason"]
+        with pytest.raises(TransferFailed, match="the engine has exited"):
             decode.attach(grant.transfer_id)
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
         stats = here.stats()
         assert stats["engines"] == [] and stats["held_leases"] == 0
-        with here.engine() as again:  # and nothing half written can be found
+        with here.engine() as again:  # incomplete state cannot be found
             with begun(again.pin(names(PROMPT))) as found:
                 assert found.tokens == 0
 
@@ -85,11 +85,11 @@ def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
             fill(lease, PROMPT, stop=16)
             wait_until(lambda: there.received_bytes() > 0)
             here.end(signal.SIGKILL)
-            with pytest.raises(TransferFailed, match="gone"):
+            with pytest.raises(TransferFailed, match="exited"):
                 lease.sent.result(PATIENCE_S)
             with pytest.raises(ConnectionLost):
                 lease.commit()
-        assert "no frame came in time" in there.settled(grant)["reason"]
+        assert "no frame arrived in time" in there.settled(grant)["reason"]
         with pytest.raises(TransferFailed):
             decode.attach(grant.transfer_id)
         assert there.in_use() == (0, 0)
@@ -104,7 +104,7 @@ def test_receiver_restarted(tmp_path: Path) -> None:
                 lease = begun(prefill.begin(names(PROMPT), TOKENS, grant=grant))
                 fill(lease, PROMPT, stop=16)
                 there.end(signal.SIGKILL)
-                # The same engine goes on with the new one, which knows nothing of before.
+                # The same engine continues with the new kvd, which starts empty.
                 with kvd_process(tmp_path, name="d") as anew:
                     with pytest.raises(TransferFailed, match="not known here"):
                         decode.attach(grant.transfer_id)
@@ -139,14 +139,14 @@ def test_a_damaged_byte_is_sent_again(tmp_path: Path) -> None:
                     assert_holds(state, PROMPT, TOKENS)
 
 
-def test_a_grant_that_is_never_used_ends(tmp_path: Path) -> None:
+def test_an_unused_grant_expires(tmp_path: Path) -> None:
     options = TransferOptions(grant_s=0.3)
     with kvd(tmp_path, name="d", transfers=options) as there, there.engine():
-        assert "no frame came in time" in there.settled(there.grant(PROMPT))["reason"]
+        assert "no frame arrived in time" in there.settled(there.grant(PROMPT))["reason"]
         assert there.in_use() == (0, 0)
 
 
-def test_a_transfer_that_nobody_asks_for_ends(tmp_path: Path) -> None:
+def test_a_transfer_that_no_gateway_polls_expires(tmp_path: Path) -> None:
     options = TransferOptions(dispatch_s=0.3)
     with kvd(tmp_path, name="d", transfers=options) as there, there.engine() as decode:
         with kvd(tmp_path, name="p") as here, here.engine() as prefill:
@@ -155,7 +155,7 @@ def test_a_transfer_that_nobody_asks_for_ends(tmp_path: Path) -> None:
             fill(lease, PROMPT)
             lease.commit()
             lease.sent.result(PATIENCE_S)
-            # The gateway is gone: nobody polls, so it ends; its prefix stays, for it is whole.
+            # No gateway polls, so the transfer expires; its prefix is complete and stays.
             wait_until(lambda: there.stats()["incoming"]["failed"] == 1)
             with pytest.raises(TransferFailed, match="no gateway asked"):
                 decode.attach(grant.transfer_id)
@@ -174,7 +174,7 @@ def test_aborted_between_grant_and_commit(tmp_path: Path) -> None:
             assert "client left" in there.settled(grant)["reason"]
             with pytest.raises(TransferFailed, match="client left"):
                 lease.sent.result(PATIENCE_S)
-            # The prefill itself is whole in the end, and of use here.
+            # The prefill is completed, and its prefix is kept here.
             fill(lease, PROMPT)
             lease.commit()
             with begun(prefill.pin(names(PROMPT))) as found:
@@ -205,7 +205,7 @@ def test_aborted_after_the_commit_and_after_the_attach(tmp_path: Path) -> None:
                 there.post(f"/v1/transfers/{wanted.transfer_id}/abort", {})
                 assert there.transfer(wanted)["state"] == "attached"
                 assert_holds(state, prompt_of(22, seed=2), 22)
-                with pytest.raises(TransferFailed, match="attached before"):
+                with pytest.raises(TransferFailed, match="already attached"):
                     decode.attach(wanted.transfer_id)
             assert there.in_use() == (0, 0)
 
@@ -246,7 +246,7 @@ def test_a_manifest_that_is_not_what_was_granted_is_refused(tmp_path: Path) -> N
         for sizes, problem in (
             ({"full0/0/0-40": 8 * 40}, "missing"),
             ({"full0/0/0-40": 17}, "320 are expected"),
-            ({"nothing/0/0-40": 17}, "names no group"),
+            ({"nothing/0/0-40": 17}, "names an unknown group"),
             ({"../../etc/passwd": 17}, "not a segment name"),
         ):
             grant = there.grant(PROMPT)

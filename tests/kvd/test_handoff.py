@@ -37,7 +37,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield here, there
 
 
-def test_every_byte_arrives_and_only_what_is_new_travels(pair: tuple[Host, Host]) -> None:
+def test_every_byte_arrives_and_only_new_bytes_are_sent(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(42)
     with here.engine() as prefill, there.engine() as decode:
@@ -70,7 +70,7 @@ def test_every_byte_arrives_and_only_what_is_new_travels(pair: tuple[Host, Host]
         assert here.in_use() == there.in_use() == (0, 0)
 
 
-def test_a_prefix_found_here_leaves_before_anything_is_computed(pair: tuple[Host, Host]) -> None:
+def test_a_cached_prefix_is_sent_before_the_engine_computes(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(30)
     with here.engine() as prefill, there.engine() as decode:
@@ -90,7 +90,7 @@ def test_a_prefix_found_here_leaves_before_anything_is_computed(pair: tuple[Host
             assert_holds(state, prompt, 30)
 
 
-def test_chunks_leave_while_later_ones_are_computed(pair: tuple[Host, Host]) -> None:
+def test_chunks_are_sent_while_later_ones_are_computed(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(40)
     with here.engine() as prefill, there.engine():
@@ -105,7 +105,7 @@ def test_chunks_leave_while_later_ones_are_computed(pair: tuple[Host, Host]) -> 
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
-def test_what_the_receiver_holds_is_not_sent_again(pair: tuple[Host, Host]) -> None:
+def test_blocks_that_the_receiver_has_are_not_sent(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(40)
     with here.engine() as prefill, there.engine() as decode:
@@ -124,7 +124,7 @@ def test_what_the_receiver_holds_is_not_sent_again(pair: tuple[Host, Host]) -> N
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
-def test_opaque_blocks_travel_whole(pair: tuple[Host, Host]) -> None:
+def test_opaque_blocks_are_sent_whole(pair: tuple[Host, Host]) -> None:
     here, there = pair
     spec = SPECS["windowed"]
     compat = msgspec.structs.replace(COMPAT, layout="opaque")

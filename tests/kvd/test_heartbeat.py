@@ -53,7 +53,9 @@ async def test_a_gateway_that_does_not_answer_is_tried_again(
     with caplog.at_level(logging.INFO, heartbeat.__name__):
         async with asyncio.timeout(HANG_S), open_client("key") as http:
             beating = asyncio.create_task(
-                heartbeat.beat(http, url, "http://kvd", "home", cast(Reporter, _Reporter()))
+                heartbeat.send_heartbeats(
+                    http, url, "http://kvd", "home", cast(Reporter, _Reporter())
+                )
             )
             await until(lambda: bool(lines()))  # no process listens yet
             await web.TCPSite(runner, host, port).start()

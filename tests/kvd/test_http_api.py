@@ -16,10 +16,8 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import block_hashes
 from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.config.address import Address
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.role import Role
-from prfaas.kvd.transfers.prefix_pull import Prefix
-from prfaas.types import ClusterId, NotNow, OpenTransfer
+from prfaas.contracts.kvd_api import EventPage, MatchPrefix, OpenTransfer, Role
+from prfaas.types import ClusterId, NotNow
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
 from tests.waiting import PATIENCE_S
@@ -70,7 +68,7 @@ def test_a_grant_is_refused_with_the_differences_named(host: Host) -> None:
 def test_bad_requests_are_one_line(host: Host) -> None:
     with host.engine():
         for path, body, problem in (
-            ("/v1/open", {"hashes": []}, "not a OpenTransfer"),
+            ("/v1/open", {"hashes": []}, "not a valid OpenTransfer"),
             ("/v1/open", OpenTransfer((b"x",), 40, COMPAT), "1 block hashes for 40 tokens"),
             ("/v1/role", {"role": "cook", "epoch": 0}, "cook"),
         ):
@@ -82,15 +80,15 @@ def test_bad_requests_are_one_line(host: Host) -> None:
         assert host.post("/v1/transfers/unknown/abort", {})[0] == 404
 
 
-def test_match_asks_and_holds_nothing(host: Host) -> None:
-    asked = Prefix(tuple(names(PROMPT)))
+def test_match_pins_nothing(host: Host) -> None:
+    asked = MatchPrefix(tuple(names(PROMPT)))
     assert json.loads(host.post("/v1/match", asked)[1])["tokens"] == 0
     keep(host, PROMPT)
     assert json.loads(host.post("/v1/match", asked)[1]) == {"tokens": 40, "attention_tokens": 40}
     assert host.in_use() == (0, 0)
 
 
-def test_role_is_set_by_whoever_knows_the_current_one(host: Host) -> None:
+def test_a_role_change_must_name_the_current_epoch(host: Host) -> None:
     assert json.loads(host.get("/v1/role")[1]) == {"role": "both", "epoch": 0}
     assert host.post("/v1/role", Role("prefill", 0)) == (200, b'{"role":"prefill","epoch":1}')
     assert host.post("/v1/role", Role("decode", 0)) == (409, b'{"role":"prefill","epoch":1}')
@@ -107,7 +105,7 @@ def test_events_of_the_pool_feed_an_index(host: Host) -> None:
         index.apply(event)
     hashes = {BLOCK: names(PROMPT)}
     assert index.match(hashes)["pool"].tokens == 40  # type: ignore[index]
-    # Replay from the middle; nothing beyond the end; a snapshot for whoever is ahead, or asks.
+    # Replay from the middle; nothing after the end; a snapshot for a reader ahead, or on request.
     assert page(host, "since=1").events == first.events[1:]
     assert page(host, f"since={first.next_seq}&wait_s=0.01").events == ()
     assert page(host, f"since={first.next_seq + 5}").snapshot is not None
@@ -128,7 +126,7 @@ def test_waiting_for_events_ends_with_the_next_one(host: Host) -> None:
     waiting.join()
 
 
-def test_an_engines_own_events_leave_as_hashes(host: Host) -> None:
+def test_events_of_an_engine_are_published_as_hashes(host: Host) -> None:
     tokens = list(range(1000, 1000 + 2 * BLOCK))
     stored = {
         "type": "BlockStored",
@@ -147,7 +145,7 @@ def test_an_engines_own_events_leave_as_hashes(host: Host) -> None:
         assert host.stats()["next_seq"]["vllm-0"] == 1
         snapshot = page(host, "node=vllm-0&since=-1").snapshot
         assert snapshot is not None and set(snapshot["full0"]) == set(found.events[0].hashes)
-    # The engine has left, and with it what it held.
+    # The engine has exited, and its cache with it.
     gone = page(host, f"node=vllm-0&since=1&wait_s={PATIENCE_S}").events
     assert [event.action for event in gone] == ["removed"]
 
@@ -162,7 +160,7 @@ def test_metrics_are_prometheus(host: Host) -> None:
     assert "prfaas_kvd_pool_queries_total 1.0" in lines
 
 
-def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
+def test_a_kvd_sends_heartbeats_to_its_gateways(tmp_path: Path) -> None:
     heard: Queue[tuple[str, dict[str, Any]]] = Queue()
 
     class Gateway(BaseHTTPRequestHandler):
@@ -180,9 +178,9 @@ def test_gateways_hear_of_a_kvd_that_lives(tmp_path: Path) -> None:
         thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            nobody, somebody = "http://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}/"
-            telling = {"gateways": (nobody, somebody), "gateway_key": "sk-gateway"}
-            with kvd(tmp_path, cluster="far", **telling) as host:
+            unreachable, gateway = "http://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}/"
+            options = {"gateways": (unreachable, gateway), "gateway_key": "sk-gateway"}
+            with kvd(tmp_path, cluster="far", **options) as host:
                 with host.engine("node-a", url="http://node-a:8000"):
                     path, body = heard.get(timeout=PATIENCE_S)
                     assert (path, body["kvd_url"]) == ("/prfaas/v1/register", host.url)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from prfaas.kvd.role import Role, compare_and_set
+from prfaas.contracts.kvd_api import Role
+from prfaas.kvd.role import compare_and_set
 
 
-def test_the_planner_that_saw_an_older_role_loses() -> None:
+def test_a_change_of_an_older_role_is_refused() -> None:
     first = compare_and_set(Role(), Role("prefill", 0))
     assert first == Role("prefill", 1)
     assert compare_and_set(first, Role("decode", 0)) is None

@@ -1,7 +1,7 @@
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.kvspec import GQA, MLA, Linear, LinearState, Window, build_spec
+from prfaas.kvspec import GQA, MLA, Linear, LinearState, WindowedGQA, build_spec
 
 
 def test_bytes_of_each_kind() -> None:
@@ -10,7 +10,7 @@ def test_bytes_of_each_kind() -> None:
             MLA((0,), kv_lora_rank=512, rope_dim=64),
             MLA((1,), kv_lora_rank=512, rope_dim=64, indexer_bytes=132),
             GQA((2,), kv_heads=4, k_dim=192, v_dim=128),
-            Window((3,), kv_heads=8, k_dim=192, v_dim=128, window=128),
+            WindowedGQA((3,), kv_heads=8, k_dim=192, v_dim=128, window=128),
             Linear((4,), k_heads=32, v_heads=32, k_dim=128, v_dim=128, conv_kernel=4),
         ]
     )

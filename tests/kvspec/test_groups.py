@@ -22,7 +22,7 @@ SPEC = KVSpec(
         (15, 0, 2 * 150 + 2 * 7 * 15 + 1000),
         (16, 0, 2 * 160 + 2 * 7 * 15 + 1000),  # the window keeps 15: the 16th is the next token's
         (100, 0, 2 * 1000 + 2 * 7 * 15 + 1000),
-        (100, 64, 2 * 360 + 2 * 7 * 15 + 1000),  # a shared prefix shortens full attention alone
+        (100, 64, 2 * 360 + 2 * 7 * 15 + 1000),  # a shared prefix shortens only full attention
         (100, 100, 2 * 7 * 15 + 1000),
     ],
 )

@@ -104,7 +104,7 @@ def test_names_nobody_wrote_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("segment", "message"),
     [
-        (Segment("other", 0, 0, 1), "no group"),
+        (Segment("other", 0, 0, 1), "unknown group"),
         (Segment("full0", 4, 0, 1), "layer 4"),
         (Segment("full0", 3, 5, 5), "empty"),
         (Segment("full0", 3, 6, 5), "empty"),

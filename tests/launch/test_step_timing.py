@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from prfaas.engine.api import EngineStats, Limits, StepTiming
+from prfaas.engine.api import EngineLimits, EngineStats, StepTiming
 from prfaas.launch.step_timing import parse_timing, sum_of
 from prfaas.node.metrics import NodeMetrics
 
@@ -10,7 +10,7 @@ def page(metrics: NodeMetrics, timing: StepTiming | None) -> str:
 
 
 def test_a_nodes_page_tells_how_late_its_emulated_steps_were() -> None:
-    metrics = NodeMetrics("m", 64, Limits(4096, 256, 8, 16))
+    metrics = NodeMetrics("m", 64, EngineLimits(4096, 256, 8, 16))
     first, second = StepTiming(2, 0.5, 0.125), StepTiming(6, 2.5, 0.25)
     assert parse_timing(page(metrics, first)) == first
     assert parse_timing(page(metrics, second)) == second
@@ -18,7 +18,7 @@ def test_a_nodes_page_tells_how_late_its_emulated_steps_were() -> None:
 
 
 def test_a_real_engines_page_has_no_such_counters() -> None:
-    shown = page(NodeMetrics("m", 64, Limits(4096, 256, 8, 16)), None)
+    shown = page(NodeMetrics("m", 64, EngineLimits(4096, 256, 8, 16)), None)
     assert "prfaas_emulated" not in shown and parse_timing(shown) == StepTiming()
 
 

@@ -14,7 +14,7 @@ import pytest
 from prfaas.catalog import Accelerator, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
-from prfaas.engine.profiling import Measured
+from prfaas.engine.profiling import MeasuredProfile
 from prfaas.errors import InputError
 from prfaas.measure.client import Target, TimedResponse, connect
 from prfaas.measure.http_profile import HttpProfiler
@@ -81,7 +81,7 @@ def common(ids: list[int], kept: list[int]) -> int:
     return sum(1 for _ in same) // BLOCK * BLOCK
 
 
-async def profiled(target: Target, cached: list[int]) -> Measured:
+async def profiled(target: Target, cached: list[int]) -> MeasuredProfile:
     profiler = HttpProfiler(
         target, PromptGenerator(), lengths=[256, 1024], cached=cached, batches=[1, 4], rounds=2
     )
@@ -102,7 +102,7 @@ async def test_gives_back_what_the_server_follows() -> None:
     assert [s.step_s for s in measured.decode] == pytest.approx([p.step_s for p in TRUE.decode])
 
 
-async def profiled_at(url: str, cached: list[int]) -> Measured:
+async def profiled_at(url: str, cached: list[int]) -> MeasuredProfile:
     async with connect(url, MonotonicClock()) as target:
         return await profiled(target, cached)
 

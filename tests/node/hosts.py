@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.kvd.engine_socket.messages import GroupShape, spec_of
+from prfaas.contracts.kvd_api import GroupShape, OpenTransfer, spec_of
 from prfaas.kvspec import KVSpec
-from prfaas.scheduler.handoff import Handoff, handoff
-from prfaas.types import Compat, OpenTransfer
+from prfaas.scheduler.handoff import Handoff, choose_handoff
+from prfaas.types import Compat
 from tests.complaints import ENVIRONMENT, check_output
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -146,7 +146,7 @@ class Host:
             if process.popen.poll() is None:
                 process.kill()
 
-    # What it says ---------------------------------------------------------------------------------
+    # Reports --------------------------------------------------------------------------------------
 
     def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""
@@ -181,7 +181,7 @@ class Host:
         return int(float(found[1]))
 
     def wait_until_idle(self, *, within_s: float = PATIENCE_S) -> None:
-        """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
+        """No lease holds a page, nothing is running; every page in use is evictable prefix."""
 
         def idle() -> bool:
             report = self.stats(check=False)
@@ -233,7 +233,7 @@ class Gateway:
         salt: str = "",
         length: Handoff | None = None,
     ) -> Granted:
-        length = length or handoff(len(prompt), self.block_tokens, resumable=resumable)
+        length = length or choose_handoff(len(prompt), self.block_tokens, resumable=resumable)
         hashes = block_hashes(prompt[: length.handoff_tokens], self.block_tokens, salt=salt)
         compat = msgspec.convert(self.decode_host.stats()["pool"]["compat"], Compat)
         asked = OpenTransfer(tuple(hashes), length.handoff_tokens, compat, length.checkpoint_tokens)

@@ -19,7 +19,7 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import EngineHashes, PromptHashes, hash_events
 from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager
-from prfaas.kvd.events import EventPage
+from prfaas.contracts.kvd_api import EventPage
 from prfaas.kvspec import KVSpec
 from prfaas.types import ClusterId, NodeId
 from tests.node.hosts import Gateway, Host, cached_of, call
@@ -158,7 +158,7 @@ def test_predictions_are_what_the_node_finds(emulated: Gateway, handed_off: bool
 
 
 def ask(pair: Gateway, prompt: list[int], salt: str, handed_off: bool) -> int:
-    """What the decode side had of the prompt, in its own words."""
+    """The cached tokens of the prompt, as the decode side reports them."""
     if handed_off:
         return pair.hand_off(prompt, max_tokens=1, resumable=True, salt=salt).skip_tokens
     answer: dict[str, Any] = pair.decode_host.complete(prompt, max_tokens=1, cache_salt=salt)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prfaas.cache.hashing import EngineHashes, block_hashes, hash_events
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
-from prfaas.node.events import Announcer
+from prfaas.node.events import EventTranslator
 from prfaas.types import BlockHash, HashEvent, NodeId
 
 NODE = NodeId("n")
@@ -32,7 +32,7 @@ def stored(group: str, hashes: list[BlockHash], action: Any = "stored") -> HashE
 
 
 class Reader:
-    """Whoever listens to vLLM's events: it has our names again."""
+    """A reader of vLLM's events, which recovers the block hashes."""
 
     def __init__(self) -> None:
         groups = {index: group.name for index, group in enumerate(SPEC.groups)}
@@ -48,43 +48,43 @@ class Reader:
 
 
 def test_what_the_pool_stored_reaches_a_reader_of_vllms_events_under_our_names() -> None:
-    announcer, reader = Announcer(SPEC, BLOCK), Reader()
+    translator, reader = EventTranslator(SPEC, BLOCK), Reader()
     hashes = names(salt="tenant")
-    assert announcer.learn(TOKENS, hashes, "tenant") == []
-    reader.read(announcer.translate(stored("full0", hashes)))
-    reader.read(announcer.translate(stored("window0", hashes[3:])))
-    reader.read(announcer.translate(stored("linear0", hashes[4:])))
+    assert translator.learn(TOKENS, hashes, "tenant") == []
+    reader.read(translator.translate(stored("full0", hashes)))
+    reader.read(translator.translate(stored("window0", hashes[3:])))
+    reader.read(translator.translate(stored("linear0", hashes[4:])))
     expected = {"full0": set(hashes), "window0": set(hashes[3:]), "linear0": set(hashes[4:])}
     assert reader.holds() == expected
-    reader.read(announcer.translate(stored("full0", hashes[2:], "removed")))
+    reader.read(translator.translate(stored("full0", hashes[2:], "removed")))
     assert reader.holds()["full0"] == set(hashes[:2])
-    reader.read(announcer.cleared())
+    reader.read(translator.cleared())
     assert reader.holds() == {}
 
 
 def test_what_a_transfer_brought_is_announced_with_the_prompt_that_continues_it() -> None:
-    announcer, reader = Announcer(SPEC, BLOCK), Reader()
+    translator, reader = EventTranslator(SPEC, BLOCK), Reader()
     hashes = names()
-    assert announcer.translate(stored("full0", hashes[:3])) == []
-    assert announcer.translate(stored("linear0", hashes[2:3])) == []
-    reader.read(announcer.learn(TOKENS, hashes, ""))
+    assert translator.translate(stored("full0", hashes[:3])) == []
+    assert translator.translate(stored("linear0", hashes[2:3])) == []
+    reader.read(translator.learn(TOKENS, hashes, ""))
     assert reader.holds() == {"full0": set(hashes[:3]), "linear0": {hashes[2]}}
-    assert announcer.learn(TOKENS, hashes, "") == []
+    assert translator.learn(TOKENS, hashes, "") == []
 
 
 def test_what_was_removed_before_it_had_a_name_is_never_announced() -> None:
-    announcer = Announcer(SPEC, BLOCK)
+    translator = EventTranslator(SPEC, BLOCK)
     hashes = names()
-    announcer.translate(stored("full0", hashes))
-    assert announcer.translate(stored("full0", hashes, "removed")) == []
-    assert announcer.learn(TOKENS, hashes, "") == []
+    translator.translate(stored("full0", hashes))
+    assert translator.translate(stored("full0", hashes, "removed")) == []
+    assert translator.learn(TOKENS, hashes, "") == []
 
 
 def test_an_event_names_a_window_by_its_length() -> None:
-    announcer = Announcer(SPEC, BLOCK)
+    translator = EventTranslator(SPEC, BLOCK)
     hashes = names()
-    announcer.learn(TOKENS, hashes, "")
-    (event,) = announcer.translate(stored("window0", hashes[:1]))
+    translator.learn(TOKENS, hashes, "")
+    (event,) = translator.translate(stored("window0", hashes[:1]))
     assert event["kv_cache_spec_kind"] == "sliding_window"
     assert event["kv_cache_spec_sliding_window"] == 4
     assert event["token_ids"] == TOKENS[:BLOCK] and event["parent_block_hash"] is None
@@ -92,18 +92,18 @@ def test_an_event_names_a_window_by_its_length() -> None:
 
 @given(st.lists(st.sampled_from(range(5)), min_size=1, max_size=5, unique=True))
 def test_any_order_of_blocks_is_cut_into_runs(order: list[int]) -> None:
-    announcer, reader = Announcer(SPEC, BLOCK), Reader()
+    translator, reader = EventTranslator(SPEC, BLOCK), Reader()
     hashes = names()
-    announcer.learn(TOKENS, hashes, "")
-    reader.read(announcer.translate(stored("full0", hashes)))
-    reader.read(announcer.translate(stored("window0", [hashes[i] for i in order])))
+    translator.learn(TOKENS, hashes, "")
+    reader.read(translator.translate(stored("full0", hashes)))
+    reader.read(translator.translate(stored("window0", [hashes[i] for i in order])))
     assert reader.holds()["window0"] == {hashes[i] for i in order}
 
 
 def test_names_are_kept_for_the_latest_prompts_only() -> None:
-    announcer = Announcer(SPEC, BLOCK, kept_tokens=5 * BLOCK)
+    translator = EventTranslator(SPEC, BLOCK, kept_tokens=5 * BLOCK)
     old, new = names(), names(list(range(20)))
-    announcer.learn(TOKENS, old, "")
-    announcer.learn(list(range(20)), new, "")
-    assert announcer.translate(stored("full0", old)) == []
-    assert len(announcer.translate(stored("full0", new))) == 1
+    translator.learn(TOKENS, old, "")
+    translator.learn(list(range(20)), new, "")
+    assert translator.translate(stored("full0", old)) == []
+    assert len(translator.translate(stored("full0", new))) == 1

@@ -71,7 +71,7 @@ def pair(patient_hosts: Gateway) -> Gateway:
 
 @pytest.fixture
 def hasty(hasty_hosts: Gateway) -> Gateway:
-    """Its decode side waits for nobody."""
+    """A pair whose decode side does not wait for requests."""
     return revived(hasty_hosts)
 
 
@@ -83,7 +83,7 @@ def revived(gateway: Gateway) -> Gateway:
 
 
 def fresh(tokens: int) -> list[int]:
-    """A prompt that nobody has seen."""
+    """A prompt that no node has seen."""
     return random.Random(next(_SEEDS)).choices(range(256), k=tokens)
 
 
@@ -178,7 +178,7 @@ def test_a_grant_whose_deadline_has_passed(hasty: Gateway, kind: Kind) -> None:
     granted = hasty.open(fresh(kind.endless_tokens))
     hasty.decode_host.wait_until_idle()  # also when its gateway never asks again
     assert hasty.state(granted) == "failed"
-    status, answer = hasty.prefill(granted)  # told by the receiver, long before its end
+    status, answer = hasty.prefill(granted)  # the receiver reports it, long before the prefill ends
     assert (status, answer["error"]["code"]) == (424, "transfer_lost"), answer
     check_lost(hasty, granted)
 
@@ -222,7 +222,7 @@ def test_an_engine_killed_in_mid_decode(pair: Gateway) -> None:
     pair.decode_host.wait_until_idle()
     pair.decode_host.begin_node()
     pair.decode_host.wait_until_ready()
-    check_lost(pair, granted)  # somebody has had it
+    check_lost(pair, granted)  # another request has claimed it
     check_healthy(pair)
 
 

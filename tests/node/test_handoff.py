@@ -46,7 +46,7 @@ def check_length(pair: Gateway, length: int, seed: int = 0, *, resumable: bool =
 
 
 # One token below, at and above: a block, two blocks (a chunk, the longest tail), and a hand-off at
-# N - 1 behind a whole chunk.
+# N - 1 after a whole chunk.
 EDGES = [2, BLOCK, BLOCK + 1, CHUNK + 1, BLOCK + TAIL, BLOCK + TAIL + 1, 300]
 
 

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from prfaas.errors import InputError
-from prfaas.node.publisher import KEPT_BYTES, EventPublisher, publishing
+from prfaas.node.publisher import KEPT_BYTES, EventPublisher, open_publisher
 from tests.waiting import HANG_S
 
 ANY = "tcp://127.0.0.1:0"
@@ -36,11 +36,11 @@ async def replayed(publisher: EventPublisher, first: int) -> list[int]:
 
 
 async def test_batches_are_numbered_and_replayed() -> None:
-    async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+    async with open_publisher(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
             subscriber.subscribe(b"")
             subscriber.connect(publisher.endpoint)
-            publisher.publish([])  # nothing to say: no number
+            publisher.publish([])  # an empty batch takes no number
             first = asyncio.ensure_future(subscriber.recv_multipart())
             while not first.done():  # a subscription takes effect some time after `connect`
                 publisher.publish([EVENT])
@@ -59,13 +59,13 @@ async def test_batches_are_numbered_and_replayed() -> None:
 
 async def test_an_address_that_cannot_be_had_is_named() -> None:
     with pytest.raises(InputError, match="tcp://nowhere"):
-        async with publishing(ANY, "tcp://nowhere"):
+        async with open_publisher(ANY, "tcp://nowhere"):
             pass
 
 
 async def test_what_is_kept_for_replays_is_bounded_in_bytes() -> None:
     long = {"type": "BlockStored", "token_ids": [2**31] * 100_000}  # five bytes each
-    async with publishing(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
+    async with open_publisher(ANY, ANY) as publisher, asyncio.timeout(HANG_S):
         for _ in range(50):
             publisher.publish([long])
         kept = await replayed(publisher, 0)

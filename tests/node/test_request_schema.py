@@ -6,15 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, decode
 from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
-from prfaas.node.request_schema import (
-    Completion,
-    RemoteDecode,
-    RemotePrefill,
-    parse_completion,
-    transfer_of,
-)
+from prfaas.node.request_schema import Completion, parse_completion
 from prfaas.types import Grant, TransferId
 
 GRANT = Grant(TransferId("t-1"), "secret", "127.0.0.1:1", {"full0": 64}, 1000, 5.0)
@@ -90,7 +85,7 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
 
 
 def transfer(prompt_tokens: int = 100, **params: Any) -> Any:
-    return transfer_of(parse(kv_transfer_params=params), prompt_tokens)
+    return decode(parse(kv_transfer_params=params).kv_transfer_params, prompt_tokens)
 
 
 def test_both_halves_of_a_hand_off() -> None:

@@ -12,7 +12,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.text import ModelTokenizer
 from prfaas.types import Grant, TransferId
 from tests.engine.emulated.builders import emulated
-from tests.node.surface import BYTES, Surfaced, pieces, surfaced
+from tests.node.local_api import BYTES, LocalApi, local_api, pieces
 from tests.waiting import HANG_S
 
 FAST = Scales(time=1e-3)
@@ -22,10 +22,10 @@ PROMPT = [7] * 100
 
 @asynccontextmanager
 async def node_server(
-    words: ModelTokenizer | None = BYTES, **options: Any
-) -> AsyncIterator[Surfaced]:
+    tokenizer: ModelTokenizer | None = BYTES, **options: Any
+) -> AsyncIterator[LocalApi]:
     engine = emulated(**{"scales": FAST, **options})
-    async with asyncio.timeout(HANG_S), surfaced(engine, words) as node:
+    async with asyncio.timeout(HANG_S), local_api(engine, tokenizer) as node:
         yield node
 
 
@@ -78,7 +78,7 @@ async def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
             seen = last["text"]
         assert seen == text[: text.index(stop)]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
-        await node.serving.drain(HANG_S)  # the job ends without having generated 3,000 tokens
+        await node.runner.drain(HANG_S)  # the job ends without having generated 3,000 tokens
 
 
 async def test_a_client_that_goes_away_ends_its_job() -> None:
@@ -94,7 +94,7 @@ async def test_a_client_that_goes_away_ends_its_job() -> None:
         assert status == 200
 
 
-async def metrics(node: Surfaced, running: int | None = None) -> str:
+async def metrics(node: LocalApi, running: int | None = None) -> str:
     """The page, or nothing while another number of requests is running."""
     async with node.http.get("/metrics") as answer:
         page = await answer.text()
@@ -136,7 +136,7 @@ async def test_bad_bodies_paths_and_models() -> None:
 
 
 async def test_without_a_tokenizer_there_are_ids_only() -> None:
-    async with node_server(words=None) as node:
+    async with node_server(tokenizer=None) as node:
         status, answer = await node.complete(prompt="text")
         assert status == 400 and "token ids" in answer["error"]["message"]
         status, answer = await node.complete(prompt=PROMPT, stop="x")
@@ -181,7 +181,7 @@ async def test_draining_finishes_what_has_begun_and_takes_nothing_new() -> None:
         asking = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=50))
         while not await metrics(node, running=1):
             pass
-        draining = asyncio.create_task(node.serving.drain(HANG_S))
+        draining = asyncio.create_task(node.runner.drain(HANG_S))
         while await health(node) == 200:
             pass
         status, answer = await node.complete(prompt=PROMPT)
@@ -199,13 +199,13 @@ async def test_what_draining_cuts_off_does_not_look_complete(stream: bool) -> No
         none = 'vllm:generation_tokens_total{engine="0",model_name="made-up"} 0.0'
         while none in await metrics(node):
             pass
-        await node.serving.drain(0.0)
+        await node.runner.drain(0.0)
         answer = await asking
         last = answer[-1] if stream else answer[1]
         assert last["error"]["code"] == "draining"
 
 
-async def health(node: Surfaced) -> int:
+async def health(node: LocalApi) -> int:
     async with node.http.get("/health") as answer:
         return answer.status
 
@@ -241,12 +241,12 @@ async def test_small_pages() -> None:
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
-async def chat(node: Surfaced, **fields: Any) -> tuple[int, dict[str, Any]]:
+async def chat(node: LocalApi, **fields: Any) -> tuple[int, dict[str, Any]]:
     async with node.http.post("/v1/chat/completions", json=fields) as answer:
         return answer.status, await answer.json()
 
 
-async def tokenize(node: Surfaced, **fields: Any) -> list[int]:
+async def tokenize(node: LocalApi, **fields: Any) -> list[int]:
     async with node.http.post("/tokenize", json=fields) as answer:
         assert answer.status == 200
         ids: list[int] = (await answer.json())["tokens"]
@@ -311,11 +311,14 @@ async def test_a_client_that_is_found_gone_by_writing_to_it_is_no_error(
 ) -> None:
     with caplog.at_level("INFO"):
         engine = emulated(scales=FAST)
-        async with asyncio.timeout(HANG_S), surfaced(engine, BYTES, hears_of_leaving=False) as node:
+        async with (
+            asyncio.timeout(HANG_S),
+            local_api(engine, BYTES, handler_cancellation=False) as node,
+        ):
             asked = {"prompt": PROMPT, "max_tokens": 3_000, "stream": True, "ignore_eos": True}
             async with node.http.post("/v1/completions", json=asked) as answer:
                 await answer.content.readany()
                 answer.close()
-            await node.serving.drain(HANG_S)
-    assert "cut off" in caplog.text  # long before its length
+            await node.runner.drain(HANG_S)
+    assert "cancelled: this node" in caplog.text  # long before its length
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

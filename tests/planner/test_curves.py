@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from prfaas.planner.curves import Atoms, WorkCurves, cut
+from prfaas.planner.curves import Atoms, WorkCurves, cut_workload
 from prfaas.planner.workload import Workload
 from tests.planner.builders import FAST, SPEC
 
@@ -14,7 +14,7 @@ WORK = Workload(
 
 
 def test_cuts_lie_between_distinct_lengths() -> None:
-    cuts = cut(WORK)
+    cuts = cut_workload(WORK)
     assert cuts.threshold.tolist() == [0, 100, 300, 800]
     assert cuts.p == pytest.approx([1.0, 0.7, 0.4, 0.0])
     values = np.array([1.0, 2.0, 3.0, 4.0])
@@ -23,7 +23,7 @@ def test_cuts_lie_between_distinct_lengths() -> None:
 
 
 def test_paper_uses_representative_lengths_and_exact_true_means() -> None:
-    cuts, atoms = cut(WORK), Atoms(WORK, SPEC)
+    cuts, atoms = cut_workload(WORK), Atoms(WORK, SPEC)
     paper, exact = WorkCurves(cuts, atoms, "paper"), WorkCurves(cuts, atoms, "exact")
     new = (0.3 * 300 + 0.4 * 800) / 0.7
     cached = 0.3 * 10 / 0.7

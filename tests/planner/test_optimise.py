@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.planner.curves import Atoms, Reading, WorkCurves, cut
-from prfaas.planner.optimise import optimise, rates
+from prfaas.planner.curves import Atoms, Reading, WorkCurves, cut_workload
+from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
 from tests.planner.builders import case_study, problem
 
 
 def curves_of(subject: Problem, reading: Reading) -> WorkCurves:
-    return WorkCurves(cut(subject.workload), Atoms(subject.workload, subject.spec), reading)
+    return WorkCurves(
+        cut_workload(subject.workload), Atoms(subject.workload, subject.spec), reading
+    )
 
 
 def brute_force(subject: Problem, reading: Reading) -> float:
@@ -87,7 +89,7 @@ def test_no_threshold_and_split_is_better(
     work = small_workload([n for n, _ in requests], [w for _, w in requests])
     subject = problem(work, prfaas=prfaas, pd=pd, bps=bps, bs_max=bs_max)
     curves = curves_of(subject, reading)
-    ours = rates(subject, curves, optimise(subject, curves)).lambda_max
+    ours = stage_rates(subject, curves, optimise(subject, curves)).lambda_max
     assert ours == pytest.approx(brute_force(subject, reading), rel=1e-9)
 
 
@@ -96,7 +98,7 @@ def test_the_case_study_against_every_split_and_threshold(reading: Reading) -> N
     subject = case_study()
     curves = curves_of(subject, reading)
     choice = optimise(subject, curves)
-    best = rates(subject, curves, choice).lambda_max
+    best = stage_rates(subject, curves, choice).lambda_max
     p = curves.cuts.p
     remote, local = subject.remotes[0], subject.local
     with np.errstate(divide="ignore"):
@@ -114,10 +116,10 @@ def test_hundreds_of_instances() -> None:
     subject = problem(prfaas=300, pd=700, bps=1e11)
     curves = curves_of(subject, "paper")
     choice = optimise(subject, curves)
-    best = rates(subject, curves, choice).lambda_max
+    best = stage_rates(subject, curves, choice).lambda_max
     for n_prefill in range(0, 700):
         others = problem(prfaas=300, pd=700, bps=1e11, fixed_prefill=n_prefill)
-        one = rates(others, curves, optimise(others, curves))
+        one = stage_rates(others, curves, optimise(others, curves))
         assert one.lambda_max <= best * (1 + 1e-12)
 
 
@@ -146,7 +148,7 @@ def test_several_prfaas_clusters_add_up() -> None:
     half = dataclasses.replace(remote, pool=dataclasses.replace(remote.pool, instances=2))
     two = dataclasses.replace(one, remotes=(half, half))
     curves = curves_of(one, "paper")
-    single, double = (rates(s, curves, optimise(s, curves)) for s in (one, two))
+    single, double = (stage_rates(s, curves, optimise(s, curves)) for s in (one, two))
     assert len(double.each_prfaas) == 2
     # Compute is equal; the second link can only help.
     assert double.lambda_max >= single.lambda_max

@@ -104,10 +104,10 @@ def test_the_same_time_everywhere() -> None:
     ("times", "message"),
     [
         ([(100, 0, 1.0)], "one point; give at least two"),
-        ([(100, 5, 1.0), (200, 5, 2.0)], "without points at cached = 0"),
+        ([(100, 5, 1.0), (200, 5, 2.0)], "no points at cached = 0"),
         ([(100, 0, 2.0), (200, 0, 1.0)], "200 tokens take 1 s, less than 100 tokens"),
         ([(100, 0, 1.0), (100, 0, 2.0)], "new = 100 twice"),
-        ([(1, 0, 1.0), (2, 0, 2.0), (1, 9, 1.0)], "cached = 9: one point"),
+        ([(1, 0, 1.0), (2, 0, 2.0), (1, 9, 1.0)], "cached = 9: only one point"),
     ],
 )
 def test_unusable_points(times: list[tuple[int, int, float]], message: str) -> None:

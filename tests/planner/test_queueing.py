@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from prfaas.planner.queueing import Service, erlang_c, mean_wait_s, waiting
+from prfaas.planner.queueing import Service, erlang_c, mean_wait_s, predict_wait
 from tests.planner.builders import case_study
 from tests.planner.queue_simulation import Array, simulate_waits
 
@@ -32,7 +32,7 @@ def test_waits_at_80_per_cent_load_against_an_event_simulation(name: str) -> Non
     rng = np.random.default_rng(7)
     drawn = rng.choice(seconds, REQUESTS, p=weight / weight.sum())
     seen = simulate_waits(rate, servers, drawn, rng)
-    wait = waiting(rate, servers, service)
+    wait = predict_wait(rate, servers, service)
     assert wait is not None
     assert mean_wait_s(rate, servers, service) == pytest.approx(seen.mean(), rel=0.05)
     assert wait.mean_s == pytest.approx(seen.mean(), rel=0.05)
@@ -58,16 +58,16 @@ def test_exact_special_cases() -> None:
 def test_no_steady_state() -> None:
     service = Service.from_cv2(1.0, 0.5)
     assert mean_wait_s(2.0, 2, service) == math.inf
-    assert waiting(2.0, 2, service) is None
-    assert waiting(1.999, 2, service) is not None
+    assert predict_wait(2.0, 2, service) is None
+    assert predict_wait(1.999, 2, service) is not None
 
 
 def test_idle_and_thousands_of_servers() -> None:
     service = Service.from_cv2(25.6, 0.0)
-    idle = waiting(0.0, 3, service)
+    idle = predict_wait(0.0, 3, service)
     assert idle is not None and idle.mean_s == 0
     assert idle.exceeds(np.array([0.0, 1.0])).tolist() == [0, 0]
-    crowd = waiting(0.9 * 12_500 / 25.6, 12_500, service)
+    crowd = predict_wait(0.9 * 12_500 / 25.6, 12_500, service)
     assert crowd is not None and crowd.mean_s < 1e-6
 
 

@@ -14,7 +14,7 @@ from prfaas.planner.workload import (
     empirical,
     lognormal,
     mixture,
-    uncached,
+    uncached_requests,
 )
 
 
@@ -86,10 +86,10 @@ def test_uncached_lengths_of_a_trace() -> None:
         row(1200, [1, 2, 9]),  # two blocks known
         row(900, [1, 8]),  # one
         row(1024, [1, 2]),  # all known, but one token is always computed
-        row(600, [7, 2]),  # block 2 is known, but only behind block 1: a run starts at the start
+        row(600, [7, 2]),  # block 2 is known, but only after block 1: a run starts at the start
         "",
     ]
-    assert uncached(parse_rows(lines, 512), 512) == [
+    assert uncached_requests(parse_rows(lines, 512), 512) == [
         TraceRequest(1300, 0, 10),
         TraceRequest(176, 1024, 10),
         TraceRequest(388, 512, 10),
@@ -109,4 +109,4 @@ def test_an_empirical_workload_is_the_trace() -> None:
 
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(InputError, match="no request"):
-        uncached([], 512)
+        uncached_requests([], 512)

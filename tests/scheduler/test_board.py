@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import CacheCopy, Route
-from prfaas.scheduler.view import LinkView, NodeView, without
+from prfaas.scheduler.view import LinkView, NodeView, exclude_nodes
 from prfaas.types import LinkStats, NodeId
 from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE
 
@@ -35,7 +35,7 @@ def test_dispatches_count_at_once() -> None:
     subject = board()
     before = subject.view(10.0, {}, {})
     for _ in range(2):
-        subject.dispatched(way(), 5e8, 10.0)
+        subject.record_dispatch(way(), 5e8, 10.0)
     assert seen(subject, REMOTE[0]).free_at_s == 14.0
     assert seen(subject, REMOTE[0]).queued == 2
     assert seen(subject, LOCAL[2]).active == 2
@@ -45,50 +45,50 @@ def test_dispatches_count_at_once() -> None:
     assert before.remotes[0].nodes[0].queued == 0
 
 
-def test_a_request_is_forgotten_in_steps() -> None:
+def test_a_request_leaves_the_board_in_steps() -> None:
     subject = board()
     start = subject.view(0.0, {}, {})
     for end in ("landed", "given up"):
-        subject.dispatched(way(), 5e8, 10.0)
+        subject.record_dispatch(way(), 5e8, 10.0)
         if end == "landed":
-            subject.landed(way())
+            subject.record_handoff(way())
             assert subject.view(0.0, {}, {}).links[OUT].pending_bytes == 0
             assert seen(subject, REMOTE[0]).queued == 0
             assert seen(subject, LOCAL[2]).active == 1, "it decodes now"
-            subject.ended(way(), 5e8)
+            subject.record_end(way(), 5e8)
         else:
-            subject.given_up(way(), 5e8)
-        subject.emptied(REMOTE[0])
+            subject.record_failure(way(), 5e8)
+        subject.forget_work(REMOTE[0])
         assert subject.view(0.0, {}, {}) == start
 
 
 def test_copies_delay_the_start() -> None:
     subject = board()
     copy = CacheCopy(LOCAL[1], LOCAL[0], 64, 1000, 3.0)
-    subject.dispatched(way(LOCAL[0], 2.0, (copy,)), 0.0, 10.0)
+    subject.record_dispatch(way(LOCAL[0], 2.0, (copy,)), 0.0, 10.0)
     assert seen(subject, LOCAL[0]).free_at_s == 15.0
 
 
-def test_a_report_corrects_what_it_can_know() -> None:
+def test_a_report_corrects_what_it_includes() -> None:
     subject = board()
-    subject.dispatched(way(seconds=2.0), 0.0, 10.0)
-    subject.dispatched(way(seconds=3.0), 0.0, 12.5)
+    subject.record_dispatch(way(seconds=2.0), 0.0, 10.0)
+    subject.record_dispatch(way(seconds=3.0), 0.0, 12.5)
     # Sent at 12, before the second dispatch: the first takes longer than expected.
-    subject.reported(REMOTE[0], NodeReport(12.0, 4.0, 0))
+    subject.record_report(REMOTE[0], NodeReport(12.0, 4.0, 0))
     assert seen(subject, REMOTE[0]).free_at_s == 19.0
-    subject.reported(REMOTE[0], NodeReport(13.0, 1.0, 0))
+    subject.record_report(REMOTE[0], NodeReport(13.0, 1.0, 0))
     assert seen(subject, REMOTE[0]).free_at_s == 14.0, "all of it is in that report"
 
 
 def test_requests_of_other_routers_count_too() -> None:
     subject = board()
-    subject.dispatched(way(), 0.0, 10.0)
-    subject.reported(LOCAL[2], NodeReport(11.0, 0.0, 3))
+    subject.record_dispatch(way(), 0.0, 10.0)
+    subject.record_report(LOCAL[2], NodeReport(11.0, 0.0, 3))
     assert seen(subject, LOCAL[2]).active == 4, "three there, one of ours on its way"
-    subject.landed(way())
-    subject.reported(LOCAL[2], NodeReport(12.0, 0.0, 4))
+    subject.record_handoff(way())
+    subject.record_report(LOCAL[2], NodeReport(12.0, 0.0, 4))
     assert seen(subject, LOCAL[2]).active == 4
-    subject.reported(LOCAL[2], NodeReport(13.0, 0.0, 1))
+    subject.record_report(LOCAL[2], NodeReport(13.0, 0.0, 1))
     assert seen(subject, LOCAL[2]).active == 1
 
 
@@ -106,50 +106,50 @@ def test_a_true_report_changes_nothing(
     for place, (gap, seconds) in enumerate(gaps):
         now += gap
         free = max(free, now) + seconds
-        subject.dispatched(way(seconds=seconds), 0.0, now)
+        subject.record_dispatch(way(seconds=seconds), 0.0, now)
         if place == min(after, len(gaps) - 1):
             at = now + lag * 0.05
             work_at = (at, max(0.0, free - at))
-    subject.reported(REMOTE[0], NodeReport(work_at[0], work_at[1], 0))
+    subject.record_report(REMOTE[0], NodeReport(work_at[0], work_at[1], 0))
     assert seen(subject, REMOTE[0]).free_at_s == pytest.approx(free)
 
 
-def test_a_link_without_connections_is_cut() -> None:
+def test_a_link_without_connections_is_down() -> None:
     subject = board()
     assert subject.is_up(OUT)
-    subject.link_reported(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
+    subject.record_link_report(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
     assert not subject.is_up(OUT) and not subject.view(1.0, {}, {}).links[OUT].up
 
 
-def test_nodes_come_and_go() -> None:
+def test_nodes_join_and_leave() -> None:
     subject = board()
     new = NodeId("new")
     subject.join(NEAR, new)
     assert seen(subject, new) == NodeView(new, "prefill", True, -math.inf, 0, 0, 4, 1e9)
     start = subject.view(0.0, {}, {})
-    subject.dispatched(way(LOCAL[0]), 5e8, 10.0)
+    subject.record_dispatch(way(LOCAL[0]), 5e8, 10.0)
     assert not subject.leave(LOCAL[0]), "it still has a prefill of ours"
     assert not subject.leave(LOCAL[2]), "it is to decode it"
-    subject.landed(way(LOCAL[0]))
+    subject.record_handoff(way(LOCAL[0]))
     assert subject.leave(LOCAL[0]) and LOCAL[0] not in subject
     assert [node.node for node in subject.view(0.0, {}, {}).local.nodes] == [*LOCAL[1:], new]
-    subject.ended(way(LOCAL[0]), 5e8)
+    subject.record_end(way(LOCAL[0]), 5e8)
     subject.assign(new, "decode", usable=False)
     assert subject.node(new).role == "decode" and not subject.node(new).usable
     assert seen(subject, LOCAL[2]) == start.local.nodes[2], "places have shifted, accounts have not"
     assert subject.own_decodes(LOCAL[2]) == 0
 
 
-def test_others_work_keeps_nobody_from_leaving() -> None:
+def test_work_of_other_routers_does_not_keep_a_node() -> None:
     subject = board()
-    subject.reported(LOCAL[2], NodeReport(1.0, 0.0, 3))
+    subject.record_report(LOCAL[2], NodeReport(1.0, 0.0, 3))
     assert subject.node(LOCAL[2]).active == 3 and subject.leave(LOCAL[2])
 
 
-def test_without_some_nodes_the_world_is_the_same_but_for_them() -> None:
+def test_a_view_with_excluded_nodes_is_the_same_otherwise() -> None:
     view = board().view(0.0, {}, {})
-    assert without(view, ()) is view
-    fewer = without(view, {LOCAL[1], REMOTE[0]})
+    assert exclude_nodes(view, ()) is view
+    fewer = exclude_nodes(view, {LOCAL[1], REMOTE[0]})
     for before, after in zip(
         (view.local, *view.remotes), (fewer.local, *fewer.remotes), strict=True
     ):

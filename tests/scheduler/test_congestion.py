@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.scheduler.congestion import DEFAULT_RULES, LinkHealth, Verdict, judge
+from prfaas.scheduler.congestion import DEFAULT_RULES, LinkHealth, LinkVerdict, judge
 from prfaas.types import LinkStats
 
-CLEAR, BUILDING, CONGESTED = Verdict
+CLEAR, BUILDING, CONGESTED = LinkVerdict
 CAPACITY_BPS = 1e9
 SEGMENT_BITS = 1448 * 8
 LADDERS = {
@@ -49,24 +49,24 @@ class Link:
         self.capacity_bps = capacity_bps
         self.now_s = 1000.0
         self.health = LinkHealth()
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[LinkVerdict] = []
 
-    def tell(self, **fields: Any) -> Verdict:
+    def feed(self, **fields: Any) -> LinkVerdict:
         self.now_s += self.every_s
         self.health = judge(self.health, report(self.now_s, **fields), self.capacity_bps)
         self.verdicts.append(self.health.verdict)
         return self.health.verdict
 
-    def tell_for(self, seconds: float, **fields: Any) -> Verdict:
+    def feed_for(self, seconds: float, **fields: Any) -> LinkVerdict:
         for _ in range(math.ceil(seconds / self.every_s)):
-            self.tell(**fields)
+            self.feed(**fields)
         return self.health.verdict
 
-    def until(self, wanted: set[Verdict], limit_s: float, **fields: Any) -> float:
+    def until(self, wanted: set[LinkVerdict], limit_s: float, **fields: Any) -> float:
         """How long it takes to reach one of `wanted`."""
         began_s = self.now_s
         while self.now_s - began_s < limit_s:
-            if self.tell(**fields) in wanted:
+            if self.feed(**fields) in wanted:
                 return self.now_s - began_s
         raise AssertionError(f"still {self.health.verdict.name} after {limit_s} s: {self.health}")
 
@@ -81,13 +81,13 @@ def lost(share: float, every_s: float, goodput_bps: float = 0.5e9) -> int:
 
 @pytest.mark.parametrize("every_s", [0.25, 0.5])
 @pytest.mark.parametrize(("share", "wanted"), [(0.003, BUILDING), (0.01, CONGESTED)])
-def test_loss_turns_within_two_seconds_and_back(
-    every_s: float, share: float, wanted: Verdict
+def test_loss_changes_the_verdict_within_two_seconds_and_back(
+    every_s: float, share: float, wanted: LinkVerdict
 ) -> None:
     link = Link(every_s)
-    assert link.tell_for(5) is CLEAR
+    assert link.feed_for(5) is CLEAR
     assert link.until({wanted}, 2.0, retransmitted_segments=lost(share, every_s)) <= 2.0
-    link.tell_for(10, retransmitted_segments=lost(share, every_s))
+    link.feed_for(10, retransmitted_segments=lost(share, every_s))
     assert (link.health.verdict, link.health.cause) == (wanted, "loss")
     assert DEFAULT_RULES.calm_s <= link.until({CLEAR}, 6.0) <= 4.5
     assert link.health.cause == ""
@@ -99,7 +99,7 @@ def test_loss_shows_on_a_slow_link_too() -> None:
     link = Link()
     slow: dict[str, Any] = {"goodput_bps": 20e6, "delivery_bps": 20e6, "waited_s": 0.2}
     slow["backlog_bytes"] = 500_000
-    link.tell_for(5, **slow)
+    link.feed_for(5, **slow)
     assert link.until({BUILDING, CONGESTED}, 2.0, **slow, retransmitted_segments=4) <= 2.0
 
 
@@ -108,90 +108,90 @@ def test_the_usual_loss_of_a_long_path_is_clear() -> None:
     dice = random.Random(1)
     segments = int(0.5e9 * 0.25 / SEGMENT_BITS)
     for _ in range(200):
-        link.tell(retransmitted_segments=sum(dice.random() < 0.0005 for _ in range(segments)))
+        link.feed(retransmitted_segments=sum(dice.random() < 0.0005 for _ in range(segments)))
     assert set(link.verdicts) == {CLEAR}
 
 
-def test_one_lost_packet_is_no_trend() -> None:
+def test_one_lost_packet_is_not_a_trend() -> None:
     link = Link(0.5)
     idle: dict[str, Any] = {"goodput_bps": 1e5, "backlog_bytes": 0, "in_flight_bytes": 0}
-    link.tell_for(2, **idle, waited_s=0.0)
-    link.tell(**idle, waited_s=0.0, retransmitted_segments=1)
+    link.feed_for(2, **idle, waited_s=0.0)
+    link.feed(**idle, waited_s=0.0, retransmitted_segments=1)
     assert link.health.verdict is CLEAR
 
 
 @pytest.mark.parametrize(
     ("rtt_s", "verdict"), [(0.070, CLEAR), (0.085, BUILDING), (0.150, CONGESTED)]
 )
-def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: Verdict) -> None:
+def test_a_standing_queue_shows_in_the_rtt(rtt_s: float, verdict: LinkVerdict) -> None:
     link = Link()
-    link.tell_for(2)
-    assert link.tell(rtt_s=rtt_s) is CLEAR, "one report is no standing queue"
-    assert link.tell_for(1, rtt_s=rtt_s) is verdict
+    link.feed_for(2)
+    assert link.feed(rtt_s=rtt_s) is CLEAR, "one report is not a standing queue"
+    assert link.feed_for(1, rtt_s=rtt_s) is verdict
     assert link.health.cause == ("queueing" if verdict else "")
-    assert link.tell_for(3) is CLEAR
+    assert link.feed_for(3) is CLEAR
 
 
 def test_a_short_path_may_double_its_rtt() -> None:
     link = Link()
-    link.tell(rtt_s=0.0002)
-    assert link.tell_for(3, rtt_s=0.0012) is CLEAR
-    assert link.tell_for(1.25, rtt_s=0.030) is CONGESTED
+    link.feed(rtt_s=0.0002)
+    assert link.feed_for(3, rtt_s=0.0012) is CLEAR
+    assert link.feed_for(1.25, rtt_s=0.030) is CONGESTED
 
 
 def test_a_longer_route_is_accepted_in_time_and_a_busy_quarter_hour_is_not() -> None:
     link = Link(0.5)
-    link.tell_for(2)
-    assert link.tell_for(15 * 60, rtt_s=0.120) is BUILDING
-    assert link.tell_for(2 * 3600, rtt_s=0.120) is CLEAR
+    link.feed_for(2)
+    assert link.feed_for(15 * 60, rtt_s=0.120) is BUILDING
+    assert link.feed_for(2 * 3600, rtt_s=0.120) is CLEAR
 
 
 def test_an_idle_connection_remembers_an_old_rtt() -> None:
     link = Link()
-    link.tell_for(2)
-    assert link.tell_for(1.25, rtt_s=0.3) is CONGESTED
+    link.feed_for(2)
+    assert link.feed_for(1.25, rtt_s=0.3) is CONGESTED
     idle: dict[str, Any] = {"goodput_bps": 0.0, "backlog_bytes": 0, "in_flight_bytes": 0}
-    assert link.tell_for(4, rtt_s=0.3, waited_s=0.0, delivery_bps=None, **idle) is CLEAR
+    assert link.feed_for(4, rtt_s=0.3, waited_s=0.0, delivery_bps=None, **idle) is CLEAR
 
 
 def test_bytes_that_wait_longer_and_longer() -> None:
     link = Link()
-    link.tell_for(2)
+    link.feed_for(2)
     for waited_s in (0.2, 0.45, 0.7):
-        assert link.tell(waited_s=waited_s) is CLEAR
-    assert link.tell(waited_s=0.95) is BUILDING
+        assert link.feed(waited_s=waited_s) is CLEAR
+    assert link.feed(waited_s=0.95) is BUILDING
     assert link.health.cause == "waiting"
-    assert link.tell_for(1, waited_s=2.5) is CONGESTED
-    assert link.tell_for(5) is CLEAR
+    assert link.feed_for(1, waited_s=2.5) is CONGESTED
+    assert link.feed_for(5) is CLEAR
 
 
 def test_a_stopped_link_is_congested_and_recovers() -> None:
     link = Link()
-    link.tell_for(2)
+    link.feed_for(2)
     stopped: dict[str, Any] = {"goodput_bps": 0.0, "delivery_bps": None}
     for tick in range(240):
-        link.tell(**stopped, waited_s=0.25 * tick)
+        link.feed(**stopped, waited_s=0.25 * tick)
     assert link.health.verdict is CONGESTED
     assert link.until({CLEAR}, 7.0) <= 6.0
 
 
 def test_a_full_link_on_which_no_byte_waits_is_clear() -> None:
     link = Link()
-    assert link.tell_for(10, goodput_bps=0.99e9, waited_s=0.0) is CLEAR
+    assert link.feed_for(10, goodput_bps=0.99e9, waited_s=0.0) is CLEAR
 
 
 def test_a_link_that_fills_warns_before_any_queue_stands() -> None:
     link = Link()
-    link.tell_for(2)
-    assert link.tell_for(2, goodput_bps=0.95e9) is BUILDING
+    link.feed_for(2)
+    assert link.feed_for(2, goodput_bps=0.95e9) is BUILDING
     assert link.health.cause == "utilisation"
-    assert link.tell_for(60, goodput_bps=0.99e9) is BUILDING
-    assert link.tell_for(4) is CLEAR
+    assert link.feed_for(60, goodput_bps=0.99e9) is BUILDING
+    assert link.feed_for(4) is CLEAR
     unknown = Link(capacity_bps=None)
-    assert unknown.tell_for(5, goodput_bps=5e9) is CLEAR
+    assert unknown.feed_for(5, goodput_bps=5e9) is CLEAR
 
 
-def test_what_is_unknown_plays_no_part() -> None:
+def test_a_missing_signal_is_ignored() -> None:
     link = Link(capacity_bps=None)
     nothing: dict[str, Any] = {
         "rtt_s": None,
@@ -199,36 +199,36 @@ def test_what_is_unknown_plays_no_part() -> None:
         "retransmitted_segments": None,
         "congestion_window_bytes": None,
     }
-    assert link.tell_for(5, **nothing) is CLEAR
-    link.tell_for(2, retransmitted_segments=1000)
+    assert link.feed_for(5, **nothing) is CLEAR
+    link.feed_for(2, retransmitted_segments=1000)
     assert link.health.verdict is CONGESTED
-    assert link.tell_for(4, **nothing) is CLEAR  # a signal that falls silent holds nothing
+    assert link.feed_for(4, **nothing) is CLEAR  # a signal that falls silent holds nothing
 
 
 def test_old_and_repeated_reports_change_nothing() -> None:
     link = Link()
-    link.tell_for(2)
+    link.feed_for(2)
     for at_s in (link.now_s, link.now_s - 1):
         awful = report(at_s, rtt_s=1.0, retransmitted_segments=10_000)
         assert judge(link.health, awful, CAPACITY_BPS) is link.health
 
 
-def test_a_restarted_sender_starts_anew() -> None:
+def test_a_restarted_sender_resets_the_state() -> None:
     link = Link()
-    link.tell_for(2, retransmitted_segments=1000)
+    link.feed_for(2, retransmitted_segments=1000)
     assert link.health.verdict is CONGESTED
     fresh = judge(link.health, report(1.0), CAPACITY_BPS)
     assert fresh == judge(LinkHealth(), report(1.0), CAPACITY_BPS)
 
 
-def test_silence_is_not_calm() -> None:
+def test_a_gap_between_reports_is_not_calm() -> None:
     link = Link()
-    link.tell_for(4, retransmitted_segments=lost(0.01, 0.25))
-    link.tell_for(1)  # calm begins
+    link.feed_for(4, retransmitted_segments=lost(0.01, 0.25))
+    link.feed_for(1)  # calm begins
     assert link.health.below_congested_since_s is not None
     link.now_s += 30
-    assert link.tell() is CONGESTED
-    assert link.tell_for(3) is CLEAR
+    assert link.feed() is CONGESTED
+    assert link.feed_for(3) is CLEAR
 
 
 # Properties ---------------------------------------------------------------------------------------
@@ -297,24 +297,26 @@ def test_worse_signals_never_give_a_better_verdict(
 @pytest.mark.parametrize("signal", ["loss", "queueing", "waiting", "utilisation"])
 def test_a_slow_swing_within_the_band_changes_nothing(signal: str) -> None:
     """Slower than the calm, so that only the distance of `enter` and `leave` can hold it."""
-    border = LADDERS[signal].building
-    assert border.leave < 0.9 * border.enter
+    threshold = LADDERS[signal].building
+    assert threshold.leave < 0.9 * threshold.enter
     link = Link()
-    link.tell_for(3)
-    assert link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25)) is BUILDING
+    link.feed_for(3)
+    assert link.feed_for(6, **_at(signal, threshold.enter * 1.05, 0.25)) is BUILDING
     link.verdicts.clear()
     for _ in range(3):
-        link.tell_for(6, **_at(signal, border.leave + 0.3 * (border.enter - border.leave), 0.25))
-        link.tell_for(6, **_at(signal, border.enter * 1.05, 0.25))
+        link.feed_for(
+            6, **_at(signal, threshold.leave + 0.3 * (threshold.enter - threshold.leave), 0.25)
+        )
+        link.feed_for(6, **_at(signal, threshold.enter * 1.05, 0.25))
     assert set(link.verdicts) == {BUILDING}
 
 
-def test_a_short_halt_is_no_stop() -> None:
+def test_a_short_pause_is_not_a_stop() -> None:
     """BBR measures the empty path: for one report next to nothing passes, and bytes wait."""
     link = Link()
-    link.tell_for(5)
-    link.tell(goodput_bps=0.05e9, waited_s=0.35)
-    link.tell_for(5)
+    link.feed_for(5)
+    link.feed(goodput_bps=0.05e9, waited_s=0.35)
+    link.feed_for(5)
     assert set(link.verdicts) == {CLEAR}
 
 
@@ -325,22 +327,22 @@ def test_a_short_halt_is_no_stop() -> None:
     st.integers(0, 2**32),
     st.floats(0.25, 0.5),
 )
-def test_noise_around_a_border_changes_the_verdict_at_most_once(
+def test_noise_around_a_threshold_changes_the_verdict_at_most_once(
     signal: str, step: int, seed: int, every_s: float
 ) -> None:
     dice = random.Random(seed)
     ladder = LADDERS[signal]
-    border = (ladder.building, ladder.congested)[step]
-    if math.isinf(border.enter):
-        border = ladder.building
+    threshold = (ladder.building, ladder.congested)[step]
+    if math.isinf(threshold.enter):
+        threshold = ladder.building
     link = Link(every_s)
-    link.tell_for(3)
-    if step and border is not ladder.building:  # already on the step below
-        link.tell_for(3, **_at(signal, (ladder.building.enter + border.leave) / 2, every_s))
+    link.feed_for(3)
+    if step and threshold is not ladder.building:  # already on the step below
+        link.feed_for(3, **_at(signal, (ladder.building.enter + threshold.leave) / 2, every_s))
     link.verdicts.clear()
     for _ in range(200):
-        swing = (border.enter - border.leave) * 0.9
-        link.tell(**_at(signal, border.enter + dice.uniform(-swing, swing), every_s))
+        swing = (threshold.enter - threshold.leave) * 0.9
+        link.feed(**_at(signal, threshold.enter + dice.uniform(-swing, swing), every_s))
     assert link.changes <= 1
 
 
@@ -358,7 +360,7 @@ def _at(signal: str, value: float, every_s: float) -> dict[str, Any]:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.floats(0.25, 0.5), reports), min_size=1, max_size=80), capacities)
-def test_changes_are_bounded_whatever_comes(
+def test_changes_are_bounded_for_any_reports(
     history: list[tuple[float, dict[str, Any]]], capacity_bps: float | None
 ) -> None:
     """An improvement takes `calm_s` of calm: two steps down and two up fit into that time."""

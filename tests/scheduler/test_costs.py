@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
 from prfaas.planner.profile import PrefillProfile, PrefillTime
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from tests.planner.builders import FAST, problem
 from tests.scheduler.views import COSTS, FAR, NEAR
 
@@ -28,12 +28,12 @@ MIXED = KVSpec(
         LinearState("linear0", (3,), 5000),
     )
 )
-MIXED_COSTS = costs_of(replace(problem(), spec=MIXED), 500)
+MIXED_COSTS = build_costs(replace(problem(), spec=MIXED), 500)
 TABLES = {profile: profile.table(5000) for profile in (FAST, PREFIXED)}
 
 
 @given(st.integers(1, 6000), st.integers(0, 50_000), st.sampled_from([FAST, PREFIXED]))
-def test_a_table_says_what_its_profile_says(new: int, cached: int, profile: PrefillProfile) -> None:
+def test_a_table_agrees_with_its_profile(new: int, cached: int, profile: PrefillProfile) -> None:
     table = TABLES[profile]
     assert table.seconds(new, cached) == pytest.approx(float(profile.seconds(new, cached)))
 

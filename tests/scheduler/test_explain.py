@@ -27,7 +27,7 @@ from tests.scheduler.views import (
 
 
 @given(requests, views, policies)
-def test_the_chosen_way_is_among_the_alternatives(
+def test_the_chosen_route_is_among_the_alternatives(
     request: Request, seen: View, policy: str
 ) -> None:
     found = explain(request, seen, PLAN, state(policy))
@@ -50,7 +50,7 @@ def test_an_idle_forecast_is_the_planners(tokens: int) -> None:
         assert forecasts[cluster].ttft_s == pytest.approx(said.ttft.mean_s, rel=1e-6)
 
 
-def test_a_prefix_elsewhere_is_an_alternative_of_its_own() -> None:
+def test_a_foreign_prefix_is_a_separate_alternative() -> None:
     seen = view({REMOTE[1]: Hit(1280, 1280)})
     found = explain(Request(1, 1500), seen, PLAN, state("adaptive")).alternatives
     ways = {(a.cluster, a.cached_tokens, bool(a.copies)) for a in found}

@@ -1,12 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.handoff import MAX_TAIL_TOKENS, handoff
+from prfaas.scheduler.handoff import MAX_TAIL_TOKENS, choose_handoff
 
 
 @given(st.integers(1, 5000), st.sampled_from([16, 64, 512]), st.booleans())
 def test_rules(prompt: int, block: int, resumable: bool) -> None:
-    tokens, checkpoint = handoff(prompt, block, resumable=resumable)
+    tokens, checkpoint = choose_handoff(prompt, block, resumable=resumable)
     assert 0 <= tokens < prompt, "the decode node computes at least the last token"
     if tokens % block == 0 and tokens:
         assert prompt - tokens <= MAX_TAIL_TOKENS or tokens == prompt - 1
@@ -18,9 +18,9 @@ def test_rules(prompt: int, block: int, resumable: bool) -> None:
 
 
 def test_cases() -> None:
-    assert handoff(1000, 64, resumable=True) == (960, None)
-    assert handoff(1024, 64, resumable=True) == (960, None), "64 tokens behind the boundary"
-    assert handoff(1300, 512, resumable=True) == (1299, 1024)
-    assert handoff(1300, 512, resumable=False) == (1299, None)
-    assert handoff(300, 512, resumable=True) == (299, None), "no boundary to save at"
-    assert handoff(1, 64, resumable=True) == (0, None), "straight to the decode node"
+    assert choose_handoff(1000, 64, resumable=True) == (960, None)
+    assert choose_handoff(1024, 64, resumable=True) == (960, None), "64 tokens after the boundary"
+    assert choose_handoff(1300, 512, resumable=True) == (1299, 1024)
+    assert choose_handoff(1300, 512, resumable=False) == (1299, None)
+    assert choose_handoff(300, 512, resumable=True) == (299, None), "no boundary to save at"
+    assert choose_handoff(1, 64, resumable=True) == (0, None), "straight to the decode node"

@@ -8,16 +8,16 @@ import pytest
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
-from prfaas.planner.plan import Planner
+from prfaas.planner.comparison import Planner
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import (
     Plan,
     Role,
     Solver,
-    best_for,
+    find_optimum,
     first_plan,
     hardware_for,
-    staffed,
+    plan_for_nodes,
     with_instances,
 )
 from prfaas.studies.problem_files import Study
@@ -69,15 +69,15 @@ def test_policy_local_is_planned_as_if_there_were_no_prfaas_cluster() -> None:
 def test_a_given_split_keeps_its_nodes_and_chooses_the_threshold() -> None:
     given = problem()
     fixed = Solver(given).best(n_prefill=1)
-    free = best_for(given)
+    free = find_optimum(given)
     assert fixed.n_prefill == 1
     assert fixed.capacity_rps <= free.capacity_rps
 
 
-def test_no_prfaas_instance_alive_means_no_share_and_all_local() -> None:
+def test_without_a_live_prfaas_instance_every_prefill_is_local() -> None:
     given = problem()
     dead = tuple(replace(r, pool=replace(r.pool, instances=0)) for r in given.remotes)
-    best = best_for(replace(given, remotes=dead))
+    best = find_optimum(replace(given, remotes=dead))
     assert best.shares == (0.0,)
     assert best.threshold_tokens == given.workload.max_new_tokens
 
@@ -85,24 +85,26 @@ def test_no_prfaas_instance_alive_means_no_share_and_all_local() -> None:
 NODES = [NodeId(f"pd-{index}") for index in range(8)]
 
 
-def test_nodes_keep_their_roles_and_newcomers_take_what_lacks() -> None:
+def test_nodes_keep_their_roles_and_new_nodes_get_the_missing_ones() -> None:
     given = case_study()
     wanted = plan_of(given)
     roles: dict[NodeId, Role | None] = dict.fromkeys(NODES)
     roles[NODES[-1]] = "prefill"  # where a first plan would have put it last
-    plan = staffed(given, roles, ReplanSection(), 0.0, reason="test")
+    plan = plan_for_nodes(given, roles, ReplanSection(), 0.0, reason="test")
     assert plan.roles[NODES[-1]] == "prefill"
     assert (plan.n_prefill, plan.threshold_tokens) == (wanted.n_prefill, wanted.threshold_tokens)
-    alike = staffed(given, dict.fromkeys(NODES, "prefill"), ReplanSection(), 0.0, reason="test")
-    assert alike.n_prefill == len(NODES), "nobody is converted here"
+    alike = plan_for_nodes(
+        given, dict.fromkeys(NODES, "prefill"), ReplanSection(), 0.0, reason="test"
+    )
+    assert alike.n_prefill == len(NODES), "no node is converted here"
     assert alike.threshold_tokens == Solver(given).best(len(NODES)).threshold_tokens
 
 
 @pytest.mark.parametrize(("local", "remote"), [(1, 0), (1, 2), (3, 0), (12, 5)])
-def test_a_plan_follows_how_many_there_are(local: int, remote: int) -> None:
+def test_a_plan_follows_the_number_of_nodes(local: int, remote: int) -> None:
     problem = with_instances(case_study(), (remote,), local)
     nodes = [NodeId(str(index)) for index in range(local)]
-    plan = staffed(problem, dict.fromkeys(nodes), ReplanSection(), 0.0, reason="test")
+    plan = plan_for_nodes(problem, dict.fromkeys(nodes), ReplanSection(), 0.0, reason="test")
     assert [pool.instances for pool in plan.problem.pools] == [remote, local]
     assert plan.n_decode >= 1
     if remote == 0 and plan.n_prefill:

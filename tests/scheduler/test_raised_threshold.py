@@ -1,4 +1,4 @@
-"""Raising the threshold never makes a request later than leaving it alone would."""
+"""A raised threshold never makes a request later than the plan's threshold would."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,12 +7,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from prfaas.config.deployment import PaperSection, SchedulerSection
-from prfaas.scheduler.congestion import LinkHealth, Verdict
+from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import Option
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, route
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId
 from tests.scheduler.views import COSTS, FAR, NEAR, OUT, PLAN, Hit, state, view
@@ -64,7 +64,7 @@ links = st.builds(
 )
 link_states = st.builds(
     LinkState,
-    st.sampled_from(Verdict).map(LinkHealth),
+    st.sampled_from(LinkVerdict).map(LinkHealth),
     st.none() | st.floats(1e5, 1e10),
 )
 
@@ -87,7 +87,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @st.composite
-def states(draw: st.DrawFn) -> State:
+def states(draw: st.DrawFn) -> ShortTermState:
     known: Mapping[LinkId, LinkState] = {
         way: draw(link_states)
         for remote in (FAR, FARTHER)
@@ -97,10 +97,10 @@ def states(draw: st.DrawFn) -> State:
     hold_s = draw(st.sampled_from([0.0, 5.0]))  # whether the factor may change now
     rules = PaperSection(surge_wait_s=1.0, calm_wait_s=0.5, limit=8.0, hold_s=hold_s)
     section = SchedulerSection(policy="paper", paper=rules)
-    return State(section, known, draw(st.sampled_from([2.0, 4.0, 8.0])), NOW_S - 1)
+    return ShortTermState(section, known, draw(st.sampled_from([2.0, 4.0, 8.0])), NOW_S - 1)
 
 
-def ttft_s(request: Request, way: Route, seen: View, how: State) -> float:
+def ttft_s(request: Request, way: Route, seen: View, how: ShortTermState) -> float:
     nodes = {n.node: n for cluster in (seen.local, *seen.remotes) for n in cluster.nodes}
     ready = [seen.now_s, nodes[way.prefill].free_at_s, *(NOW_S + c.seconds for c in way.copies)]
     option = Option(
@@ -113,7 +113,9 @@ tokens_around = st.integers(1, 10 * THRESHOLD) | st.integers(THRESHOLD + 1, 2 * 
 
 
 @given(tokens_around, views(), states())
-def test_no_request_is_later_for_a_raised_threshold(tokens: int, seen: View, how: State) -> None:
+def test_no_request_is_later_for_a_raised_threshold(
+    tokens: int, seen: View, how: ShortTermState
+) -> None:
     adjusted = adjust(how, seen, NOW_S)
     request = Request(1, tokens)
     placed = route(request, seen, PLAN, adjusted)
@@ -127,7 +129,7 @@ def test_no_request_is_later_for_a_raised_threshold(tokens: int, seen: View, how
     assert raised_s <= ttft_s(request, alone, seen, adjusted)
 
 
-def test_the_reason_says_what_the_raised_threshold_did() -> None:
+def test_the_reason_explains_what_the_raised_threshold_did() -> None:
     raised = replace(state("paper"), threshold_factor=2.0)
     request = Request(1, THRESHOLD * 2)
     idle = route(request, view(), PLAN, raised)
@@ -138,8 +140,8 @@ def test_the_reason_says_what_the_raised_threshold_did() -> None:
     assert "keeps it" in busy_link.reason
 
 
-def test_a_believed_rate_is_what_the_comparison_uses() -> None:
-    slow = LinkState(LinkHealth(Verdict.CONGESTED), bps=1e6)
+def test_the_comparison_uses_the_estimated_bandwidth() -> None:
+    slow = LinkState(LinkHealth(LinkVerdict.CONGESTED), bps=1e6)
     raised = replace(state("paper"), threshold_factor=2.0, links={OUT: slow})
     kept = route(Request(1, THRESHOLD * 2), view(), PLAN, raised)
     assert isinstance(kept, Route) and not kept.offloaded

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.short_term import adjust
 from prfaas.scheduler.state import LinkState
 from prfaas.types import LinkStats
@@ -26,12 +26,12 @@ class Head(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Heard:
+class Judged:
     report: LinkStats
     link: LinkState
 
 
-def replayed(file: Path) -> tuple[Head, list[Heard]]:
+def replayed(file: Path) -> tuple[Head, list[Judged]]:
     first, *lines = file.read_bytes().splitlines()
     head = msgspec.json.decode(first, type=Head)
     known = state("paper")
@@ -41,7 +41,7 @@ def replayed(file: Path) -> tuple[Head, list[Heard]]:
         seen = view(now_s=report.at_s)
         link = seen.links[OUT]._replace(stats=report, capacity_bps=head.capacity_bps)
         known = adjust(known, seen._replace(links={**seen.links, OUT: link}), report.at_s)
-        found.append(Heard(report, known.links[OUT]))
+        found.append(Judged(report, known.links[OUT]))
     return head, found
 
 
@@ -52,12 +52,12 @@ def named(part: str) -> list[Path]:
 @pytest.mark.parametrize("file", named("calm") + named("stalls"), ids=lambda file: file.stem)
 def test_a_link_that_carries_everything_stays_clear(file: Path) -> None:
     _, found = replayed(file)
-    assert sum(heard.report.goodput_bps > 0 for heard in found) > 20, "it was in use"
-    assert {heard.link.health.verdict for heard in found} == {Verdict.CLEAR}
+    assert sum(judged.report.goodput_bps > 0 for judged in found) > 20, "it was in use"
+    assert {judged.link.health.verdict for judged in found} == {LinkVerdict.CLEAR}
 
 
 @pytest.mark.parametrize("file", named("throttled"), ids=lambda file: file.stem)
-def test_a_throttled_link_is_known_two_seconds_after_its_bytes_begin_to_wait(file: Path) -> None:
+def test_a_throttled_link_is_detected_two_seconds_after_its_bytes_begin_to_wait(file: Path) -> None:
     head, found = replayed(file)
     episodes = [
         list(run) for waits, run in groupby(found, lambda h: h.report.waited_s > 0) if waits
@@ -67,8 +67,8 @@ def test_a_throttled_link_is_known_two_seconds_after_its_bytes_begin_to_wait(fil
     assert len(episodes) >= 2, "the link was throttled at least twice"
     for run in episodes:
         begun_s = run[0].report.at_s - run[0].report.waited_s
-        then = [heard.link for heard in run if heard.report.at_s <= begun_s + 2.1]
-        assert max(link.health.verdict for link in then) > Verdict.CLEAR
+        then = [judged.link for judged in run if judged.report.at_s <= begun_s + 2.1]
+        assert max(link.health.verdict for link in then) > LinkVerdict.CLEAR
         rates = [link.bps for link in then if link.bps is not None]
         assert rates, "no rate was believed"
         assert head.throttled_bps / 2 <= rates[-1] <= head.throttled_bps * 2

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.deployment import AdaptiveSection, PaperSection, SchedulerSection
-from prfaas.scheduler.congestion import Verdict
-from prfaas.scheduler.request import Request, Route, offloadable
+from prfaas.scheduler.congestion import LinkVerdict
+from prfaas.scheduler.request import Request, Route, is_offloadable
 from prfaas.scheduler.short_term import adjust, has_room, route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
 from prfaas.sim.links import STANDING_S
@@ -32,7 +32,7 @@ from tests.scheduler.views import (
 THRESHOLD = PLAN.threshold_tokens
 
 
-def routed(request: Request, seen: View, how: State, threshold: int = THRESHOLD) -> Route:
+def routed(request: Request, seen: View, how: ShortTermState, threshold: int = THRESHOLD) -> Route:
     way = route(request, seen, replace(PLAN, threshold_tokens=threshold), how)
     assert isinstance(way, Route), way
     return way
@@ -41,19 +41,19 @@ def routed(request: Request, seen: View, how: State, threshold: int = THRESHOLD)
 # What holds whatever the state of the world -------------------------------------------------------
 
 
-@given(requests, views, policies, st.sampled_from(Verdict))
-def test_never_to_a_dead_node_nor_over_a_cut_link(
-    request: Request, seen: View, policy: str, verdict: Verdict
+@given(requests, views, policies, st.sampled_from(LinkVerdict))
+def test_no_route_uses_a_lost_node_or_a_link_that_is_down(
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
     clusters = {c.cluster: {n.node: n for n in c.nodes} for c in (seen.local, *seen.remotes)}
     usable = {n for nodes in clusters.values() for n, v in nodes.items() if v.usable}
     prefills = [n for c in clusters.values() for n, v in c.items() if v.role == "prefill"]
     if isinstance(way, Hold):
-        far = seen.links[OUT].up and offloadable(request)
+        far = seen.links[OUT].up and is_offloadable(request)
         reach = [n for n in prefills if n in usable and (n in LOCAL or far)]
         if way.cluster is None:
-            assert not reach or not usable & set(LOCAL[2:]), "nobody could take it"
+            assert not reach or not usable & set(LOCAL[2:]), "no node could take it"
         else:
             assert policy == "adaptive", "others bind at once"
             free = [clusters[way.cluster][n].free_at_s for n in reach if n in clusters[way.cluster]]
@@ -70,9 +70,9 @@ def test_never_to_a_dead_node_nor_over_a_cut_link(
     assert 0 <= way.transfer_tokens <= request.prompt_tokens
 
 
-@given(requests, views, policies, st.sampled_from([Verdict.BUILDING, Verdict.CONGESTED]))
+@given(requests, views, policies, st.sampled_from([LinkVerdict.BUILDING, LinkVerdict.CONGESTED]))
 def test_no_copy_crosses_a_scarce_link(
-    request: Request, seen: View, policy: str, verdict: Verdict
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     way = route(request, seen, PLAN, state(policy, verdict))
     for copy in () if isinstance(way, Hold) else way.copies:
@@ -93,9 +93,9 @@ def test_a_higher_threshold_never_offloads_more(
         assert lower.offloaded or not local
 
 
-@given(st.integers(1, 4000), st.integers(0, 15), st.sampled_from(Verdict), free_times)
+@given(st.integers(1, 4000), st.integers(0, 15), st.sampled_from(LinkVerdict), free_times)
 def test_the_uncached_length_decides(
-    uncached: int, blocks: int, verdict: Verdict, free: dict
+    uncached: int, blocks: int, verdict: LinkVerdict, free: dict
 ) -> None:
     """However long the prompt: what the PD cluster has of it does not count."""
     held = blocks * 64
@@ -105,9 +105,9 @@ def test_the_uncached_length_decides(
     assert way.offloaded == (uncached > THRESHOLD)
 
 
-@given(requests, views, policies, st.sampled_from(Verdict))
-def test_the_same_question_has_the_same_answer(
-    request: Request, seen: View, policy: str, verdict: Verdict
+@given(requests, views, policies, st.sampled_from(LinkVerdict))
+def test_the_same_input_gives_the_same_route(
+    request: Request, seen: View, policy: str, verdict: LinkVerdict
 ) -> None:
     how = state(policy, verdict)
     assert route(request, seen, PLAN, how) == route(request, seen, PLAN, how)
@@ -122,21 +122,21 @@ def test_a_remote_prefix_counts_only_while_bandwidth_is_abundant() -> None:
     near = routed(Request(1, tokens), seen, state("paper"))
     assert not near.offloaded and near.cached_tokens == 640
     assert [(c.source, c.target) for c in near.copies] == [(REMOTE[0], near.prefill)]
-    far = routed(Request(1, tokens), seen, state("paper", Verdict.BUILDING))
+    far = routed(Request(1, tokens), seen, state("paper", LinkVerdict.BUILDING))
     assert far.offloaded and far.prefill == REMOTE[0] and not far.copies
 
 
-def test_a_local_prefix_follows_a_long_request_while_bandwidth_is_abundant() -> None:
+def test_a_local_prefix_is_copied_for_a_long_request_while_bandwidth_is_abundant() -> None:
     seen = view({LOCAL[0]: Hit(1280, 1280)})
     request = Request(1, 1280 + THRESHOLD + 1)
     way = routed(request, seen, state("paper"))
     assert way.offloaded and way.cached_tokens == 1280
     assert [c.source for c in way.copies] == [LOCAL[0]]
-    alone = routed(request, seen, state("paper", Verdict.CONGESTED))
+    alone = routed(request, seen, state("paper", LinkVerdict.CONGESTED))
     assert alone.offloaded and alone.cached_tokens == 0
 
 
-def test_a_busy_holder_hands_its_prefix_to_a_free_neighbour() -> None:
+def test_a_prefix_is_copied_from_a_busy_node_to_a_free_one() -> None:
     seen = view({LOCAL[0]: Hit(640, 640)}, free_at_s={LOCAL[0]: 130.0})
     way = routed(Request(1, 700), seen, state("paper"))
     assert way.prefill == LOCAL[1] and way.cached_tokens == 640
@@ -149,7 +149,7 @@ def test_the_holder_is_preferred_while_it_is_free() -> None:
     assert way.prefill == LOCAL[1] and not way.copies
 
 
-def test_what_the_decode_node_has_does_not_travel() -> None:
+def test_tokens_that_the_decode_node_holds_are_not_transferred() -> None:
     seen = view({LOCAL[3]: Hit(0, 640)})
     way = routed(Request(1, THRESHOLD + 641), seen, state("paper"))
     assert way.decode == LOCAL[3] and way.offloaded
@@ -166,11 +166,11 @@ def test_what_the_decode_node_has_does_not_travel() -> None:
     ],
 )
 @pytest.mark.parametrize("policy", ["paper", "adaptive", "remote"])
-def test_what_must_stay_stays(request_: Request, policy: str) -> None:
+def test_requests_that_must_stay_local_stay_local(request_: Request, policy: str) -> None:
     assert routed(request_, view(), state(policy)).cluster == NEAR
 
 
-def test_local_and_remote_do_as_they_are_called() -> None:
+def test_policies_local_and_remote() -> None:
     assert not routed(Request(1, 5000), view(), state("local")).offloaded
     assert routed(Request(1, 1), view(), state("remote")).offloaded
     fallback = routed(Request(1, 5000), view(dead=frozenset(LOCAL[:2])), state("local"))
@@ -196,15 +196,17 @@ def stats(at_s: float, *, goodput_bps: float, backlog_bytes: int = 0) -> LinkSta
     )
 
 
-def told(seen: View, said: LinkStats) -> View:
-    return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=said)})
+def with_stats(seen: View, report: LinkStats) -> View:
+    return seen._replace(links={**seen.links, OUT: seen.links[OUT]._replace(stats=report)})
 
 
-def after(seconds: int, how: State, *, goodput_bps: float, backlog_bytes: int = 0) -> State:
+def after(
+    seconds: int, how: ShortTermState, *, goodput_bps: float, backlog_bytes: int = 0
+) -> ShortTermState:
     start = int(how.links[OUT].health.at_s or 0.0) + 1
     for now in range(start, start + seconds):
-        said = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
-        how = adjust(how, told(view(now_s=now), said), now)
+        report = stats(float(now), goodput_bps=goodput_bps, backlog_bytes=backlog_bytes)
+        how = adjust(how, with_stats(view(now_s=now), report), now)
     return how
 
 
@@ -212,7 +214,7 @@ def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> N
     rules = PaperSection(step=1.5, limit=2.0, hold_s=5.0)
     how = replace(state("paper"), rules=SchedulerSection(policy="paper", paper=rules))
     full = after(3, how, goodput_bps=0.95e8, backlog_bytes=1_000_000)
-    assert full.links[OUT].health.verdict is Verdict.BUILDING
+    assert full.links[OUT].health.verdict is LinkVerdict.BUILDING
     assert full.threshold_factor == 1.5, "once, until it shows what that did"
     fuller = after(20, full, goodput_bps=0.95e8, backlog_bytes=1_000_000)
     assert fuller.threshold_factor == 2.0
@@ -230,10 +232,10 @@ def test_a_queue_at_prfaas_raises_the_threshold() -> None:
     surge = view(free_at_s=dict.fromkeys(REMOTE, 120.0))
     assert adjust(how, surge, 100.0).threshold_factor > 1
     both = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 120.0))
-    assert adjust(how, both, 100.0).threshold_factor == 1, "nobody is better off"
+    assert adjust(how, both, 100.0).threshold_factor == 1, "no request gains"
 
 
-def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
+def test_a_slow_link_is_slow_until_it_is_clear_again() -> None:
     slow = after(3, state("adaptive"), goodput_bps=1e7, backlog_bytes=10_000_000)
     assert slow.links[OUT].bps == 1e7
     still = after(1, slow, goodput_bps=5e6)
@@ -241,26 +243,26 @@ def test_a_slow_link_is_believed_until_it_is_clear_again() -> None:
     assert after(10, still, goodput_bps=5e6).links[OUT].bps is None
 
 
-def test_a_link_over_which_nothing_passes_is_believed_slow_at_once() -> None:
+def test_a_link_that_carries_nothing_is_slow_at_once() -> None:
     calm = after(3, state("adaptive"), goodput_bps=1e7)
     stopped = LinkStats("near", 4.0, 1, 0.0, 1_000_000, 1_000_000, waited_s=1.0, rtt_s=0.01)
-    how = adjust(calm, told(view(now_s=4.0), stopped), 4.0)
+    how = adjust(calm, with_stats(view(now_s=4.0), stopped), 4.0)
     bps = how.links[OUT].bps
-    assert how.links[OUT].health.verdict is not Verdict.CLEAR
+    assert how.links[OUT].health.verdict is not LinkVerdict.CLEAR
     assert bps is not None and bps <= 8e6
     assert not routed(Request(1, THRESHOLD * 2), view(pending_bytes=1e6), how).offloaded
 
 
-def test_a_few_bytes_on_a_clear_link_say_nothing_of_its_bandwidth() -> None:
+def test_a_few_bytes_on_a_clear_link_do_not_measure_its_bandwidth() -> None:
     light = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000)
-    assert light.links[OUT].health.verdict is Verdict.CLEAR
+    assert light.links[OUT].health.verdict is LinkVerdict.CLEAR
     assert light.links[OUT].bps is None
 
 
 # Adaptive -----------------------------------------------------------------------------------------
 
 
-def test_adaptive_leaves_a_slow_link_alone() -> None:
+def test_adaptive_avoids_a_slow_link() -> None:
     request = Request(1, THRESHOLD * 2)
     assert routed(request, view(), state("adaptive")).offloaded
     slow = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000_000)
@@ -278,9 +280,10 @@ def test_adaptive_avoids_a_queue_on_either_side() -> None:
         assert routed(request, near_busy, state("adaptive")).offloaded
 
 
-def test_under_pressure_adaptive_keeps_to_the_plan() -> None:
-    """Equal queues on both sides: short ones stay, long ones go, whoever would be faster now. And
-    all of them wait at the router, where a long one lets those pass that come soon after it."""
+def test_with_long_queues_adaptive_follows_the_plan() -> None:
+    """With equal queues on both sides, short requests stay and long ones are offloaded, even if the
+    other cluster would be faster now. All of them wait at the router, where requests that come soon
+    after a long one overtake it."""
     busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, 160.0))
     how = state("adaptive")
     short = route(Request(1, THRESHOLD // 4, 90.0), busy, PLAN, how)
@@ -301,7 +304,7 @@ def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
     tokens: int, free_at_s: float, held_s: dict[ClusterId, float]
 ) -> None:
     """However long it is, and however many shorter ones follow."""
-    held = {cluster: HeldWork().more(7, work_s) for cluster, work_s in held_s.items()}
+    held = {cluster: HeldWork().add(7, work_s) for cluster, work_s in held_s.items()}
     busy = view(free_at_s=dict.fromkeys(LOCAL + REMOTE, free_at_s), held=held)
     how = state("adaptive")
     hold = route(Request(1, tokens, 90.0), busy, PLAN, how)
@@ -313,9 +316,9 @@ def test_a_long_prefill_is_overtaken_for_at_most_a_share_of_its_wait(
     assert lead_s <= how.rules.adaptive.patience * hold.work_s**2 + 1e-9
 
 
-def test_what_is_held_back_counts_as_a_queue() -> None:
+def test_held_work_counts_as_a_queue() -> None:
     request = Request(1, THRESHOLD * 2)
-    held = HeldWork().more(length_class(0.2), 400.0)
+    held = HeldWork().add(length_class(0.2), 400.0)
     assert routed(request, view(held={NEAR: held}), state("adaptive")).offloaded
     assert not routed(request, view(held={FAR: held}), state("adaptive")).offloaded
 
@@ -326,13 +329,14 @@ def test_what_is_held_back_counts_as_a_queue() -> None:
     st.floats(-50, 300),
     st.sampled_from([0.0, 0.5, 2.0]),
 )
-def test_a_new_request_passes_a_line_until_its_first_is_overdue(
+def test_a_new_request_overtakes_a_queue_until_its_first_is_overdue(
     tokens: int, work_s: float, overdue_s: float, share: float
 ) -> None:
-    """All nodes are idle, so there is room; the first in line decides who gets it."""
+    """All nodes are idle, so there is room. The first request of the queue decides which one gets
+    it."""
     adaptive = AdaptiveSection(overdue_share=share)
-    how = State(SchedulerSection(policy="adaptive", adaptive=adaptive))
-    held = HeldWork(first=100.0 - overdue_s).more(length_class(work_s), work_s)
+    how = ShortTermState(SchedulerSection(policy="adaptive", adaptive=adaptive))
+    held = HeldWork(first=100.0 - overdue_s).add(length_class(work_s), work_s)
     way = route(Request(1, tokens, 100.0), view(held={NEAR: held, FAR: held}), PLAN, how)
     nodes = 2  # that prefill, in either cluster
     assert isinstance(way, Hold) == (100.0 - held.first > share * work_s / nodes)
@@ -342,22 +346,22 @@ def test_a_new_request_passes_a_line_until_its_first_is_overdue(
 
 
 @given(st.integers(1, 5000), st.floats(0, 100), st.floats(0, 100), st.floats(0.1, 200))
-def test_a_request_from_the_line_is_not_sent_back_for_those_behind_it(
+def test_a_request_from_the_queue_does_not_wait_for_later_ones(
     tokens: int, arrived_s: float, later_s: float, work_s: float
 ) -> None:
     """Otherwise a node would stay idle although requests wait for it."""
-    behind = HeldWork(first=arrived_s + later_s).more(length_class(work_s), work_s)
-    seen = view(held={NEAR: behind, FAR: behind})
+    later = HeldWork(first=arrived_s + later_s).add(length_class(work_s), work_s)
+    seen = view(held={NEAR: later, FAR: later})
     assert isinstance(route(Request(1, tokens, arrived_s), seen, PLAN, state("adaptive")), Route)
 
 
-def test_other_policies_know_no_line() -> None:
-    held = HeldWork(first=0.0).more(0, 0.1)
+def test_other_policies_hold_no_requests() -> None:
+    held = HeldWork(first=0.0).add(0, 0.1)
     for policy in ("paper", "local", "remote"):
         routed(Request(1, THRESHOLD, 100.0), view(held={NEAR: held, FAR: held}), state(policy))
 
 
-def test_room_is_where_a_node_is_nearly_done() -> None:
+def test_a_cluster_has_room_when_a_node_is_nearly_done() -> None:
     how = state("adaptive")
     limit_s = how.rules.adaptive.queue_s
     for wait_s, room in ((0.0, True), (limit_s, True), (limit_s + 0.1, False)):

@@ -11,7 +11,7 @@ from prfaas.config.deployment import ReplanSection
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import Workload
 from prfaas.scheduler.long_term.replan import replan
-from prfaas.scheduler.long_term.traffic import Traffic
+from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.types import ClusterId, NodeId
 
@@ -30,7 +30,7 @@ class Loop:
         self.plan: Plan = first_plan(self.problem, self.nodes, self.rules)
         self.plans = [self.plan]
         self.conversions: list[NodeId] = []
-        self.traffic = Traffic(0.0, self.rules.window_s)
+        self.traffic = TrafficHistory(0.0, self.rules.window_s)
         self.rng = np.random.default_rng(self.seed)
 
     def serve(

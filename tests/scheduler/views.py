@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.planner.problem import Path, Problem
-from prfaas.scheduler.congestion import LinkHealth, Verdict
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
+from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.scheduler.request import Request
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
 from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, NodeId
@@ -24,7 +24,7 @@ OUT, BACK = (FAR, NEAR), (NEAR, FAR)
 PROBLEM: Problem = problem(fabric=Path(1e10, 0.0))  # 2 remote nodes, 4 local ones
 LOCAL = tuple(NodeId(f"near-{i}") for i in range(4))
 REMOTE = tuple(NodeId(f"far-{i}") for i in range(2))
-COSTS = costs_of(PROBLEM, 5000)
+COSTS = build_costs(PROBLEM, 5000)
 PLAN: Plan = first_plan(PROBLEM, LOCAL, SchedulerSection().replan)
 
 
@@ -68,10 +68,10 @@ def view(
     )
 
 
-def state(policy: str, verdict: Verdict = Verdict.CLEAR) -> State:
+def state(policy: str, verdict: LinkVerdict = LinkVerdict.CLEAR) -> ShortTermState:
     known = LinkState(LinkHealth(verdict))
     rules = SchedulerSection(policy=policy)  # type: ignore[arg-type]
-    return State(rules, {OUT: known, BACK: known})
+    return ShortTermState(rules, {OUT: known, BACK: known})
 
 
 hits = st.builds(

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.contracts.kvd_api import OpenTransfer, PullPrefix
 from prfaas.errors import InputError
-from prfaas.kvd.transfers.prefix_pull import Pull
 from prfaas.security.deployment_key import bearer, read_deployment_key
-from prfaas.types import OpenTransfer
 from tests.kvd.hosts import COMPAT, begun, fill, kvd, names, prompt_of
 
 KEY = "a-key-that-is-hard-to-guess"
@@ -50,7 +49,7 @@ def test_kvds_send_the_key_to_each_other(tmp_path: Path, source_key: str) -> Non
             lease = begun(prefill.begin(names(PROMPT), 40))
             fill(lease, PROMPT)
             lease.commit()
-            asked = Pull(here.url, tuple(names(PROMPT)))
+            asked = PullPrefix(here.url, tuple(names(PROMPT)))
             status, body = there.post("/v1/pull", asked, bearer(KEY))
             if source_key == KEY:
                 assert (status, json.loads(body)["tokens"]) == (200, 40)

@@ -7,7 +7,15 @@ import numpy as np
 from prfaas.config.deployment import ReplanSection
 from prfaas.scheduler.plan import first_plan
 from prfaas.sim.config import local_nodes
-from prfaas.sim.results.result import PlanChange, Requests, Result, RoleUse, Series, Span, Stage
+from prfaas.sim.results.result import (
+    PlanChange,
+    Requests,
+    Result,
+    RoleUse,
+    Series,
+    StageBacklog,
+    TimelineSpan,
+)
 from prfaas.types import ClusterId
 from tests.planner.builders import problem
 
@@ -21,7 +29,7 @@ def result(
     slot_wait_s: float = 0.0,
     growth: float = 0.0,
     egress_bits: list[float] | None = None,
-    spans: tuple[Span, ...] = (),
+    spans: tuple[TimelineSpan, ...] = (),
     plans: int = 1,
 ) -> Result:
     """One request a second, 11 tokens at 20 ms each; the first tenth is not measured."""
@@ -48,7 +56,7 @@ def result(
         ),
         series=Series(1.0, {LINK: bits}, {"far": np.zeros(count)}, np.zeros(len(bits))),
         roles=(RoleUse("far", 0.5), RoleUse("decode", 0.25)),
-        stages=(Stage("far", growth), Stage("pd_d", growth / 2)),
+        stages=(StageBacklog("far", growth), StageBacklog("pd_d", growth / 2)),
         plans=tuple(PlanChange(10.0 * k, plan) for k in range(plans)),
         copies=3,
         copied_bytes=2_000_000_000,

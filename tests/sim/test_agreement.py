@@ -1,6 +1,6 @@
-"""Closed form and events agree on the case study: capacity, TTFT, waits, and who cannot keep up.
+"""Planner and simulator agree on the case study: capacity, TTFT, waits, and overloaded stages.
 
-The planner knows a fixed threshold and no adjustment, so `paper` runs with its adjustment off.
+The planner has a fixed threshold without adjustment, so `paper` runs with its adjustment off.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from prfaas.config.deployment import PaperSection, SchedulerSection
 from prfaas.planner import baselines
+from prfaas.planner.comparison import Planner, Solution
 from prfaas.planner.latency import Prediction
-from prfaas.planner.plan import Planner, Solution
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import SimConfig

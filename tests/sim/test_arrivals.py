@@ -13,7 +13,7 @@ def rows(*stamps_ms: float) -> list[TraceRow]:
     return [TraceRow(ms, 600, 10 + k, [k, 1000 + k]) for k, ms in enumerate(stamps_ms)]
 
 
-def test_poisson_has_the_workloads_lengths_and_the_asked_rate() -> None:
+def test_poisson_has_the_workloads_lengths_and_the_given_rate() -> None:
     many = poisson(WORK, 4.0, 40_000, seed=1)
     gaps = np.diff(many.at_s)
     assert gaps.mean() == pytest.approx(0.25, rel=0.02) and gaps.std() == pytest.approx(
@@ -24,7 +24,7 @@ def test_poisson_has_the_workloads_lengths_and_the_asked_rate() -> None:
     assert set(many.cached_tokens) == {64} and set(many.output_tokens) == {100}
 
 
-def test_outputs_spread_as_the_workload_says() -> None:
+def test_output_lengths_vary_as_in_the_workload() -> None:
     spread = Workload(WORK.new, WORK.cached, WORK.weight, output_tokens=100, output_cv2=0.5)
     output = poisson(spread, 1.0, 40_000, seed=1).output_tokens
     assert output.min() >= 1 and output.mean() == pytest.approx(100, rel=0.02)
@@ -79,7 +79,7 @@ def test_a_window_is_a_part_of_the_trace() -> None:
 @pytest.mark.parametrize(
     ("stamps", "what"), [((-1.0, 5.0), "negative"), ((0.0, 9.0, 4.0), "earlier")]
 )
-def test_times_that_cannot_be(stamps: tuple[float, ...], what: str) -> None:
+def test_invalid_times(stamps: tuple[float, ...], what: str) -> None:
     with pytest.raises(InputError, match=what):
         replay(rows(*stamps), seed=1)
 

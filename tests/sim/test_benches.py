@@ -1,4 +1,4 @@
-"""The benchmarks run, print what they promise, and fill the page."""
+"""The benchmarks run, print what they state, and fill the page."""
 
 from __future__ import annotations
 

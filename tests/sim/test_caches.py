@@ -23,7 +23,7 @@ def prefilled(subject: Caches, node: NodeId, names: tuple[BlockHash, ...]) -> in
     return lease.match.tokens
 
 
-def test_the_router_learns_late_what_a_node_has() -> None:
+def test_cache_events_reach_the_router_late() -> None:
     subject, events = caches()
     prefilled(subject, A, NAMES)
     assert not subject.match(NAMES)
@@ -46,12 +46,12 @@ def test_a_copy_brings_the_state_with_it() -> None:
     subject, events = caches()
     prefilled(subject, A, NAMES)
     assert subject.holds(A, NAMES) and not subject.holds(A, NAMES[:4])
-    subject.copied(B, NAMES)
+    subject.store_copy(B, NAMES)
     events.run_before(1.0)
     assert subject.match(NAMES)[B].tokens == 6 * 64
 
 
-def test_a_lost_node_has_nothing_and_says_nothing() -> None:
+def test_a_lost_node_holds_nothing_and_sends_no_events() -> None:
     subject, events = caches()
     prefilled(subject, A, NAMES)
     subject.leave(A)
@@ -59,15 +59,15 @@ def test_a_lost_node_has_nothing_and_says_nothing() -> None:
     events.run_before(1.0)
     assert not subject.match(NAMES), "what it said before it died does not count"
     assert prefilled(subject, A, NAMES) == 0
-    assert not subject.holds(NodeId("nobody"), NAMES)
+    assert not subject.holds(NodeId("unknown"), NAMES)
     subject.check()
 
 
-def test_what_does_not_fit_is_served_and_not_kept() -> None:
+def test_a_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
     subject, events = caches(bytes_per_node=200_000)
     assert subject.open(A, NAMES) is None
     assert prefilled(subject, A, NAMES[:2]) == 0
     assert prefilled(subject, A, (BlockHash(b"x"), BlockHash(b"y"))) == 0
     events.run_before(1.0)
-    assert not subject.match(NAMES[:2]), "evicted, and the router knows"
+    assert not subject.match(NAMES[:2]), "evicted, and the index has the event"
     assert subject.open(A, ()) is None

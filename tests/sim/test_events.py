@@ -7,7 +7,7 @@ from prfaas.sim.events import Events
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 1.5, 2.0, 7.0])))
-def test_in_order_of_time_then_of_planning(times: list[float]) -> None:
+def test_events_run_in_order_of_time_then_of_scheduling(times: list[float]) -> None:
     events, seen = Events(), []
     for place, when in enumerate(times):
         events.at(when, lambda what: seen.append((events.now_s, what)), place)
@@ -16,7 +16,7 @@ def test_in_order_of_time_then_of_planning(times: list[float]) -> None:
     assert not events
 
 
-def test_what_is_due_at_the_border_waits() -> None:
+def test_an_event_due_at_the_end_of_the_period_waits() -> None:
     events, seen = Events(), []
     for when in (1.0, 2.0, 3.0):
         events.at(when, seen.append, when)

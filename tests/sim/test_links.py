@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.sim.events import Events
-from prfaas.sim.links import Flow, FluidLink
+from prfaas.sim.links import FluidLink, LinkTransfer
 
 
 class Bench:
@@ -17,7 +17,7 @@ class Bench:
         self.events = Events()
         self.link = FluidLink(self.events, bps, bin_s=1.0)
         self.done: dict[str, float] = {}
-        self.flows: dict[str, Flow] = {}
+        self.flows: dict[str, LinkTransfer] = {}
 
     def prefill(self, name: str, at_s: float, seconds: float, bits: float, closing: float) -> None:
         def start(_: object) -> None:
@@ -40,7 +40,7 @@ class Bench:
         self.events.run_before(inf)
         return self.done
 
-    def _close(self, flow: Flow, closing: float) -> None:
+    def _close(self, flow: LinkTransfer, closing: float) -> None:
         if not flow.ended:
             self.link.drain(flow, closing)
 
@@ -71,7 +71,7 @@ def test_copies_share_fairly() -> None:
     assert bench.run() == pytest.approx({"short": 2.0, "long": 4.0})
 
 
-def test_what_a_slow_producer_leaves_goes_to_others() -> None:
+def test_bandwidth_that_a_slow_producer_does_not_use_goes_to_others() -> None:
     bench = Bench(100 * M)
     bench.prefill("slow", 0.0, 10.0, 100 * M, 0.0)  # 10 per second
     bench.copy("greedy", 0.0, 180 * M)
@@ -85,7 +85,7 @@ def test_a_backlog_is_caught_up_when_there_is_room() -> None:
     bench.copy("b", 0.0, 100 * M)
     done = bench.run()
     assert done["b"] == pytest.approx(2.0)
-    assert done["a"] == pytest.approx(10.0), "20 behind at 2 s, none at 2.5 s"
+    assert done["a"] == pytest.approx(10.0), "a backlog of 20 at 2 s, none at 2.5 s"
 
 
 def test_an_outage_stops_everything_and_nothing_is_lost() -> None:
@@ -108,7 +108,7 @@ def test_cancelling_leaves_the_rest_to_others() -> None:
     assert bench.link.idle
 
 
-def test_what_is_carried_is_accounted_for_bin_by_bin() -> None:
+def test_carried_bits_are_counted_in_bins() -> None:
     bench = Bench(100 * M)
     bench.copy("a", 0.5, 230 * M)
     bench.run()
@@ -171,10 +171,10 @@ def small_steps(
     change: tuple[float, float] | None,
     longest_step: float = 0.005,
 ) -> dict[str, float]:
-    """Fair shares found by pouring each step's bits evenly over whoever has something to send.
+    """Fair shares by small steps: each step divides its bits evenly over the active transfers.
 
-    Steps end where something begins, ends or changes: a slow link with many flows on it would make
-    seconds of a few bits that were counted at another rate.
+    Steps end where a transfer begins, ends or changes. Otherwise, on a slow link with many
+    transfers, a few bits counted at another rate would make a difference of seconds.
     """
     due: dict[str, float] = {f"p{i}": b + c for i, (_, _, b, c) in enumerate(flows)}
     due |= {f"c{i}": b for i, (_, b) in enumerate(copies)}

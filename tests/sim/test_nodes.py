@@ -2,8 +2,8 @@ import pytest
 
 from prfaas.planner.profile import DecodeRate, DecodeStep
 from prfaas.scheduler.request import Route
+from prfaas.sim.attempt import Attempt
 from prfaas.sim.events import Events
-from prfaas.sim.job import Job
 from prfaas.sim.nodes import Batch, SimNode
 from prfaas.types import ClusterId, NodeId
 
@@ -12,10 +12,10 @@ CONSTANT = DecodeRate(4, 0.1)
 SLOWING = DecodeRate(2, 0.2, (DecodeStep(1, 0.1), DecodeStep(2, 0.2)))
 
 
-def job(index: int) -> Job:
+def attempt(index: int) -> Attempt:
     here = ClusterId("c")
     way = Route(here, NodeId("a"), NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
-    return Job(index, way, 0.0)
+    return Attempt(index, way, 0.0)
 
 
 def ends(rate: DecodeRate, starts: dict[float, int]) -> tuple[dict[int, float], list[float]]:
@@ -25,7 +25,7 @@ def ends(rate: DecodeRate, starts: dict[float, int]) -> tuple[dict[int, float], 
     for index, (at_s, tokens) in enumerate(starts.items()):
 
         def start(what: tuple[int, int]) -> None:
-            firsts.append(batch.start(job(what[0]), what[1]))
+            firsts.append(batch.start(attempt(what[0]), what[1]))
 
         events.at(at_s, start, (index, tokens))
     events.run_before(float("inf"))
@@ -45,25 +45,25 @@ def test_a_fuller_batch_steps_more_slowly() -> None:
 
 
 @pytest.mark.parametrize("rate", [CONSTANT, SLOWING])
-def test_a_lost_node_ends_nobody(rate: DecodeRate) -> None:
+def test_a_lost_node_ends_no_request(rate: DecodeRate) -> None:
     events, ended = Events(), []
     batch = Batch(events, rate, ended.append)
-    lost = job(0)
+    lost = attempt(0)
     batch.start(lost, 10)
-    lost.over = True
+    lost.is_over = True
     batch.clear()
-    batch.start(job(1), 20)
+    batch.start(attempt(1), 20)
     events.run_before(float("inf"))
     assert [j.index for j in ended] == [1] and batch.running == 0
 
 
-def test_work_is_what_is_queued_and_what_is_left() -> None:
+def test_work_is_the_queue_and_the_rest_of_the_running_prefill() -> None:
     events = Events()
     node = SimNode(
         NodeId("a"), ClusterId("c"), "prefill", Batch(events, CONSTANT, lambda _: None), 0.0
     )
     assert node.work_s(5.0) == 0 and node.drained
-    node.running = job(0)
+    node.running = attempt(0)
     node.running.started_s, node.running.service_s = 4.0, 3.0
     node.queued_s = 2.5
     assert node.work_s(5.0) == 4.5

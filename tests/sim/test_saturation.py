@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from prfaas.planner import baselines
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import RateChange, SimConfig, link_id
 from prfaas.sim.saturation import saturated_rps
@@ -26,10 +26,10 @@ def test_a_flood_is_served_at_the_planned_capacity(system: str) -> None:
     assert given is not None
     arrivals = poisson(given.workload, 1.0, 3000, seed=3)
     found = saturated_rps(given, arrivals, routed("paper" if given.remotes else "local"))
-    assert found == pytest.approx(best_for(given).capacity_rps, rel=0.04)
+    assert found == pytest.approx(find_optimum(given).capacity_rps, rel=0.04)
 
 
-def test_neither_the_given_speed_nor_trouble_matters() -> None:
+def test_neither_the_given_speed_nor_stress_matters() -> None:
     arrivals = poisson(SMALL.workload, 1.0, 500, seed=3)
     calm = saturated_rps(SMALL, arrivals, routed("paper"))
     cut = replace(routed("paper"), links={link_id(SMALL, 0): (RateChange(0.0, 0.0),)})

@@ -30,7 +30,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 @pytest.mark.parametrize("name", STRESSES)
-def test_the_same_seed_brings_the_same_trouble_in_order(name: str) -> None:
+def test_the_same_seed_gives_the_same_stress_in_order(name: str) -> None:
     first, first_config = STRESSES[name](PROBLEM, calm(), CONFIG, rng())
     second, second_config = STRESSES[name](PROBLEM, calm(), CONFIG, rng())
     assert first_config == second_config

@@ -13,7 +13,7 @@ from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Path, Problem
 from prfaas.planner.profile import DecodeRate, DecodeStep
 from prfaas.planner.workload import lognormal
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import CacheConfig, NodeFault, RateChange, SimConfig, link_id
 from prfaas.sim.results.result import Result
@@ -37,7 +37,7 @@ def traffic(rps: float = 4.2, requests: int = 2000, seed: int = 4) -> Arrivals:
 
 
 def check_accounts(result: Result, given: Problem = SMALL) -> None:
-    """Whoever was answered: the parts of its time add up to its TTFT."""
+    """Every request has ended, and the parts of its time add up to its TTFT."""
     rows = result.requests
     assert not np.isnan(rows.last_token_s).any(), "every request ends"
     step_s = given.local.decode.t_decode_s
@@ -61,8 +61,8 @@ def test_every_request_is_accounted_for(policy: str) -> None:
     assert carried == pytest.approx(((new[far] * 1000 + 50_000) * 8).sum(), rel=1e-3)
 
 
-def test_a_line_that_has_waited_too_long_is_not_passed_by_new_requests() -> None:
-    """More requests come than can be served, so the line lasts; the requests in it still go on."""
+def test_new_requests_do_not_overtake_a_queue_that_has_waited_too_long() -> None:
+    """More requests come than can be served, so the queue lasts. Its requests are still served."""
     arrivals = traffic(rps=6.0)
     longest_s = {}
     for share in (0.5, 1e9):
@@ -80,19 +80,19 @@ def test_paper_divides_at_the_threshold() -> None:
     assert (rows.offloaded == (rows.prompt_tokens > threshold)).all()
 
 
-def test_policy_local_serves_as_the_pd_cluster_alone_would() -> None:
+def test_policy_local_serves_like_a_pd_cluster_without_prfaas() -> None:
     """Its split is not the one that leaves long prefills to PrfaaS: then most nodes would decode,
-    and the few that prefill would fall behind for ever."""
-    alone = replace(SMALL, remotes=())
-    carried_rps = 0.8 * best_for(alone).capacity_rps
+    and the queues of the few that prefill would grow for ever."""
+    without_prfaas = replace(SMALL, remotes=())
+    carried_rps = 0.8 * find_optimum(without_prfaas).capacity_rps
     given = config("local", replans=True)
     local = simulate(SMALL, traffic(carried_rps), given)
-    expected = simulate(alone, traffic(carried_rps), given)
+    expected = simulate(without_prfaas, traffic(carried_rps), given)
     assert [change.plan.roles for change in local.plans] == [
         change.plan.roles for change in expected.plans
     ]
     assert local.requests.ttft_s == pytest.approx(expected.requests.ttft_s)
-    assert best_for(SMALL).n_prefill < best_for(alone).n_prefill
+    assert find_optimum(SMALL).n_prefill < find_optimum(without_prfaas).n_prefill
     half = len(local.requests.ttft_s) // 2
     first_s, second_s = local.requests.ttft_s[:half], local.requests.ttft_s[half:]
     assert second_s.mean() < 2 * first_s.mean(), "the queue does not grow"
@@ -105,12 +105,12 @@ def test_a_run_is_a_function_of_its_input() -> None:
 
 
 def test_progress_ends_at_one() -> None:
-    heard: list[float] = []
-    simulate(SMALL, traffic(requests=50), config(), progress=heard.append)
-    assert heard == sorted(heard) and heard[-1] == 1.0
+    shares: list[float] = []
+    simulate(SMALL, traffic(requests=50), config(), progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0
 
 
-def test_cached_prefixes_that_everybody_holds() -> None:
+def test_cached_prefixes_that_every_node_holds() -> None:
     work = lognormal(6.0, 0.5, 20, 2000, output_tokens=100, cached_tokens=1000)
     given = replace(SMALL, workload=work)
     result = simulate(given, poisson(work, 1.0, 300, 1), config())
@@ -142,7 +142,7 @@ def test_a_batch_that_slows_down_with_its_size() -> None:
     assert 0.021 < rows.tpot_s.mean() < 0.05
 
 
-def test_memory_is_promised_from_the_grant_on() -> None:
+def test_memory_is_reserved_from_the_grant_on() -> None:
     biggest = float(traffic().prompt_tokens.max()) * 1000 + 50_000
     tight = simulate(SMALL, traffic(), config(decode_kv_bytes=biggest))
     check_accounts(tight)
@@ -153,18 +153,18 @@ def test_memory_is_promised_from_the_grant_on() -> None:
 # Links --------------------------------------------------------------------------------------------
 
 
-def test_an_outage_is_routed_around_once_it_is_known() -> None:
+def test_requests_avoid_a_link_after_its_outage_is_reported() -> None:
     cut = {LINK: (RateChange(100.0, 0.0), RateChange(300.0, 1.0))}
     result = simulate(SMALL, traffic(rps=1.5, requests=600), config("remote", links=cut))
     check_accounts(result)
     rows = result.requests
     during = (rows.arrival_s > 102) & (rows.arrival_s < 299)
-    assert not rows.offloaded[during].any(), "two seconds are enough to know"
+    assert not rows.offloaded[during].any(), "two seconds are enough to detect it"
     assert rows.offloaded[rows.arrival_s < 100].all()
     assert rows.offloaded[rows.arrival_s > 303].all()
 
 
-def test_a_slow_link_raises_papers_threshold_and_turns_adaptive_away() -> None:
+def test_a_slow_link_raises_the_threshold_of_paper_and_adaptive_avoids_it() -> None:
     slow = {LINK: (RateChange(0.0, 0.02),)}
     for policy in ("paper", "adaptive"):
         usual = simulate(SMALL, traffic(), config(policy))
@@ -198,7 +198,7 @@ def test_a_lost_decode_node_breaks_streams_and_restarts_the_rest() -> None:
     assert again.any() and (rows.first_token_s[again] > 260.0).all()
 
 
-def test_who_can_never_be_answered_is_not_waited_for() -> None:
+def test_a_run_does_not_wait_for_requests_that_can_never_end() -> None:
     faults = tuple(NodeFault(node, 10.0) for node in DECODE)
     result = simulate(SMALL, traffic(requests=100), config(faults=faults))
     assert np.isnan(result.requests.first_token_s).any() and not result.stable
@@ -281,7 +281,7 @@ def test_a_hot_prefix_spreads_over_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_queues_over_time_hold_everybody_who_waits(policy: str) -> None:
+def test_queues_over_time_count_every_waiting_request(policy: str) -> None:
     """Little's law: sampled queues add up to the seconds that requests have waited, wherever they
     were kept."""
     result = simulate(SMALL, traffic(rps=5.0, requests=3000), config(policy))

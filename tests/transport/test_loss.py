@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from prfaas.scheduler.congestion import LinkHealth, Verdict, judge
+from prfaas.scheduler.congestion import LinkHealth, LinkVerdict, judge
 from prfaas.testing.lossy_net import LossyNet
 from prfaas.testing.netns import why_not
 from prfaas.transport.link import LinkOptions, TransferLink
@@ -64,7 +64,7 @@ def test_loss_is_reported_and_the_verdict_turns_and_turns_back() -> None:
             stats = link.stats()
             resent += stats.retransmitted_segments or 0
             health = judge(health, stats, RATE_BPS)
-            if (health.verdict is Verdict.CLEAR) == clear:
+            if (health.verdict is LinkVerdict.CLEAR) == clear:
                 return
         raise AssertionError(f"still {health} after {PATIENCE_S} s of reports")
 

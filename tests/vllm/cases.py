@@ -16,7 +16,7 @@ LENGTHS = [2, 3, 60, 127, 128, 129, 130, 200, 255, 256, 257, 258, 300, 384, 385,
 LENGTHS += [514, 640, 700, 768, 769, 896, 1000, 1023, 1024, 1025, 1300]
 TURNS = (700, 1100)  # a conversation: the second prompt continues the first
 BRANCH = (1100, 700)  # a longer prompt first, then its beginning with another end
-EDGES = [513, 641, 900, 901, 902, 2600]  # for controls (one token behind a boundary) and faults
+EDGES = [513, 641, 900, 901, 902, 2600]  # for controls (one token after a boundary) and faults
 LONG = 2600
 
 

@@ -58,7 +58,7 @@ def unharmed(case: Case) -> Iterator[None]:
 
 @pytest.fixture
 def hasty(case: Case) -> Iterator[Case]:
-    """Its decode side's kvd waits for nobody."""
+    """A pair whose decode kvd does not wait for requests."""
     case.pair.restart_target(grant_s=SHORT_S, dispatch_s=SHORT_S)
     yield case
     case.pair.restart_target()

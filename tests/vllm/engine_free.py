@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from prfaas.integrations.vllm import compat
 from prfaas.integrations.vllm.layout import NativeLayout, native_layout
-from prfaas.integrations.vllm.steps import Steps
+from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.client import KvdClient
 from tests.vllm.models import BLOCK_TOKENS
@@ -79,7 +79,7 @@ class EngineFree:
         )
         self.worker = WorkerSide(client, self.layout, 0, caches.num_blocks)
         self.blocks = dict(self._caches(caches))
-        self.worker.use(self.blocks)
+        self.worker.set_caches(self.blocks)
         self.answers: dict[str, Any] = {}
         self.resumed: dict[str, dict[str, list[bytes]]] = {}  # before a request's first step
         self.left: dict[str, dict[str, list[bytes]]] = {}  # after its last
@@ -114,15 +114,15 @@ class EngineFree:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def step(self) -> Steps:
+    def step(self) -> StepOrders:
         output = self.scheduler.schedule()
         steps = output.kv_connector_metadata
-        assert isinstance(steps, Steps)
+        assert isinstance(steps, StepOrders)
         self.worker.begin_step(steps)
         self._forward(output)
         self.worker.start_loads(steps)
         self.worker.end_step()
-        results = self.worker.results(output.finished_req_ids)
+        results = self.worker.take_results(output.finished_req_ids)
         done = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -146,7 +146,7 @@ class EngineFree:
                     )
         return steps
 
-    # What a model would leave behind --------------------------------------------------------------
+    # The state that a model would compute ---------------------------------------------------------
 
     def _content(self, name: str, tokens: int) -> dict[str, list[bytes]]:
         """What the request's blocks hold that a continuation after `tokens` tokens reads."""

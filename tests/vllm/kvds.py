@@ -1,4 +1,4 @@
-"""A kvd in a process of its own, and what a gateway asks it."""
+"""A kvd in a separate process, and a gateway's requests to it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.kvd.engine_socket.messages import spec_of
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.report import Report
-from prfaas.kvd.transfers.incoming import TransferStatus
+from prfaas.contracts.kvd_api import EventPage, KvdReport, OpenTransfer, TransferStatus, spec_of
 from prfaas.kvspec import FullAttention, LinearState, SlidingWindow
-from prfaas.types import Compat, Grant, NotNow, OpenTransfer, TransferId
+from prfaas.types import Compat, Grant, NotNow, TransferId
 from tests.waiting import HANG_S
 
 MEMORY_BYTES = 256 << 20
@@ -40,8 +37,8 @@ class Kvd:
         self.process = process
         self.url = url
 
-    def report(self) -> Report:
-        return self._ask(Report, "GET", "/v1/stats?check=1")
+    def report(self) -> KvdReport:
+        return self._ask(KvdReport, "GET", "/v1/stats?check=1")
 
     def compat(self) -> Compat:
         pool = self.report().pool

@@ -18,7 +18,7 @@ START_AND_RUN_S = 300
 
 
 def reference(model: Path, prompts: list[list[int]], max_tokens: int) -> list[Generated]:
-    """In a process of its own: vLLM keeps its settings in the process."""
+    """In a separate process: vLLM keeps its settings in the process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.reference", str(model), str(max_tokens)],
         input=json.dumps(prompts),

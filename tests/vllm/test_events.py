@@ -13,7 +13,7 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import PromptHashes, block_hashes
 from prfaas.cache.index import NodeInfo
 from prfaas.cache.manager import GlobalKVManager
-from prfaas.kvd.engine_socket.messages import spec_of
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.types import ClusterId, NodeId
 from tests.vllm.cases import BLOCK, MAX_TOKENS, PROMPTS, WITH_CACHE, Case, case_id
 from tests.vllm.kvds import Kvd

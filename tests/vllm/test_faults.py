@@ -61,7 +61,7 @@ def test_a_gateway_gone_after_the_grant(hasty: Case) -> None:
     grant = hasty.pair.grant(prompt, len(prompt) - 1)
     assert not hasty.pair.target.idle()
     wait_until(hasty.pair.target.idle)
-    # Its prefill comes too late: it is told so, and nothing is sent.
+    # Its prefill comes too late: it is refused, and nothing is sent.
     before = hasty.pair.target.report().arrivals.received_bytes
     late = hasty.pair.run_prefill(prompt, len(prompt) - 1, grant)
     assert late.status == 200

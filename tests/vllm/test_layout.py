@@ -52,10 +52,10 @@ def test_the_running_state_is_found_in_either_mode(mode: str, table: list[int], 
 
 def test_a_block_that_vllm_has_freed_is_not_sent() -> None:
     layout = native_layout(gemma(), 1)
-    with pytest.raises(EngineError, match="not all there"):
+    with pytest.raises(EngineError, match="are missing"):
         layout.move(layout.groups[0], 0, 2, [0, 5])
     aligned = native_layout(falcon("align"), 1)
-    with pytest.raises(EngineError, match="no state after 128"):
+    with pytest.raises(EngineError, match="the state after 128 tokens is missing"):
         aligned.state_move(aligned.groups[1], 128, [0, 5])
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prfaas.cache.hashing import block_hashes
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.engine.hf.load import load_model
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.kvd.engine_socket.messages import spec_of
 from prfaas.kvspec import FullAttention, Segment, SlidingWindow
 from prfaas.testing.vllm_server import Generated, VllmServer
 from prfaas.types import BlockHash, TransferId

@@ -1,12 +1,12 @@
-"""Who has which pages: allocation, reference counts, what is idle and may be evicted.
+"""The pages of a pool: allocation, reference counts, and which blocks are idle.
 
     free pages --allocate--> in use (refs > 0) --release--> idle (refs = 0, kept)  --evict--> free
                                     |                            '--pin--> in use
                                     '------------- release, not kept ------------------------> free
 
 A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belong to a prefix and
-stay when nobody uses them; which idle one goes first is the eviction policy's affair. Bytes are the
-arena's, names the tree's.
+stay when no lease uses them; the eviction policy decides which idle block is evicted first. The
+arena has the bytes, the tree has the block hashes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from prfaas.cache.storage.ssd import Slot
-    from prfaas.cache.tree import Node
+    from prfaas.cache.tree import PrefixNode
 
 
 class Block:
-    """One unit. `node` is set while it is a prefix block; `slot` while its bytes are on SSD (it
-    then has pages only while it is being read back). `filled_from` counts the leading tokens that
-    are not there: a window's oldest block may lack what lies before the window."""
+    """One unit. `node` is set while the unit is a prefix block, `slot` while its bytes are on SSD
+    (the unit then has pages only while it is being read back). `filled_from` counts the leading
+    tokens that the block lacks: a window's oldest block may lack those before the window."""
 
     __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot")
 
@@ -32,7 +32,7 @@ class Block:
         self.pages = pages
         self.refs = 0
         self.filled_from = 0
-        self.node: Node | None = None
+        self.node: PrefixNode | None = None
         self.slot: Slot | None = None
 
     def __repr__(self) -> str:
@@ -41,23 +41,23 @@ class Block:
 
 
 class Eviction(Protocol):
-    """Orders idle blocks. Told of every change; asked for the next to go."""
+    """Orders idle blocks. The block pool reports every change and asks which blocks to evict."""
 
     def idle(self, blocks: Sequence[Block], now: float) -> None:
-        """Nobody uses these any more. They come in the order of a prompt, first block first."""
+        """No lease uses these blocks any more. They are in prompt order, first block first."""
 
     def busy(self, block: Block) -> None:
-        """In use again, or gone."""
+        """The block is in use again, or evicted."""
 
     def victims(self, now: float) -> Sequence[Block]:
         """The idle blocks to evict next, at least one while any is idle."""
 
     def check(self) -> None:
-        """Asserts its own invariants."""
+        """Asserts the policy's invariants."""
 
 
 class BlockPool:
-    """`capacity_pages` of None means without end (for replays; no arena can back it)."""
+    """`capacity_pages` of None means unlimited (for replays; no arena can back it)."""
 
     def __init__(self, capacity_pages: int | None, eviction: Eviction) -> None:
         self.capacity_pages = capacity_pages
@@ -78,7 +78,7 @@ class BlockPool:
         return self.capacity_pages is None or pages <= self.capacity_pages
 
     def can_make_room(self, pages: int) -> bool:
-        """Whether evicting idle blocks would free that many. Evicts nothing."""
+        """Whether evicting idle blocks would free that many pages. Evicts nothing."""
         return (
             self.capacity_pages is None
             or pages <= self.capacity_pages - self.used_pages + self.idle_pages
@@ -107,8 +107,8 @@ class BlockPool:
         block.refs += 1
 
     def release(self, blocks: Iterable[Block], now: float) -> None:
-        """One holder lets go. Blocks nobody keeps are freed; kept ones become idle, ordered by
-        their place in the prompt."""
+        """One holder releases the blocks. Blocks without a holder are freed, or become idle when
+        they belong to a prefix. Pass them in prompt order."""
         idle: list[Block] = []
         for block in blocks:
             assert block.refs > 0, block
@@ -159,7 +159,7 @@ class BlockPool:
         assert self.capacity_pages is None or self.used_pages <= self.capacity_pages
 
     def _take(self, group: int, pages: int) -> tuple[int, ...]:
-        assert self.has_room(pages), f"{pages} pages asked of {self.free_pages} free"
+        assert self.has_room(pages), f"{pages} pages requested, {self.free_pages} free"
         self.used_pages += pages
         self.pages_by_group[group] += pages
         returned = self._returned

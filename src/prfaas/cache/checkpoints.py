@@ -1,15 +1,15 @@
 """Where to keep linear states (and the windows beside them) while a prompt is prefilled.
 
-A checkpoint can be taken at any block boundary the prefill passes, that is beyond the hit. `firm`
-ones are worth evicting something for, `spare` ones are taken only into free pages.
+A checkpoint can be taken at any block boundary that the prefill passes, so only beyond the hit. The
+pool evicts other blocks to make room for `firm` checkpoints; `spare` ones use free pages only.
 
     prompt   |###### hit ######|------ attention run ------|=========== new ===========|..
              0                hit                         run                        last
 
-    last     the last whole block: where a conversation goes on
+    last     the last whole block: where a conversation continues
     every:n  each n-th block boundary
-    branch   last, and run: this prompt leaves an earlier one there, so others may
-    default  branch, and every 8,192 tokens as spares: the first divergence is served as well
+    branch   last, and run: this prompt leaves an earlier one there, so other prompts may too
+    default  branch, and every 8,192 tokens as spares, which serve the first divergence too
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Checkpoints(NamedTuple):
 
 class CheckpointPolicy(Protocol):
     def plan(self, blocks: int, hit: int, attention: int) -> Checkpoints:
-        """For a prompt of `blocks` whole blocks of which `hit` are reused and `attention` were
-        found in the full-attention groups."""
+        """The checkpoints of a prompt of `blocks` whole blocks, of which `hit` are reused and
+        `attention` were found in the full-attention groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,23 @@
-"""Which idle blocks go first: least recently used, or least prefill time saved per byte held.
+"""Which idle blocks are evicted first: least recently used, or least prefill time saved per byte.
 
-A linear state weighs as much as thousands of tokens of KV and serves one length only, so what it is
-worth depends on where it lies. The cost-aware policy looks at *checkpoints* (what closing groups
-hold at a node) and scores each
+A linear state is as large as the KV of thousands of tokens and serves one length only, so its value
+depends on its position. The cost-aware policy looks at *checkpoints* (what closing groups hold at a
+prefix node) and scores each one
 
-    reuse weight of its kind  x  prefill seconds it saves  /  bytes it alone holds  /  (age + 5 s)
+    reuse weight of its kind  x  prefill seconds it saves  /  bytes only it holds  /  (age + 5 s)
 
-      branch      several continuations hang below it: prompts were seen to diverge here
-      head        nothing below it: the end of a prompt, where a conversation goes on
-      superseded  one continuation below it: the conversation has moved on to the next head
-      spare       taken on speculation and not used since
-      tail        attention blocks beyond every checkpoint: they help to find branch points only
+      branch      several continuations follow it: prompts have diverged here
+      head        nothing follows it: the end of a prompt, where a conversation continues
+      superseded  one continuation follows it: the conversation has reached the next head
+      spare       taken speculatively and not used since
+      tail        attention blocks beyond every checkpoint: they only help to find branch points
 
-The seconds saved are those from the previous checkpoint on the path. The bytes are the checkpoint's
-own when something below still needs the attention blocks, else also the run of blocks that nobody
-else needs: all of it goes together, since without its checkpoint the run can serve nobody. 1/age
-is the hazard of a heavy-tailed return time. Marconi (MLSys 2025) adds recency to FLOPs per byte
-with a tuned factor; a product needs none, and superseded heads are told from live ones.
+The seconds saved count from the previous checkpoint on the path. The bytes are the checkpoint's own
+when a continuation still needs the attention blocks, else also those of the run of blocks that
+nothing else needs: the policy evicts both together, because the run cannot serve any prompt without
+its checkpoint. 1/age is the hazard of a heavy-tailed return time. Marconi (MLSys 2025) adds recency
+to FLOPs per byte with a tuned factor; a product needs no factor, and this policy distinguishes
+superseded heads from live ones.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from prfaas.cache.block_pool import Block
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.storage.arena import PageLayout
-from prfaas.cache.tree import Node
+from prfaas.cache.tree import PrefixNode
 
 NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]
-# Entries of heaps that are out of date, beyond one per node: they keep dead nodes and all above.
+# Outdated heap entries allowed beyond one per node: each keeps a dead node and its ancestors alive.
 STALE_ENTRIES = 64
 
 
@@ -46,15 +47,15 @@ class PrefillSeconds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReuseWeights:
-    """How likely each kind is to be resumed from, relative to a head of the same age. Chosen on the
-    public Mooncake traces; docs/hybrid-cache.md says how much each matters there."""
+    """How likely each kind is to be resumed from, relative to a head of the same age. The values
+    were chosen on the public Mooncake traces; docs/hybrid-cache.md has their effect there."""
 
     branch: float = 4.0
     head: float = 1.0
     superseded: float = 0.1
     spare: float = 0.05
     tail: float = 0.02
-    young_s: float = 5.0  # ages are not told apart below this
+    young_s: float = 5.0  # younger ages count as this one
 
 
 class LRU:
@@ -78,8 +79,8 @@ class LRU:
 
 
 class _Class(NamedTuple):
-    """Nodes of about the same worth. Among them the least recently used is the worst, so only one
-    per class is ever compared: an eviction looks at some dozens of nodes, not at all."""
+    """Nodes of about the same value. The least recently used of them is the worst, so an eviction
+    compares one node per class: some dozens of nodes instead of all."""
 
     kind: NodeKind
     magnitude: int  # log2 of seconds per byte
@@ -108,23 +109,23 @@ class CostAware:
         self._prefill_seconds = prefill_seconds
         self._weights = weights or ReuseWeights()
         self._idle: dict[int, Block] = {}
-        self._places: dict[Node, _Place] = {}
-        self._classes: dict[_Class, list[tuple[float, int, Node]]] = {}
+        self._places: dict[PrefixNode, _Place] = {}
+        self._classes: dict[_Class, list[tuple[float, int, PrefixNode]]] = {}
         self._entries = 0  # in all classes
         self._serial = 0
-        self._above: Node | None = None  # lost what hung below it at the last eviction
+        self._above: PrefixNode | None = None  # its continuation was evicted last
 
     def idle(self, blocks: Sequence[Block], now: float) -> None:
-        nodes: dict[Node, None] = {}
+        nodes: dict[PrefixNode, None] = {}
         for block in blocks:
             self._idle[id(block)] = block
             assert block.node is not None
             nodes[block.node] = None
-            # Passing through a node is no use of its checkpoint; resuming from it is.
+            # Resuming from a node uses its checkpoint; passing through it does not.
             if block.group in self._closing or not self._closing:
                 block.node.last_used_s = now
         for node in nodes:
-            # Most of a prompt's nodes lie inside a run and hold no checkpoint: nothing to score.
+            # Most of a prompt's nodes lie inside a run without a checkpoint, so they get no score.
             if node.resident_children and self._closing and not any(self._checkpoint(node)):
                 self._drop(node)
             else:
@@ -141,16 +142,16 @@ class CostAware:
             self._above = None
         while (node := self._worst(now)) is not None:
             before = self._places[node].cls
-            self._place(node)  # its surroundings may have changed since it was placed
+            self._place(node)  # its neighbours may have changed since it was placed
             place = self._places.get(node)
             if place is not None and place.cls == before:
                 blocks, self._above = self._removable(node)
                 return blocks
-        # Only blocks below which somebody is at work: any of them, rather than none.
+        # Every idle block precedes a block in use. Evict one of them rather than none.
         return (next(iter(self._idle.values())),) if self._idle else ()
 
-    def _worst(self, now: float) -> Node | None:
-        worst: Node | None = None
+    def _worst(self, now: float) -> PrefixNode | None:
+        worst: PrefixNode | None = None
         lowest = math.inf
         for cls in list(self._classes):
             heap = self._classes[cls]
@@ -167,11 +168,11 @@ class CostAware:
                 worst, lowest = node, score
         return worst
 
-    def _is_current(self, entry: tuple[float, int, Node]) -> bool:
+    def _is_current(self, entry: tuple[float, int, PrefixNode]) -> bool:
         place = self._places.get(entry[2])
         return place is not None and place.serial == entry[1]
 
-    def _place(self, node: Node) -> None:
+    def _place(self, node: PrefixNode) -> None:
         self._drop(node)
         blocks, _ = self._removable(node)
         if not blocks:
@@ -186,9 +187,9 @@ class CostAware:
         heapq.heappush(self._classes.setdefault(cls, []), (node.last_used_s, self._serial, node))
         self._entries += 1
 
-    def _drop(self, node: Node) -> None:
-        """Its entry stays in its heap until it is met there. Evictions meet them; a pool that has
-        room for everything never does, so they must not become many."""
+    def _drop(self, node: PrefixNode) -> None:
+        """The node's entry stays in its heap until an eviction pops it. A pool with room for
+        everything never evicts, so this bounds the number of outdated entries."""
         self._places.pop(node, None)
         if self._entries <= 2 * len(self._places) + STALE_ENTRIES:
             return
@@ -204,7 +205,7 @@ class CostAware:
         assert len(entries) == self._entries <= 2 * len(self._places) + STALE_ENTRIES
         assert sum(map(self._is_current, entries)) == len(self._places)
 
-    def _kind(self, node: Node) -> NodeKind:
+    def _kind(self, node: PrefixNode) -> NodeKind:
         checkpoint = not self._closing or any(self._checkpoint(node))
         if not checkpoint:
             return "tail"
@@ -214,22 +215,22 @@ class CostAware:
             return "spare"
         return "superseded" if node.resident_children else "head"
 
-    def _checkpoint(self, node: Node) -> Iterator[Block]:
+    def _checkpoint(self, node: PrefixNode) -> Iterator[Block]:
         for group in self._closing:
             block = node.blocks[group]
             if block is not None and block.slot is None:
                 yield block
 
-    def _resume_depth(self, node: Node) -> int:
+    def _resume_depth(self, node: PrefixNode) -> int:
         """Where a prompt would resume without this node."""
         above = node.parent
         while above is not None and self._closing and not any(self._checkpoint(above)):
             above = above.parent
         return 0 if above is None else above.depth
 
-    def _removable(self, node: Node) -> tuple[list[Block], Node | None]:
-        """What goes if this node's checkpoint goes, and the node left without it. Nothing when
-        some of it is in use."""
+    def _removable(self, node: PrefixNode) -> tuple[list[Block], PrefixNode | None]:
+        """The blocks to evict together with this node's checkpoint, and the node above them. No
+        blocks when one of them is in use."""
         if node.resident_children:
             blocks = list(self._checkpoint(node))
             return (blocks, node) if self._all_idle(blocks) else ([], None)
@@ -252,5 +253,5 @@ class CostAware:
         return all(id(block) in self._idle for block in blocks)
 
 
-def _in_memory(node: Node) -> list[Block]:
+def _in_memory(node: PrefixNode) -> list[Block]:
     return [block for block in node.blocks if block is not None and block.slot is None]

@@ -1,6 +1,6 @@
 """The match rule of each kind of state, and the hit of a whole model (paper, section 3.2).
 
-To resume a prompt after L blocks an engine needs, of each group,
+To resume a prompt after L blocks an engine needs, from each group,
 
     full attention   blocks 0 .. L-1            KV of every token
     sliding window   the last blocks up to L-1  KV of the last window - 1 tokens
@@ -10,8 +10,8 @@ and the hit is the longest L that *every* group can serve. A linear state after 
 under block i, so that one index means "ends where block i ends" in every group.
 
 A window rarely starts at a block's first token, and its oldest block may have been saved without
-the tokens before the window. So presence is asked as `has(block, unneeded)`: are all tokens of that
-block there, save perhaps the first `unneeded`? Knows nothing of pages, hashes or nodes.
+the tokens before the window. So `has(block, unneeded)` means: the group holds every token of that
+block, except perhaps the first `unneeded`. Knows nothing of pages, hashes or nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GroupRule:
 
     @property
     def closes(self) -> bool:
-        """Whether the group is needed at the resume point only, not all along the prefix."""
+        """Whether the group is needed at the resume point only, not along the whole prefix."""
         return self.kind != "full"
 
     def needs(self, blocks: int, block_tokens: int) -> range:
@@ -80,7 +80,7 @@ class GroupRule:
             missing = self._last_missing(has, length, block_tokens)
             if missing is None:
                 return length
-            # Every length beyond `missing` that was not tried yet needs at least as much of it.
+            # Every untried length beyond `missing` needs at least as much of that block.
             length = missing
         return 0
 
@@ -100,7 +100,7 @@ def hybrid_hit(rules: Sequence[GroupRule], has: GroupHas, blocks: int, block_tok
     """The longest length of at most `blocks` that every group serves.
 
     Each group in turn accepts the candidate or shortens it, until a whole round accepts. A full
-    run accepts anything shorter, so those groups are asked once.
+    run accepts every shorter length, so the loop checks those groups once.
     """
     attention = blocks
     closing: list[tuple[GroupRule, Has]] = []
@@ -118,7 +118,7 @@ def hybrid_hit(rules: Sequence[GroupRule], has: GroupHas, blocks: int, block_tok
 
 
 def unit_bytes(spec: KVSpec, block_tokens: int) -> tuple[int, ...]:
-    """Bytes of one logical block (or one whole state) per group: what is placed on pages."""
+    """Bytes of one logical block (or one whole state) per group: the units that pages hold."""
     return tuple(block_bytes(group, block_tokens) for group in spec.groups)
 
 

@@ -1,4 +1,4 @@
-"""Which prefixes are asked for most, lately: counts that halve with time, for a bounded number."""
+"""The prefixes most requested lately: request counts that halve with time, bounded in number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prfaas.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    prompt: PromptHashes  # of the prefix alone
+    prompt: PromptHashes  # of the prefix only
     block_tokens: int
     tokens: int
     score: float  # requests, each counting half as much per half-life passed
@@ -28,7 +28,7 @@ class _Entry:
 
 
 class HotPrefixes:
-    """At most `capacity` prefixes; the coldest makes room for a new one."""
+    """At most `capacity` prefixes; a new one replaces the coldest."""
 
     def __init__(
         self, *, half_life_s: float = 60.0, capacity: int = 64, threshold: float = 4.0
@@ -53,7 +53,7 @@ class HotPrefixes:
         self._entries[name] = _Entry(prompt.prefix(tokens), block_tokens, tokens, 1.0, now)
 
     def hottest(self, now: float) -> Iterator[HotPrefix]:
-        """Those above the threshold, hottest first."""
+        """The prefixes above the threshold, hottest first."""
         scored = [(self._score(entry, now), entry) for entry in self._entries.values()]
         scored.sort(key=lambda item: -item[0])
         for score, entry in scored:

@@ -1,20 +1,15 @@
-"""Who holds which block: block hash -> one bit per (node, group), for every node of every cluster.
+"""The prefix index: which node could resume a prompt, and after how many tokens.
 
-    holders[hash] = ...0110     bit = lane = (node, group)
-                        ││
-                        │└ lane 1: node a, full0
-                        └─ lane 2: node a, linear0
+Every (node, group) has one lane in `BlockHolders`. A match walks the prompt's hashes once per block
+size in use and notes where the holders change; it stops where the last full-attention run ends.
+Each node's length is then read off those few places.
 
-A match walks the prompt's hashes once per block size in use and notes where the holders change; it
-stops where the last full-attention run ends. Each node's length is then read off those few places.
-
-Leaving and resynchronising nodes give up their lanes at once; `sweep` clears the bits later, before
-a lane is used again.
-
-Fed by `HashEvent`s, numbered per node without gaps. A duplicate is dropped, an early one waits for
-those before it, and heartbeats announce the last; while some are missing the node is listed in
-`gaps()`, and a snapshot settles whatever a replay cannot. So the index may claim what a node has
-lost only until that is answered.
+The index is fed with `HashEvent`s, which each node numbers without gaps. It applies them in order
+only: it drops an event that it has applied before, and an event that comes too early. It does not
+ask for the events it lacks. The kvd that serves the events does the repair: when it cannot send
+every event since the number it was asked for, it sends a snapshot, and a snapshot replaces
+everything the index holds about that node. So the index may claim what a node has lost only until
+the next page of events arrives.
 """
 
 from __future__ import annotations
@@ -23,21 +18,17 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import msgspec
 
 from prfaas.cache.groups import GroupRule
+from prfaas.cache.holders import BlockHolders, Stretch
 from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
 
 _LOG = logging.getLogger(__name__)
-MAX_WAITING_EVENTS = 1024  # early events kept per node; beyond it only a snapshot helps
-MAX_SHARED_MASKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node announces when it joins. Its block size is its own."""
+    """What a node reports when it joins. Nodes may differ in block size."""
 
     node: NodeId
     cluster: ClusterId
@@ -49,15 +40,6 @@ class NodeInfo:
 class NodeMatch:
     tokens: int  # every group of the node can resume here
     attention_tokens: int  # what an index without states and windows would claim
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Ask `node` for its events from `next_seq` on, or for a snapshot when `snapshot` is set."""
-
-    node: NodeId
-    next_seq: int
-    snapshot: bool
 
 
 @dataclass(slots=True)
@@ -78,9 +60,6 @@ class _Member:
     closing: tuple[tuple[GroupRule, int], ...]  # rule and bit of each closing group
     closing_mask: int
     next_seq: int
-    announced_seq: int = 0  # what the node says its next number is
-    waiting: dict[int, HashEvent] = field(default_factory=dict)
-    needs_snapshot: bool = False
 
 
 @dataclass(slots=True)
@@ -91,40 +70,27 @@ class _SameSize:
     full_mask: int = 0
     runs_decide: bool = True  # every member has full-attention groups: no run, no hit
 
-    def changed(self) -> None:
+    def update_masks(self) -> None:
         self.full_mask = sum(member.full_mask for member in self.members)
         self.runs_decide = all(member.full_mask for member in self.members)
-
-
-class _Stretch(NamedTuple):
-    """Consecutive blocks with the same holders."""
-
-    first: int
-    mask: int
 
 
 class PrefixIndex:
     def __init__(self) -> None:
         self.stats = IndexStats()
-        self._holders: dict[bytes, int] = {}
-        self._masks: dict[int, int] = {}  # equal masks share one object: 32 bytes a block saved
+        self._holders = BlockHolders()
         self._members: dict[NodeId, _Member] = {}
-        self._live = 0  # lanes whose bits count
-        self._retired = 0  # lanes given up whose bits may still be set
         self._by_size: dict[int, _SameSize] = {}
-        self._to_sweep: list[bytes] = []
-        self._sweeping = 0
         self._warned: set[tuple[str, str]] = set()
 
     # Membership -----------------------------------------------------------------------------------
 
     def join(self, info: NodeInfo, next_seq: int = 0) -> None:
-        """A node appears, or reappears (a restarted one counts its events anew): it holds nothing
-        until it says so. Events before `next_seq` are not needed; an index that comes late has a
-        gap with the first event it hears, and asks."""
+        """Adds a node, or starts a known one anew (a restarted node counts its events from 0). The
+        node holds nothing until its events say so. Its next event is number `next_seq`."""
         assert info.rules and len({rule.name for rule in info.rules}) == len(info.rules), info
         self.leave(info.node)
-        lanes = self._new_lanes(len(info.rules))
+        lanes = self._holders.new_lanes(len(info.rules))
         named = {rule.name: lane for rule, lane in zip(info.rules, lanes, strict=True)}
         closing = tuple((rule, named[rule.name]) for rule in info.rules if rule.closes)
         member = _Member(
@@ -138,17 +104,17 @@ class PrefixIndex:
         self._members[info.node] = member
         same_size = self._by_size.setdefault(info.block_tokens, _SameSize())
         same_size.members.append(member)
-        same_size.changed()
+        same_size.update_masks()
 
     def leave(self, node: NodeId) -> None:
-        """A node is gone, and so is every claim about it. Costs nothing: see `sweep`."""
+        """Removes a node and every claim about it. Costs nothing: see `sweep`."""
         member = self._members.pop(node, None)
         if member is None:
             return
-        self._retire(member)
+        self._holders.retire(sum(member.lanes.values()))
         same_size = self._by_size[member.info.block_tokens]
         same_size.members.remove(member)
-        same_size.changed()
+        same_size.update_masks()
         if not same_size.members:
             del self._by_size[member.info.block_tokens]
 
@@ -164,19 +130,9 @@ class PrefixIndex:
 
     # Events ---------------------------------------------------------------------------------------
 
-    def apply_encoded(self, payload: bytes) -> bool:
-        """Applies one msgpack-encoded event; False when it is none. Whose it was cannot be known,
-        but its number is then missing and shows as a gap."""
-        try:
-            event = msgspec.msgpack.decode(payload, type=HashEvent)
-        except msgspec.MsgspecError as error:
-            self.stats.malformed_events += 1
-            self._warn_once("malformed", "", error)
-            return False
-        return self.apply(event)
-
     def apply(self, event: HashEvent) -> bool:
-        """True when the index has changed; False when the event was unknown, old, early or bad."""
+        """True when the event was applied. False when the index has dropped it: the node is
+        unknown, the number is not the node's next one, or the event does not fit the node."""
         member = self._members.get(event.node)
         if member is None:
             self.stats.unknown_node_events += 1
@@ -187,49 +143,40 @@ class PrefixIndex:
             return False
         if event.seq > member.next_seq:
             self.stats.early_events += 1
-            self._keep_waiting(member, event)
+            self._warn_once("missing", event.node, f"{member.next_seq} to {event.seq - 1}")
             return False
-        self._take(member, event)
-        while (following := member.waiting.pop(member.next_seq, None)) is not None:
-            self._take(member, following)
+        member.next_seq = event.seq + 1
+        lane = member.lanes.get(event.group)
+        if lane is None or event.block_tokens != member.info.block_tokens:
+            self.stats.malformed_events += 1
+            detail = f"group {event.group} in blocks of {event.block_tokens} tokens"
+            self._warn_once("that do not fit the node", event.node, detail)
+            return False
+        self.stats.applied_events += 1
+        if event.action == "stored":
+            self._holders.store(event.hashes, lane)
+        else:
+            self._holders.remove(event.hashes, lane)
         return True
-
-    def announce(self, node: NodeId, next_seq: int) -> None:
-        """A node says in a heartbeat what number its next event will have: the only way to see
-        that the last one was lost."""
-        member = self._members.get(node)
-        if member is not None:
-            member.announced_seq = max(member.announced_seq, next_seq)
-
-    def gaps(self) -> list[Gap]:
-        """Nodes whose claims may be out of date, and what to ask them for."""
-        return [
-            Gap(node, member.next_seq, member.needs_snapshot)
-            for node, member in self._members.items()
-            if member.waiting or member.needs_snapshot or member.next_seq < member.announced_seq
-        ]
 
     def snapshot(
         self, node: NodeId, held: Mapping[str, Iterable[BlockHash]], next_seq: int
     ) -> bool:
-        """Replaces everything known of a node; its next event is number `next_seq`."""
+        """Replaces everything the index holds about a node; its next event is number `next_seq`."""
         member = self._members.get(node)
         if member is None or not set(held) <= set(member.lanes):
             self.stats.unknown_node_events += member is None
             self.stats.malformed_events += member is not None
-            self._warn_once("bad snapshot", node, sorted(held))
+            self._warn_once("in a bad snapshot", node, sorted(held))
             return False
-        waiting = {seq: event for seq, event in member.waiting.items() if seq >= next_seq}
         self.join(member.info, next_seq)
         member = self._members[node]
         for group, hashes in held.items():
-            self._store(hashes, member.lanes[group])
+            self._holders.store(hashes, member.lanes[group])
         self.stats.snapshots += 1
-        for seq in sorted(waiting):
-            self.apply(waiting[seq])
         return True
 
-    # Asking ---------------------------------------------------------------------------------------
+    # Matching -------------------------------------------------------------------------------------
 
     def match(self, hashes: Mapping[int, Sequence[BlockHash]]) -> dict[NodeId, NodeMatch]:
         """Per node, how much of the prompt it can resume from. `hashes` has the prompt's chain at
@@ -242,7 +189,7 @@ class PrefixIndex:
         return found
 
     def __len__(self) -> int:
-        """Distinct blocks with an entry, those of retired lanes included until swept."""
+        """Distinct blocks with an entry. Blocks of nodes that left count until swept."""
         return len(self._holders)
 
     def __repr__(self) -> str:
@@ -251,43 +198,21 @@ class PrefixIndex:
     # Housekeeping ---------------------------------------------------------------------------------
 
     def sweep(self, max_blocks: int = 10_000) -> int:
-        """Clears bits of retired lanes in up to `max_blocks` entries; 0 when there is nothing left
-        to do. Call it when idle: matches never see those bits, they only hold memory."""
-        if not self._to_sweep:
-            if not self._retired:
-                return 0
-            self._sweeping = self._retired
-            self._to_sweep = list(self._holders)
-        batch = self._to_sweep[-max_blocks:]
-        del self._to_sweep[-max_blocks:]
-        keep = ~self._sweeping
-        for name in batch:
-            self._set(name, self._holders.get(name, 0) & keep)
-        if not self._to_sweep:
-            self._retired &= keep
-            self._sweeping = 0
-        return len(batch)
+        """Clears what nodes that left or resynchronised have held, in up to `max_blocks` entries;
+        0 when nothing is left to clear. Call it when idle."""
+        return self._holders.sweep(max_blocks)
 
     def check(self) -> None:
-        lanes = [lane for member in self._members.values() for lane in member.lanes.values()]
-        assert sum(lanes) == self._live, "two lanes share a bit, or a live one is nobody's"
-        assert all(lane & (lane - 1) == 0 for lane in lanes), "a lane is one bit"
-        assert not self._live & self._retired
-        for name, mask in self._holders.items():
-            assert mask and not mask & ~(self._live | self._retired), f"{name.hex()}: {mask:b}"
-        if not self._retired:
-            assert not self._to_sweep
-        for node, member in self._members.items():
+        """Asserts every invariant."""
+        members = self._members
+        self._holders.check([lane for member in members.values() for lane in member.lanes.values()])
+        for node, member in members.items():
             assert member.info.node == node
             assert member in self._by_size[member.info.block_tokens].members
-            assert all(seq > member.next_seq for seq in member.waiting)
-            assert not (member.waiting and member.needs_snapshot)
-        assert sum(len(same.members) for same in self._by_size.values()) == len(self._members)
+        assert sum(len(same.members) for same in self._by_size.values()) == len(members)
         for same in self._by_size.values():
             assert same.full_mask == sum(member.full_mask for member in same.members)
             assert same.runs_decide == all(member.full_mask for member in same.members)
-
-    # Inside ---------------------------------------------------------------------------------------
 
     def _match_size(
         self,
@@ -295,107 +220,22 @@ class PrefixIndex:
         same_size: _SameSize,
         found: dict[NodeId, NodeMatch],
     ) -> None:
-        stretches, end = self._stretches(chain, same_size)
+        stretches, end = self._holders.stretches(chain, same_size.full_mask, same_size.runs_decide)
         first = stretches[0].mask
         for member in same_size.members:
             # A node without the first block of every run has nothing to resume from.
             if first & member.full_mask == member.full_mask:
-                match = _member_match(member, stretches, end)
+                match = _match_member(member, stretches, end)
                 if match.attention_tokens:
                     found[member.info.node] = match
-
-    def _stretches(
-        self, chain: Sequence[BlockHash], same_size: _SameSize
-    ) -> tuple[list[_Stretch], int]:
-        """The prompt, cut where the holders change, up to where the last full run ends.
-
-        Equal masks are nearly always the same object, so that comparing identities finds the cuts:
-        a block costs one look-up and one comparison.
-        """
-        alive = same_size.full_mask
-        stretches: list[_Stretch] = []
-        get = self._holders.get
-        last: object = stretches  # no mask yet
-        for block, mask in enumerate(map(get, chain)):
-            if mask is last:
-                continue
-            last = mask
-            stretches.append(_Stretch(block, mask or 0))
-            alive &= mask or 0
-            if not alive and same_size.runs_decide:
-                return stretches, block
-        return stretches, len(chain)
-
-    def _keep_waiting(self, member: _Member, event: HashEvent) -> None:
-        if member.needs_snapshot:
-            return
-        member.waiting[event.seq] = event
-        if len(member.waiting) > MAX_WAITING_EVENTS:
-            self._lose(member, "too many events are missing")
-
-    def _take(self, member: _Member, event: HashEvent) -> None:
-        """The next event in order."""
-        member.next_seq = event.seq + 1
-        lane = member.lanes.get(event.group)
-        if lane is None or event.block_tokens != member.info.block_tokens:
-            self.stats.malformed_events += 1
-            # It may have been a removal: what it said is needed, and lost.
-            self._lose(member, f"group {event.group} in blocks of {event.block_tokens}")
-            return
-        self.stats.applied_events += 1
-        if len(self._masks) > MAX_SHARED_MASKS:
-            self._masks.clear()  # only sharing is lost
-        if event.action == "stored":
-            self._store(event.hashes, lane)
-        else:
-            for name in event.hashes:
-                self._set(name, self._holders.get(name, 0) & ~lane)
-
-    def _lose(self, member: _Member, why: str) -> None:
-        """Only a snapshot can tell what the node holds."""
-        member.needs_snapshot = True
-        member.waiting.clear()
-        self._warn_once("out of step", member.info.node, why)
-
-    def _store(self, hashes: Iterable[bytes], lane: int) -> None:
-        holders, masks = self._holders, self._masks
-        get, share = holders.get, masks.setdefault
-        for name in hashes:
-            mask = get(name, 0) | lane
-            holders[name] = share(mask, mask)
-
-    def _set(self, name: bytes, mask: int) -> None:
-        if mask:
-            self._holders[name] = self._masks.setdefault(mask, mask)
-        else:
-            self._holders.pop(name, None)
-
-    def _new_lanes(self, count: int) -> list[int]:
-        taken = self._live | self._retired
-        lanes: list[int] = []
-        lane = 1
-        while len(lanes) < count:
-            if not lane & taken:
-                lanes.append(lane)
-            lane <<= 1
-        self._live |= sum(lanes)
-        return lanes
-
-    def _retire(self, member: _Member) -> None:
-        lanes = sum(member.lanes.values())
-        self._live &= ~lanes
-        self._retired |= lanes
-        if not self._live and not self._sweeping:
-            self._holders.clear()
-            self._retired = 0
 
     def _warn_once(self, about: str, node: str, detail: object) -> None:
         if (about, node) not in self._warned:
             self._warned.add((about, node))
-            _LOG.warning("cache events %s: %s (%s); logged once", about, node or "?", detail)
+            _LOG.warning("cache events %s: node %s (%s); logged once", about, node, detail)
 
 
-def _member_match(member: _Member, stretches: Sequence[_Stretch], end: int) -> NodeMatch:
+def _match_member(member: _Member, stretches: Sequence[Stretch], end: int) -> NodeMatch:
     size = member.info.block_tokens
     run = end
     if member.full_mask:
@@ -408,7 +248,7 @@ def _member_match(member: _Member, stretches: Sequence[_Stretch], end: int) -> N
     return NodeMatch(length * size, (run if member.full_mask else length) * size)
 
 
-def _closing_length(member: _Member, stretches: Sequence[_Stretch], run: int) -> int:
+def _closing_length(member: _Member, stretches: Sequence[Stretch], run: int) -> int:
     """The longest length within `run` blocks that every closing group of the node can serve."""
     if all(rule.kind == "linear" for rule, _ in member.closing):
         wanted = member.closing_mask

@@ -1,4 +1,4 @@
-"""What a pool stored and removed, in order, until its owner turns it into `HashEvent`s."""
+"""What a pool stored and removed, in order, until the pool's owner takes it as `HashEvent`s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Action: TypeAlias = Literal["stored", "removed"]
 
 
 class Journal:
-    """Runs of the same action on the same group become one event."""
+    """Consecutive records of the same action on the same group become one event."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[Action, str, list[BlockHash]]] = []

@@ -1,4 +1,4 @@
-"""What a pool hands out: matches, leases, and its record of a lease."""
+"""What a pool gives to its callers (matches, leases, counters), and its record of a lease."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ LeaseId = NewType("LeaseId", int)
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a prompt a pool could serve at the time of asking. Holds nothing."""
+    """How much of a prompt a pool could serve at the time of the call. Holds nothing."""
 
     tokens: int  # the hit: every group can resume here
     attention_tokens: int  # the longest run of full-attention blocks
 
     @property
     def lost_tokens(self) -> int:
-        """Reuse found but lost for want of a state or a window."""
+        """Attention tokens that cannot be reused because a state or a window is missing."""
         return self.attention_tokens - self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Pages that stay put until `release` or the deadline.
+    """Pages that stay in memory until `release`.
 
-    Of what was matched: the full-attention run, and the states and windows at the hit. Of what is
-    to come: everything up to `tokens`, plus `checkpoint_tokens`, the boundaries after which states
-    and windows are wanted as well.
+    The lease covers what was matched (the full-attention run, and the states and windows at the
+    hit) and what the prefill adds: everything up to `tokens`, and the states and windows after
+    each of `checkpoint_tokens`.
     """
 
     id: LeaseId
@@ -44,29 +44,15 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Held:
-    """The pool's side of a lease."""
+class LeaseRecord:
+    """What the pool keeps about a lease."""
 
-    lease: Lease
     hashes: tuple[BlockHash, ...]
-    deadline_s: float
-    ttl_s: float
     pinned: dict[UnitKey, Block]
     new: dict[UnitKey, Block]
     promotable: set[UnitKey]  # of `new`: kept as prefix on commit
-    spare_tokens: frozenset[int]  # lengths whose checkpoint is on speculation
+    spare_tokens: frozenset[int]  # lengths whose checkpoint is speculative
     committed: bool = False
-
-    def readable(self, key: UnitKey) -> Block | None:
-        """What is written: the prefix that was found and, once committed, what was added."""
-        block = self.new.get(key) if self.committed else None
-        return block if block is not None else self.pinned.get(key)
-
-    def blocks_in_order(self) -> list[Block]:
-        """First block of the prompt first, transfer blocks before all."""
-        blocks = [*self.pinned.values(), *self.new.values()]
-        blocks.sort(key=lambda block: block.node.depth if block.node is not None else 0)
-        return blocks
 
 
 @dataclass(slots=True)
@@ -76,8 +62,8 @@ class PoolStats:
     queries: int = 0
     refused: int = 0
     hit_tokens: int = 0
-    lost_tokens: int = 0  # reuse found but lost for want of a state or a window
-    evicted_blocks: int = 0  # gone from every tier
+    lost_tokens: int = 0  # found, but not reusable: a state or a window is missing
+    evicted_blocks: int = 0  # dropped from every tier
     spilled_blocks: int = 0
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, but not what was written
@@ -89,6 +75,6 @@ class Occupancy:
 
     capacity_pages: int | None
     used_pages: int
-    idle_pages: int  # of the used ones: prefixes that nobody holds, to be evicted when need be
+    idle_pages: int  # of the used ones: prefixes under no lease, evicted when room is needed
     leases: int
     spilled_units: int  # on SSD

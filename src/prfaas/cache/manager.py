@@ -1,8 +1,8 @@
-"""GlobalKVManager: what every cluster has cached, and what would be worth copying where.
+"""GlobalKVManager: what every cluster has cached, and which prefixes to copy where.
 
-The router asks `match` once per request (paper, sections 3.2 and 3.4.3); the gateway feeds events
-and nodes' comings and goings. Copies are proposed, never made: a proposal says what, from where, to
-where and how many bytes, and the caller knows whether the link has room.
+The router calls `match` once per request (paper, sections 3.2 and 3.4.3); the gateway feeds cache
+events and reports nodes that join and leave. The manager proposes copies and never makes them: a
+proposal has the prefix, source, target and bytes, and the caller knows whether the link has room.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
-from prfaas.cache.index import Gap, NodeInfo, NodeMatch, PrefixIndex
+from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
 from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
 
@@ -24,12 +24,12 @@ class ClusterMatch:
 
     node: NodeId
     tokens: int
-    attention_tokens: int  # longest on any of its nodes; what a cache blind to states would claim
+    attention_tokens: int  # longest on any of its nodes; the claim of a cache that ignores states
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMatch:
-    """Cached lengths for one prompt. Nodes and clusters that hold nothing of it are left out."""
+    """Cached lengths for one prompt. Nodes and clusters without any of it are left out."""
 
     nodes: Mapping[NodeId, NodeMatch]
     clusters: Mapping[ClusterId, ClusterMatch]
@@ -38,13 +38,9 @@ class PromptMatch:
         match = self.nodes.get(node)
         return 0 if match is None else match.tokens
 
-    def cluster_tokens(self, cluster: ClusterId) -> int:
-        match = self.clusters.get(cluster)
-        return 0 if match is None else match.tokens
-
     @property
     def lost_tokens(self) -> int:
-        """Reuse found somewhere but lost for want of a state or a window."""
+        """Tokens found on a node that cannot be reused because a state or window is missing."""
         found = max((m.attention_tokens for m in self.nodes.values()), default=0)
         return found - max((m.tokens for m in self.nodes.values()), default=0)
 
@@ -57,20 +53,20 @@ class CopyProposal:
     target: NodeId
     hashes: tuple[BlockHash, ...]
     tokens: int
-    skip_tokens: int  # full-attention tokens the target holds already
+    skip_tokens: int  # full-attention tokens that the target already holds
     nbytes: int
     crosses_clusters: bool
 
 
 class GlobalKVManager:
-    """One per gateway; soft state, rebuilt from events."""
+    """One per gateway. Soft state: events rebuild it."""
 
     def __init__(self, spec: KVSpec, hot: HotPrefixes | None = None) -> None:
         self._spec = spec
         self._index = PrefixIndex()
         self._hot = hot or HotPrefixes()
 
-    # What nodes say -------------------------------------------------------------------------------
+    # Events and membership ------------------------------------------------------------------------
 
     def join(self, info: NodeInfo, next_seq: int = 0) -> None:
         self._index.join(info, next_seq)
@@ -81,15 +77,6 @@ class GlobalKVManager:
     def apply(self, event: HashEvent) -> bool:
         return self._index.apply(event)
 
-    def apply_encoded(self, payload: bytes) -> bool:
-        return self._index.apply_encoded(payload)
-
-    def announce(self, node: NodeId, next_seq: int) -> None:
-        self._index.announce(node, next_seq)
-
-    def gaps(self) -> list[Gap]:
-        return self._index.gaps()
-
     def snapshot(
         self, node: NodeId, held: Mapping[str, Iterable[BlockHash]], next_seq: int
     ) -> bool:
@@ -98,7 +85,7 @@ class GlobalKVManager:
     def sweep(self, max_blocks: int = 10_000) -> int:
         return self._index.sweep(max_blocks)
 
-    # What the router asks -------------------------------------------------------------------------
+    # Matching -------------------------------------------------------------------------------------
 
     def match(self, prompt: PromptHashes) -> PromptMatch:
         """Cached length per node and per cluster. Changes nothing."""
@@ -119,13 +106,13 @@ class GlobalKVManager:
         return PromptMatch(nodes, clusters)
 
     def observe(self, prompt: PromptHashes, match: PromptMatch, now: float) -> None:
-        """A request for this prompt was routed: its cached prefix is that much hotter."""
+        """Counts a routed request for this prompt towards the heat of its cached prefix."""
         best = max(match.nodes.items(), key=lambda item: item[1].tokens, default=None)
         if best is not None and best[1].tokens:
             node, found = best
             self._hot.observe(prompt, self._index.info(node).block_tokens, found.tokens, now)
 
-    # What would be worth copying ------------------------------------------------------------------
+    # Proposing copies -----------------------------------------------------------------------------
 
     def propose_copy(
         self,
@@ -134,8 +121,8 @@ class GlobalKVManager:
         target: NodeId,
         sources: Collection[NodeId] | None = None,
     ) -> CopyProposal | None:
-        """The longest prefix any other node (of `sources`) has and `target` lacks. Nodes of another
-        block size name blocks differently and are no source."""
+        """The longest prefix that another node (of `sources`) has and `target` lacks. A node with
+        another block size has other block hashes and cannot be the source."""
         here = self._index.info(target)
         source: NodeId | None = None
         tokens = match.node_tokens(target)
@@ -143,7 +130,7 @@ class GlobalKVManager:
             if node == target or (sources is not None and node not in sources):
                 continue
             same_size = self._index.info(node).block_tokens == here.block_tokens
-            # At equal length a source in the target's own cluster is the cheaper one.
+            # At equal length a source in the target's cluster is cheaper.
             closer = (
                 source is not None
                 and found.tokens == tokens
@@ -175,13 +162,14 @@ class GlobalKVManager:
         saturated_s: float,
         limit: int = 16,
     ) -> list[CopyProposal]:
-        """Hot prefixes all of whose holders in a cluster make a prefill wait longer than
-        `saturated_s`: a copy onto that cluster's least busy other node, where it waits less than
-        half as long. Keeps one prefix from pinning all its traffic to one node; crossing clusters
-        is the router's choice. Only the `limit` hottest are looked at, since matching takes time.
+        """Copies of hot prefixes off saturated holders: where every holder in a cluster makes a
+        prefill wait longer than `saturated_s`, a copy to that cluster's least busy other node,
+        if a prefill waits less than half as long there. This keeps one prefix from pinning all
+        its traffic to one node; the router decides about copies across clusters. Only the `limit`
+        hottest prefixes are considered, because matching takes time.
 
-        `living`: pools that can be copied from; `waits_s`: nodes in use, and how long a prefill
-        waits there; None for those that do not prefill."""
+        `living` are the pools that can be copied from. `waits_s` has the nodes in use and how
+        long a prefill waits there, None for nodes that do not prefill."""
         prefilling = {node: wait for node, wait in waits_s.items() if wait is not None}
         proposals: list[CopyProposal] = []
         if all(wait <= saturated_s for wait in prefilling.values()):
@@ -208,9 +196,10 @@ class GlobalKVManager:
         living: Collection[NodeId],
         waits_s: Mapping[NodeId, float | None],
     ) -> list[CopyProposal]:
-        """Before `node` leaves: its hot prefixes that no other of its cluster's nodes would keep,
-        hottest first, each with the least busy of them as its target. They are those that prefill,
-        or, where there is no other, those that decode. Arguments as of `replications`."""
+        """Copies to make before `node` leaves: its hot prefixes that no other node of its cluster
+        holds, hottest first, each to the cluster's least busy other node. Targets are nodes that
+        prefill, or nodes that decode when no other node prefills. Arguments: see
+        `replications`."""
         others = {n: wait for n, wait in waits_s.items() if n != node}
         prefilling = {n: wait for n, wait in others.items() if wait is not None}
         proposals: list[CopyProposal] = []

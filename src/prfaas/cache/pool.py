@@ -1,39 +1,42 @@
 """HybridPrefixPool: one pool for full-attention KV, windows and linear states (section 3.2).
 
-The life of a hand-off, and who may see its pages:
+A hand-off goes through three calls. They decide which pages can be seen:
 
     reserve ──► lease: run pinned, new pages allocated          writers, by segment
     commit  ──► block-aligned units become *prefix* pages        every later match
-    release ──► *transfer* pages (the tail behind the last boundary, states at odd lengths)
-                are dropped; prefix pages stay until evicted, first to SSD where there is one
+    release ──► *transfer* pages (the tail after the last boundary, states at odd lengths)
+                are dropped; prefix pages stay until evicted, first to SSD where one is configured
 
-All or nothing: a refusal is a `NotNow`, and nothing was reserved or evicted for it. Written units
-are immutable: writers get new units only, readers committed ones only.
-No clock: whoever calls says what time it is. No locks: one owner.
+A reservation is all or nothing: a refusal is a `NotNow`, and the pool has reserved and evicted
+nothing for it. Written units are immutable: writers get new units only, readers committed ones
+only. The pool has no clock: the caller passes the time. It has no locks: it has one owner. Leases
+have no deadline: the owner decides when a lease ends, because only the owner knows when the last
+writer has stopped.
+
+`lookup.py` has the reading side, `storage/tiers.py` eviction, spilling and reading back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
-from prfaas.cache.groups import Hit, hybrid_hit, rules_for
+from prfaas.cache.groups import Hit, rules_for
 from prfaas.cache.journal import Action, Journal
-from prfaas.cache.lease import Held, Lease, LeaseId, Match, Occupancy, PoolStats
-from prfaas.cache.storage.arena import Arena, PageLayout
-from prfaas.cache.storage.places import LeaseTables, segment_ranges
-from prfaas.cache.storage.ssd import SpillFile
-from prfaas.cache.tree import Node, PrefixTree
-from prfaas.cache.units import Demand, UnitKey, closing_units, growing_units
+from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, PoolStats
+from prfaas.cache.lookup import PrefixLookup
+from prfaas.cache.storage.places import LeaseTables
+from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
+from prfaas.cache.tree import PrefixNode, PrefixTree
+from prfaas.cache.units import Demand, closing_units, growing_units
 from prfaas.errors import InputError
-from prfaas.kvspec import KVSpec, Segment
+from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, NotNow
 
-TOO_LARGE_RETRY_S = 3600.0  # it will not fit later either; come back with another pool
-BUSY_RETRY_S = 1.0  # when no lease says when it ends
+TOO_LARGE_RETRY_S = 3600.0  # it will not fit later either
+BUSY_RETRY_S = 1.0  # leases hold the pages, and the pool cannot know when they end
 
 
 class HybridPrefixPool:
@@ -41,43 +44,32 @@ class HybridPrefixPool:
         self,
         spec: KVSpec,
         block_tokens: int,
-        layout: PageLayout,
+        storage: PoolStorage,
         *,
-        capacity_pages: int | None,
         eviction: Eviction,
         checkpoints: CheckpointPolicy,
-        arena: Arena | None = None,
-        ssd: SpillFile | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """Without an arena it keeps books only. `capacity_pages` of None is for such replays."""
-        assert ssd is None or arena is not None, "only real bytes can be spilled"
-        if arena is not None:
-            assert capacity_pages is not None and arena.pages >= capacity_pages
-            assert arena.page_bytes == layout.page_bytes
         self.spec = spec
         self.block_tokens = block_tokens
-        self.layout = layout
+        self.layout = storage.layout
         self.rules = rules_for(spec)
         self.stats = PoolStats()
-        self._has_full = any(not rule.closes for rule in self.rules)
-        self._blocks = BlockPool(capacity_pages, eviction)
+        self._blocks = BlockPool(storage.capacity_pages, eviction)
         self._tree = PrefixTree(len(self.rules))
+        self._lookup = PrefixLookup(self.rules, block_tokens, self._tree)
+        self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
         self._checkpoints = checkpoints
-        self._arena = arena
-        self._ssd = ssd
-        self._spilled: OrderedDict[int, Block] = OrderedDict()  # oldest spill first
         self._journal = journal
-        self._leases: dict[LeaseId, Held] = {}
+        self._leases: dict[LeaseId, LeaseRecord] = {}
         self._ids = count(1)
 
-    # Asking ---------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash]) -> Match:
         """The longest prefix every group can serve. Changes nothing and holds nothing: `pin` or
         `reserve` before relying on it."""
-        hit = self._hit(self._nodes(hashes))
-        return self._as_match(hit)
+        return self._lookup.match(self._lookup.hit(self._lookup.nodes(hashes)))
 
     def bytes_by_group(self) -> dict[str, int]:
         """Memory in use, padding included."""
@@ -93,11 +85,11 @@ class HybridPrefixPool:
             blocks.used_pages,
             blocks.idle_pages,
             len(self._leases),
-            len(self._spilled),
+            self._tiers.spilled_units,
         )
 
     def holdings(self) -> dict[str, list[BlockHash]]:
-        """Every prefix block held, in either tier: what a snapshot for an index says."""
+        """Every prefix block held, in either tier: the content of a snapshot for an index."""
         held: dict[str, list[BlockHash]] = {rule.name: [] for rule in self.rules}
         for node in self._tree:
             for rule, block in zip(self.rules, node.blocks, strict=True):
@@ -105,11 +97,11 @@ class HybridPrefixPool:
                     held[rule.name].append(node.hash)
         return held
 
-    # Taking ---------------------------------------------------------------------------------------
+    # Leasing --------------------------------------------------------------------------------------
 
-    def pin(self, hashes: Sequence[BlockHash], *, now: float, ttl_s: float) -> Lease | NotNow:
+    def pin(self, hashes: Sequence[BlockHash], *, now: float) -> Lease | NotNow:
         """Holds what `match` finds, in memory, until released."""
-        return self._lease(hashes, None, None, now, ttl_s)
+        return self._lease(hashes, None, None, now)
 
     def reserve(
         self,
@@ -117,15 +109,14 @@ class HybridPrefixPool:
         tokens: int,
         *,
         now: float,
-        ttl_s: float,
         checkpoint_tokens: Iterable[int] | None = None,
     ) -> Lease | NotNow:
         """Holds what is found and all that a prefill up to `tokens` adds, or nothing at all.
 
-        `hashes` name the whole blocks of the first `tokens` tokens. Checkpoints are the policy's
-        choice, and the lease says which: whoever fills it must fill them too. With
-        `checkpoint_tokens` they are exactly those boundaries (a sender that has promised no
-        others), and the hand-off itself where it falls on one.
+        `hashes` name the whole blocks of the first `tokens` tokens. The policy chooses the
+        checkpoints and the lease lists them: the writer must fill them too. With
+        `checkpoint_tokens` the checkpoints are exactly those boundaries (a sender has promised no
+        others), and the end of the hand-off where it falls on a boundary.
         """
         if tokens < 1 or len(hashes) != tokens // self.block_tokens:
             raise InputError(
@@ -139,125 +130,74 @@ class HybridPrefixPool:
                     f"a checkpoint after {length} of {tokens} tokens",
                     fix=f"use a multiple of {self.block_tokens} within the prompt",
                 )
-        return self._lease(hashes, tokens, wanted, now, ttl_s)
-
-    def write_views(self, lease_id: LeaseId, segment: Segment) -> list[memoryview]:
-        """Where a segment's bytes go, in order. New units of an uncommitted lease only."""
-        held = self._leases[lease_id]
-        assert not held.committed, "committed units are immutable"
-        return self._views(segment, held.new.get)
-
-    def read_views(self, lease_id: LeaseId, segment: Segment) -> list[memoryview]:
-        """A segment's bytes, in order: of the prefix found and, once committed, of the rest."""
-        return self._views(segment, self._leases[lease_id].readable)
+        return self._lease(hashes, tokens, wanted, now)
 
     def tables(self, lease_id: LeaseId) -> LeaseTables:
-        """Which pages the lease's units are on: they stay there until it is released. For whoever
-        reads and writes them elsewhere; the rules of `read_views` and `write_views` hold."""
-        held = self._leases[lease_id]
-        readable = {key: block.pages for key, block in held.pinned.items()}
-        new = {key: block.pages for key, block in held.new.items()}
-        if held.committed:
+        """The pages of the lease's units; units keep their pages until the lease is released.
+        Readers see the prefix that was found and, once committed, the rest. Writers see new units
+        of an uncommitted lease only."""
+        record = self._leases[lease_id]
+        readable = {key: block.pages for key, block in record.pinned.items()}
+        new = {key: block.pages for key, block in record.new.items()}
+        if record.committed:
             return LeaseTables({**readable, **new}, {})
         return LeaseTables(readable, new)
 
-    # Giving back ----------------------------------------------------------------------------------
-
     def commit(self, lease_id: LeaseId, now: float) -> None:
         """Everything of the lease is written and verified: block-aligned units become prefix."""
-        held = self._leases[lease_id]
-        if held.committed:
+        record = self._leases[lease_id]
+        if record.committed:
             return
-        held.committed = True
-        parent: Node | None = None
-        path: list[Node] = []
-        for name in held.hashes:
+        record.committed = True
+        parent: PrefixNode | None = None
+        path: list[PrefixNode] = []
+        for name in record.hashes:
             parent = self._tree.add(name, parent)
             path.append(parent)
-        for key in sorted(held.promotable):
+        for key in sorted(record.promotable):
             group = key[0]
-            node = path[self._block_number(key)]
-            if self._keep(held.new[key], node) and self.rules[group].closes:
-                node.spare = (node.depth * self.block_tokens) in held.spare_tokens
+            node = path[self._lookup.block_number(key)]
+            if self._tiers.keep(record.new[key], node) and self.rules[group].closes:
+                node.spare = (node.depth * self.block_tokens) in record.spare_tokens
                 node.last_used_s = now
         if path:
             self._tree.prune(path[-1])
 
-    def renew(self, lease_id: LeaseId, now: float) -> None:
-        held = self._leases[lease_id]
-        held.deadline_s = now + held.ttl_s
-
     def release(self, lease_id: LeaseId, now: float) -> bool:
-        """Lets go; what was not committed is gone. False when the lease has ended before."""
-        held = self._leases.pop(lease_id, None)
-        if held is None:
+        """Ends a lease and drops what was not committed. False when it had ended before."""
+        record = self._leases.pop(lease_id, None)
+        if record is None:
             return False
-        self._blocks.release(held.blocks_in_order(), now)
+        blocks = [*record.pinned.values(), *record.new.values()]
+        self._blocks.release(in_prompt_order(blocks), now)
         return True
-
-    def overdue(self, now: float) -> tuple[LeaseId, ...]:
-        """Leases past their deadline. Whoever lets others write into pages waits for them to stop,
-        then releases; `expire` is for everybody else."""
-        return tuple(i for i, held in self._leases.items() if held.deadline_s <= now)
-
-    def expire(self, now: float) -> tuple[LeaseId, ...]:
-        ended = self.overdue(now)
-        for lease_id in ended:
-            self.release(lease_id, now)
-        return ended
 
     def check(self) -> None:
         """Every invariant: pages, tree, tiers; reference counts are exactly the leases'."""
         self._blocks.check()
         self._tree.check()
         refs: dict[int, int] = {}
-        for held in self._leases.values():
-            for block in (*held.pinned.values(), *held.new.values()):
+        for record in self._leases.values():
+            for block in (*record.pinned.values(), *record.new.values()):
                 refs[id(block)] = refs.get(id(block), 0) + 1
                 assert block.slot is None, f"leased but not in memory: {block}"
-            if not held.committed:
-                assert all(block.node is None for block in held.new.values()), "seen too early"
-            assert held.promotable <= set(held.new)
+            if not record.committed:
+                assert all(block.node is None for block in record.new.values()), "seen too early"
+            assert record.promotable <= set(record.new)
         for block in self._blocks.live_blocks():
             assert block.refs == refs.get(id(block), 0), f"references do not match: {block}"
             assert len(block.pages) == self.layout.pages(block.group), block
             if block.node is not None:
                 assert block.node.blocks[block.group] is block
-        spilled = [b for node in self._tree for b in node.blocks if b is not None and b.slot]
-        assert {id(block) for block in spilled} == set(self._spilled)
-        assert all(block.refs == 0 and not block.pages for block in spilled)
-        if self._ssd is not None:
-            self._ssd.check()
+        self._tiers.check()
 
     def __repr__(self) -> str:
         blocks = self._blocks
         return (
             f"HybridPrefixPool({len(self._tree)} prefixes, {blocks.used_pages} of "
             f"{blocks.capacity_pages} pages used, {blocks.idle_pages} idle, "
-            f"{len(self._spilled)} units on SSD, {len(self._leases)} leases)"
+            f"{self._tiers.spilled_units} units on SSD, {len(self._leases)} leases)"
         )
-
-    # Inside ---------------------------------------------------------------------------------------
-
-    def _nodes(self, hashes: Sequence[BlockHash]) -> list[Node | None]:
-        nodes: list[Node | None] = []
-        for name in hashes:
-            node = self._tree.get(name)
-            if node is None and self._has_full:
-                break  # no attention run gets past it
-            nodes.append(node)
-        return nodes
-
-    def _hit(self, nodes: Sequence[Node | None]) -> Hit:
-        def has(group: int, block: int, unneeded: int) -> bool:
-            node = nodes[block]
-            held = node.blocks[group] if node is not None else None
-            return held is not None and held.filled_from <= unneeded
-
-        return hybrid_hit(self.rules, has, len(nodes), self.block_tokens)
-
-    def _as_match(self, hit: Hit) -> Match:
-        return Match(hit.blocks * self.block_tokens, hit.attention * self.block_tokens)
 
     def _lease(
         self,
@@ -265,33 +205,36 @@ class HybridPrefixPool:
         tokens: int | None,
         checkpoint_tokens: tuple[int, ...] | None,
         now: float,
-        ttl_s: float,
     ) -> Lease | NotNow:
-        """`tokens` of None: nothing is to be added to what is found."""
+        """`tokens` of None: the lease adds nothing to what is found."""
+        lookup = self._lookup
         while True:
-            nodes = self._nodes(hashes)
-            hit = self._hit(nodes)
-            runs = self._runs(nodes) if tokens is not None else self._all_runs(hit.blocks)
-            pinned = self._found(nodes, hit, runs)
+            nodes = lookup.nodes(hashes)
+            hit = lookup.hit(nodes)
+            runs = lookup.runs(nodes) if tokens is not None else lookup.equal_runs(hit.blocks)
+            pinned = lookup.blocks_to_pin(nodes, hit, runs)
             plan, demand = Checkpoints(()), Demand()
             if tokens is not None:
-                plan = self._plan(tokens, hit, checkpoint_tokens)
+                plan = self._plan_checkpoints(tokens, hit, checkpoint_tokens)
                 demand = self._demand(tokens, plan.firm, hit, runs)
             pages = sum(self.layout.pages(group) for group, _ in demand.units)
             pages += sum(self.layout.pages(b.group) for b in pinned.values() if b.slot is not None)
             for block in pinned.values():
                 self._blocks.pin(block)
             if not self._blocks.can_make_room(pages):
-                self._blocks.release(_in_order(pinned.values()), now)
-                return self._refusal(pages, now)
-            self._make_room(pages, now)
-            if self._read_back(pinned, now):
+                self._blocks.release(in_prompt_order(pinned.values()), now)
+                return self._refusal(pages)
+            self._tiers.make_room(pages, now)
+            if self._tiers.read_back(pinned.values(), now):
                 break
-            # Something on SSD was not what was written. It is gone, and the hit is another.
+            # A unit on SSD was not what had been written. It is gone now, so look up again.
 
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
-        new = {key: self._allocate(key, demand.units[key]) for key in demand.units}
-        match = self._as_match(hit)
+        new: dict[tuple[int, int], Block] = {}
+        for key, filled_from in demand.units.items():
+            new[key] = self._blocks.allocate(key[0], self.layout.pages(key[0]))
+            new[key].filled_from = filled_from
+        match = lookup.match(hit)
         lease = Lease(
             id=LeaseId(next(self._ids)),
             tokens=match.tokens if tokens is None else tokens,
@@ -302,11 +245,8 @@ class HybridPrefixPool:
             ),
             new_bytes=sum(self.layout.unit_bytes[group] for group, _ in new),
         )
-        self._leases[lease.id] = Held(
-            lease=lease,
+        self._leases[lease.id] = LeaseRecord(
             hashes=tuple(hashes),
-            deadline_s=now + ttl_s,
-            ttl_s=ttl_s,
             pinned=pinned,
             new=new,
             promotable=demand.promotable,
@@ -315,37 +255,9 @@ class HybridPrefixPool:
         self._count(match, nodes[hit.blocks - 1] if hit.blocks else None)
         return lease
 
-    def _runs(self, nodes: Sequence[Node | None]) -> dict[int, int]:
-        """Per full-attention group, the blocks it holds from the start without a hole."""
-        runs: dict[int, int] = {}
-        for group, rule in enumerate(self.rules):
-            if not rule.closes:
-                run = 0
-                while run < len(nodes) and (node := nodes[run]) and node.blocks[group] is not None:
-                    run += 1
-                runs[group] = run
-        return runs
-
-    def _all_runs(self, blocks: int) -> dict[int, int]:
-        return {group: blocks for group, rule in enumerate(self.rules) if not rule.closes}
-
-    def _found(
-        self, nodes: Sequence[Node | None], hit: Hit, runs: dict[int, int]
-    ) -> dict[UnitKey, Block]:
-        """What a lease pins: the runs, and the closing groups' units at the hit."""
-        keys = [(group, block) for group, run in runs.items() for block in range(run)]
-        if hit.blocks:
-            length = hit.blocks * self.block_tokens
-            keys += (unit.key for unit in closing_units(self.rules, self.block_tokens, length))
-        found: dict[UnitKey, Block] = {}
-        for key in keys:
-            node = nodes[self._block_number(key)]
-            block = node.blocks[key[0]] if node is not None else None
-            assert block is not None, f"matched but not there: {key}"
-            found[key] = block
-        return found
-
-    def _plan(self, tokens: int, hit: Hit, asked: tuple[int, ...] | None) -> Checkpoints:
+    def _plan_checkpoints(
+        self, tokens: int, hit: Hit, asked: tuple[int, ...] | None
+    ) -> Checkpoints:
         if asked is None:
             return self._checkpoints.plan(tokens // self.block_tokens, hit.blocks, hit.attention)
         aligned = {tokens} if tokens % self.block_tokens == 0 else set()
@@ -363,7 +275,7 @@ class HybridPrefixPool:
         return demand
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
-        """Adds those checkpoints for which there are free pages: none is worth an eviction."""
+        """Adds those spare checkpoints for which pages are free: none is worth an eviction."""
         taken: list[int] = []
         pages = sum(self.layout.pages(group) for group, _ in demand.units)
         for length in spare:
@@ -376,135 +288,20 @@ class HybridPrefixPool:
             taken.append(length)
         return tuple(taken)
 
-    def _allocate(self, key: UnitKey, filled_from: int) -> Block:
-        block = self._blocks.allocate(key[0], self.layout.pages(key[0]))
-        block.filled_from = filled_from
-        return block
-
-    def _refusal(self, pages: int, now: float) -> NotNow:
+    def _refusal(self, pages: int) -> NotNow:
         self.stats.refused += 1
         nbytes = pages * self.layout.page_bytes
         if not self._blocks.can_ever_hold(pages):
             return NotNow(f"{nbytes} bytes are more than the pool has", TOO_LARGE_RETRY_S)
-        deadlines = [held.deadline_s for held in self._leases.values()]
-        wait_s = min(deadlines, default=now + BUSY_RETRY_S) - now
-        return NotNow(f"no room for {nbytes} bytes", max(0.0, wait_s))
+        return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
-    def _make_room(self, pages: int, now: float) -> None:
-        while not self._blocks.has_room(pages):
-            victims = self._blocks.next_victims(now)
-            assert victims, "idle pages were promised"
-            for block in victims:
-                self._evict(block)
-
-    def _evict(self, block: Block) -> None:
-        """Out of memory; to SSD where there is room or something older, else for good."""
-        node = block.node
-        assert node is not None
-        slot = None
-        if self._ssd is not None and self._arena is not None:
-            count = len(block.pages)
-            while self._ssd.free_pages < count and (oldest := self._oldest_spill()) is not None:
-                self._forget(oldest)
-            slot = self._ssd.write(self._arena.views(block.pages))
-        self._blocks.evict(block)
-        if slot is not None:
-            block.slot = slot
-            self._tree.resident(node, -1)
-            self._spilled[id(block)] = block
-            self.stats.spilled_blocks += 1
-        else:
-            self._tree.detach(block)
-            self._gone(block, node)
-
-    def _oldest_spill(self) -> Block | None:
-        """Not one that is about to be read back."""
-        return next((block for block in self._spilled.values() if not block.refs), None)
-
-    def _forget(self, block: Block) -> None:
-        """A spilled block is dropped from SSD too."""
-        node = block.node
-        assert self._ssd is not None and node is not None and block.slot is not None
-        self._tree.detach(block)
-        del self._spilled[id(block)]
-        self._ssd.free(block.slot)
-        block.slot = None
-        self._gone(block, node)
-
-    def _gone(self, block: Block, node: Node) -> None:
-        self.stats.evicted_blocks += 1
-        self._record("removed", block, node)
-
-    def _record(self, action: Action, block: Block, node: Node) -> None:
+    def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
 
-    def _read_back(self, pinned: dict[UnitKey, Block], now: float) -> bool:
-        """Brings pinned blocks into memory. False when one was unreadable: everything is then let
-        go, and that one forgotten."""
-        for block in pinned.values():
-            if block.slot is None:
-                continue
-            assert self._ssd is not None and self._arena is not None
-            self._blocks.restore(block, self.layout.pages(block.group))
-            if not self._ssd.read(block.slot, self._arena.views(block.pages)):
-                self._forget(block)
-                self.stats.unreadable_blocks += 1
-                self._blocks.release(_in_order(pinned.values()), now)
-                return False
-            del self._spilled[id(block)]
-            self._ssd.free(block.slot)
-            block.slot = None
-            assert block.node is not None
-            self._tree.resident(block.node, +1)
-            self.stats.promoted_blocks += 1
-        return True
-
-    def _keep(self, block: Block, node: Node) -> bool:
-        """Makes a written block the node's, unless the node has one that is as full."""
-        existing = node.blocks[block.group]
-        if existing is not None and existing.slot is None:
-            if existing.filled_from <= block.filled_from:
-                return False
-            if existing.refs == 0:
-                self._blocks.evict(existing)
-            self._tree.detach(existing, prune=False)  # its readers keep it until they release it
-        elif existing is not None:
-            assert self._ssd is not None and existing.slot is not None
-            if existing.filled_from < block.filled_from:
-                return False
-            self._tree.detach(existing, prune=False)
-            del self._spilled[id(existing)]
-            self._ssd.free(existing.slot)
-            existing.slot = None
-        self._tree.attach(node, block)
-        if existing is None:
-            self._record("stored", block, node)
-        return True
-
-    def _count(self, match: Match, resumed: Node | None) -> None:
+    def _count(self, match: Match, resumed: PrefixNode | None) -> None:
         self.stats.queries += 1
         self.stats.hit_tokens += match.tokens
         self.stats.lost_tokens += match.lost_tokens
         if resumed is not None:
             resumed.hits += 1
-
-    def _block_number(self, key: UnitKey) -> int:
-        """The block of the prompt at whose end a whole unit is filed."""
-        group, where = key
-        return where // self.block_tokens - 1 if self.rules[group].kind == "linear" else where
-
-    def _views(self, segment: Segment, unit: Callable[[UnitKey], Block | None]) -> list[memoryview]:
-        arena = self._arena
-        assert arena is not None, "a pool that keeps books only has no bytes"
-
-        def pages_of(key: UnitKey) -> Sequence[int] | None:
-            block = unit(key)
-            return None if block is None else block.pages
-
-        ranges = segment_ranges(self.spec, self.block_tokens, arena, segment, pages_of)
-        return [arena.view(start, stop) for start, stop in ranges]
-
-
-def _in_order(blocks: Iterable[Block]) -> list[Block]:
-    return sorted(blocks, key=lambda block: block.node.depth if block.node is not None else 0)

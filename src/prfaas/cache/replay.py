@@ -1,7 +1,7 @@
-"""What would a pool have served on a trace? Bookkeeping only: no bytes, no engine, no clock.
+"""Replays a trace through a pool to count its hits. No bytes, no engine, no clock.
 
 Rows are Mooncake's: a time, an input length, one id per 512-token block. Ids stand for hashes, and
-each request is committed before the next arrives, as a cache in front of a fast cluster sees them.
+each request is committed before the next arrives, as with a cache in front of a fast cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prfaas.types import BlockHash, NotNow
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     input_tokens: int
     hit_tokens: int
     ideal_tokens: int  # an infinite cache that reuses any prefix, partial last blocks included
@@ -35,9 +35,9 @@ class Replayed:
         return self.ideal_tokens / self.input_tokens
 
 
-def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
+def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
     """Runs every row through the pool: reserve, commit, release. A prompt that does not fit is
-    served from what is cached and leaves nothing behind."""
+    served from what is cached and adds nothing to the pool."""
     assert pool.block_tokens == TRACE_BLOCK_TOKENS
     seen: set[int] = set()
     input_tokens = hit_tokens = ideal_tokens = lost_tokens = refused = calls = 0
@@ -51,7 +51,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
         calls += 1
         if not hashes:
             continue
-        lease = pool.reserve(hashes, len(hashes) * TRACE_BLOCK_TOKENS, now=now, ttl_s=60.0)
+        lease = pool.reserve(hashes, len(hashes) * TRACE_BLOCK_TOKENS, now=now)
         if isinstance(lease, NotNow):
             refused += 1
             match = pool.match(hashes)
@@ -67,7 +67,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> Replayed:
         lost_tokens += match.lost_tokens
     if input_tokens == 0:
         raise InputError("the trace has no rows")
-    return Replayed(
+    return ReplayResult(
         input_tokens=input_tokens,
         hit_tokens=hit_tokens,
         ideal_tokens=ideal_tokens,

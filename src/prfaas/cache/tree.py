@@ -1,7 +1,8 @@
-"""Which prefix is where: a node per block hash, with what each group holds at that length.
+"""The prefix tree: one node per block hash, with the block that each group holds at that length.
 
-A flat dictionary, because hashes are chained: finding a node needs no walk, and only the policies
-ask for parents. A node stays while it holds anything or has children, so parents outlive holes.
+A flat dictionary suffices because hashes are chained: finding a node needs no walk, and only the
+policies follow parents. A node stays while it holds a block or has children, so a parent without
+blocks stays as long as its children.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from prfaas.cache.block_pool import Block
 from prfaas.types import BlockHash
 
 
-class Node:
+class PrefixNode:
     """The prefix of `depth` blocks that ends with the block named `hash`."""
 
     __slots__ = (
@@ -28,7 +29,7 @@ class Node:
         "spare",
     )
 
-    def __init__(self, name: BlockHash, parent: Node | None, groups: int) -> None:
+    def __init__(self, name: BlockHash, parent: PrefixNode | None, groups: int) -> None:
         self.hash = name
         self.parent = parent
         self.depth: int = 1 if parent is None else parent.depth + 1
@@ -38,7 +39,7 @@ class Node:
         self.resident_children = 0  # children with anything in memory at or below them
         self.last_used_s = 0.0
         self.hits = 0  # times a prompt resumed exactly here
-        self.spare = False  # its checkpoint was taken on speculation only
+        self.spare = False  # its checkpoint was taken speculatively
 
     @property
     def resident(self) -> bool:
@@ -51,28 +52,28 @@ class Node:
 class PrefixTree:
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._nodes: dict[BlockHash, Node] = {}
+        self._nodes: dict[BlockHash, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[PrefixNode]:
         return iter(self._nodes.values())
 
-    def get(self, name: BlockHash) -> Node | None:
+    def get(self, name: BlockHash) -> PrefixNode | None:
         return self._nodes.get(name)
 
-    def add(self, name: BlockHash, parent: Node | None) -> Node:
+    def add(self, name: BlockHash, parent: PrefixNode | None) -> PrefixNode:
         """The node of that name, made under `parent` when there is none yet."""
         node = self._nodes.get(name)
         if node is None:
-            node = Node(name, parent, self._groups)
+            node = PrefixNode(name, parent, self._groups)
             self._nodes[name] = node
             if parent is not None:
                 parent.children += 1
         return node
 
-    def attach(self, node: Node, block: Block) -> None:
+    def attach(self, node: PrefixNode, block: Block) -> None:
         assert node.blocks[block.group] is None and block.node is None
         node.blocks[block.group] = block
         block.node = node
@@ -80,8 +81,8 @@ class PrefixTree:
             self.resident(node, +1)
 
     def detach(self, block: Block, *, prune: bool = True) -> None:
-        """The block belongs to no prefix any more; nodes left empty go too, unless the caller is
-        about to fill this one again."""
+        """Removes the block from its prefix, and prunes empty nodes unless the caller is about to
+        fill this one again."""
         node = block.node
         assert node is not None and node.blocks[block.group] is block
         node.blocks[block.group] = None
@@ -91,15 +92,15 @@ class PrefixTree:
         if prune:
             self.prune(node)
 
-    def prune(self, node: Node | None) -> None:
+    def prune(self, node: PrefixNode | None) -> None:
         while node is not None and not node.children and not any(node.blocks):
             del self._nodes[node.hash]
             if node.parent is not None:
                 node.parent.children -= 1
             node = node.parent
 
-    def resident(self, node: Node, change: int) -> None:
-        """One block more or fewer of `node` is in memory: tells the ancestors that care."""
+    def resident(self, node: PrefixNode, change: int) -> None:
+        """One block more or fewer of `node` is in memory: updates the ancestors' counts."""
         before = node.resident
         node.resident_blocks += change
         parent = node.parent
@@ -114,7 +115,7 @@ class PrefixTree:
         resident_children = dict.fromkeys(self._nodes, 0)
         for name, node in self._nodes.items():
             assert node.hash == name
-            assert node.children or any(node.blocks), f"an empty node stayed: {node}"
+            assert node.children or any(node.blocks), f"an empty node was not pruned: {node}"
             held = [block for block in node.blocks if block is not None]
             assert all(block.node is node for block in held)
             assert node.resident_blocks == sum(block.slot is None for block in held), node

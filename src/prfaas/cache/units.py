@@ -16,7 +16,7 @@ UnitKey: TypeAlias = tuple[int, int]
 
 class Unit(NamedTuple):
     key: UnitKey
-    filled_from: int  # leading tokens of the block that will not be there
+    filled_from: int  # leading tokens that the block will lack
 
 
 def growing_units(
@@ -31,7 +31,7 @@ def growing_units(
 
 
 def closing_units(rules: Sequence[GroupRule], block_tokens: int, length: int) -> Iterator[Unit]:
-    """What states and windows hold after exactly `length` tokens."""
+    """The units of states and windows after exactly `length` tokens."""
     for group, rule in enumerate(rules):
         if rule.kind == "linear":
             yield Unit((group, length), 0)
@@ -43,7 +43,7 @@ def closing_units(rules: Sequence[GroupRule], block_tokens: int, length: int) ->
 
 
 class Demand:
-    """The units of one reservation. Of a unit needed for two lengths the fuller form is kept."""
+    """The units of one reservation. A unit needed for two lengths is kept in its fuller form."""
 
     __slots__ = ("promotable", "units")
 
@@ -52,7 +52,8 @@ class Demand:
         self.promotable: set[UnitKey] = set()
 
     def add(self, units: Iterable[Unit], *, keep: bool = False, keep_before: int = 0) -> None:
-        """`keep`: they will be prefix units; `keep_before`: those of the first so many blocks."""
+        """`keep`: they become prefix units on commit. `keep_before`: only those of the first
+        `keep_before` blocks do."""
         for key, filled_from in units:
             self.units[key] = min(filled_from, self.units.get(key, filled_from))
             if keep or key[1] < keep_before:

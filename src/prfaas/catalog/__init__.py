@@ -1,4 +1,4 @@
-"""Models, accelerators and profiles, each value with its source; users add their own in TOML."""
+"""Models, accelerators and profiles, each value with its source. Users add entries in TOML."""
 
 from prfaas.catalog.hardware import Accelerator, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.load import Catalog

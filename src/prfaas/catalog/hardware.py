@@ -1,4 +1,4 @@
-"""Accelerators, and what one instance of a model does on them."""
+"""Accelerators, and the measured times of one model instance on them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.seconds is not None and self.phi_gbps is None:
             return self.seconds
         if self.phi_gbps is None or self.seconds is not None:
-            raise InputError(f"point new = {self.new}", fix="give either seconds or phi_gbps")
+            raise InputError(
+                f"point new = {self.new} needs one time", fix="give either seconds or phi_gbps"
+            )
         if self.cached:
             raise InputError(
-                f"point new = {self.new}: phi_gbps says nothing of a cached prefix",
+                f"point new = {self.new}: phi_gbps is not defined for a cached prefix",
                 fix="give seconds",
             )
         return published.kv_bytes(self.new) * 8 / (self.phi_gbps * 1e9)

@@ -1,9 +1,9 @@
-"""A Hugging Face `config.json` into attention geometry: which layers cache what.
+"""From a Hugging Face `config.json` to attention geometry: what each layer caches.
 
 Pure: takes the parsed JSON, reads no file, needs neither torch nor transformers. A model type
-without a reader of its own is read as plain (grouped-query, perhaps sliding) attention, but only
-when no field hints at anything else; otherwise it is refused, because bytes counted wrongly would
-go unnoticed.
+without a separate reader is read as plain (grouped-query, perhaps sliding) attention, but only when
+no field suggests anything else; otherwise it is refused, because a wrong byte count would go
+unnoticed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ READERS: dict[str, read.Reader] = {
     "step3p5": read.step,
 }
 
-# What transformers' config classes fill in where published files leave a field out.
+# Defaults of transformers' config classes for fields that published files leave out.
 _QWEN = {"use_sliding_window": False, "max_window_layers": 28}
 _QWEN_DELTA = {"head_dim": 256, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
 _GEMMA3 = {
@@ -74,7 +74,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigGeometry:
-    """What a config says of the cache: the geometry and the dtypes an engine would keep it in.
+    """The cache that a config describes: its geometry and the dtypes in which an engine keeps it.
 
     `model_type` is the language model's own, also when it is nested in a multimodal config.
     """
@@ -86,14 +86,14 @@ class ConfigGeometry:
 
 
 def geometry_of(config: Mapping[str, Any]) -> ConfigGeometry:
-    """Layers are numbered from 0; layers of unequal shape are in unequal geometries."""
+    """Layers are numbered from 0. Layers of different shape are in different geometries."""
     if not isinstance(config, Mapping):
         raise InputError(
             f"a model's config is a JSON object, not {shown(config)}",
             fix="name the config.json of a Hugging Face model",
         )
     outer = Fields(config)
-    # Multimodal models keep their language model here, most with a model_type of its own.
+    # Multimodal models keep their language model here, most with a separate model_type.
     fields = outer.section("text_config") if outer.has("text_config") else outer
     owner = fields if fields.has("model_type") else outer
     model_type = owner.text("model_type")
@@ -122,7 +122,7 @@ def _geometries(fields: Fields, model_type: str) -> tuple[Geometry, ...]:
 
 
 def _kv_dtype(f: Fields) -> str:
-    """Weights that are quantised, or of a dtype left open, are computed with in bfloat16."""
+    """The cache dtype. Engines compute in bfloat16 with quantised weights or without a dtype."""
     key = "dtype" if f.has("dtype") else "torch_dtype"
     dtype = f.text(key, "bfloat16").removeprefix("torch.")
     if dtype in ("bfloat16", "float16", "float32"):

@@ -15,13 +15,13 @@ DESCRIBE_BY_HAND = "describe the model's groups in a [[models]] table of a catal
 COMPLETE = f"add the field, as the model's published config.json has it, or {DESCRIBE_BY_HAND}"
 CORRECT = "take the value from the model's published config.json"
 
-# Far above any model; keeps a slip of the keyboard from becoming a list of 10^12 layers.
+# Far above any model; keeps a typing error from becoming a list of 10^12 layers.
 MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One object of a config. `path` leads to it: empty, or `text_config.`"""
+    """One object of a config. `path` is its place: empty, or `text_config.`"""
 
     values: Mapping[str, Any]
     path: str = ""
@@ -30,7 +30,7 @@ class Fields:
         return self.values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the field says something: JSON's null does not."""
+        """Whether the field has a value other than JSON's null."""
         return self.values.get(key) is not None
 
     def error(self, key: str, problem: str, fix: str = CORRECT) -> InputError:
@@ -63,14 +63,14 @@ class Fields:
         return [self._item(key, item, int, "whole numbers") for item in self._list(key)]
 
     def section(self, key: str) -> Fields:
-        """The object under `key`; an empty one where there is none."""
+        """The object under `key`, or an empty one."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, f"must be an object, not {shown(value)}")
         return Fields(value, f"{self.path}{key}.")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """A null stays one: to a config class it is an answer, not a gap."""
+        """A null stays null: to a config class it is a value, not a missing field."""
         return Fields({**defaults, **self.values}, self.path)
 
     def _value(self, key: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` from disk; `hf_config` says what it means."""
+"""Reads a Hugging Face `config.json` from disk; `hf_config` interprets it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prfaas.errors import InputError
 
 
 def read_hf_config(path: Path) -> ConfigGeometry:
-    """Of the file itself, or of the one in a checkpoint directory."""
+    """The geometry from a `config.json`, or from the one in a checkpoint directory."""
     if path.is_dir():
         path = path / "config.json"
     try:

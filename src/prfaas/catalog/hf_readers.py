@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from prfaas.catalog.hf_fields import COMPLETE, DESCRIBE_BY_HAND, Fields, listed, shown
-from prfaas.kvspec import GQA, MLA, Geometry, Linear, Window
+from prfaas.kvspec import GQA, MLA, Geometry, Linear, WindowedGQA
 
-# transformers' names for what a layer is.
+# transformers' names of layer kinds.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 INDEXED, MOE, MLP = "indexed_attention", "moe", "mlp"
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
@@ -24,7 +24,7 @@ Reader: TypeAlias = Callable[[Fields], Sequence[Geometry]]
 # --------------------------------------------------------------------------------------------------
 # Keys and values, in some layers over a window
 
-# Config classes that fill in a missing layer_types by making every n-th layer full (0: none) ...
+# Config classes whose default layer_types make every n-th layer full (0: none) ...
 _FULL_EVERY = {
     "cohere2": 4,
     "gemma2": 2,
@@ -40,8 +40,9 @@ _FULL_EVERY = {
 # ... or the first max_window_layers.
 _FULL_AT_FIRST = ("qwen2", "qwen3")
 
-# A field whose name begins so, unless it is null, zero or empty, means that layers cache something
-# other than keys and values of one shape: latents, states, windows of another shape, shared layers.
+# A field whose name begins like this, unless it is null, zero or empty, means that layers cache
+# something other than keys and values of one shape: latents, states, windows of another shape,
+# shared layers.
 _NOT_PLAIN = (
     ("kv_lora", "kv_channels", "v_head_dim", "index_", "indexer", "compress", "sparse_attention")
     + ("linear_", "mamba", "ssm_", "conv_", "short_conv", "lightning", "recurrent", "block_types")
@@ -53,10 +54,10 @@ _NOT_PLAIN = (
 
 
 def plain(f: Fields) -> Sequence[Geometry]:
-    """Llama and its many relatives; every model type without a reader of its own is tried here."""
+    """Llama and its many relatives. Every model type without a separate reader is tried here."""
     for key, value in f.values.items():
         if value and key.startswith(_NOT_PLAIN):
-            raise f.error(key, "hints at a cache of more than keys and values", DESCRIBE_BY_HAND)
+            raise f.error(key, "suggests a cache of more than keys and values", DESCRIBE_BY_HAND)
     full, sliding = _plain_layers(f)
     heads, dim = _kv_heads(f), _head_dim(f)
     return (GQA(full, heads, dim, dim), *_window(f, sliding, heads, dim, dim))
@@ -108,7 +109,7 @@ def mimo(f: Fields) -> Sequence[Geometry]:
 def step(f: Fields) -> Sequence[Geometry]:
     kinds, layers = _layer_types(f), f.layer_count()
     if len(kinds) == layers + f.count("num_nextn_predict_layers", 0, least=0):
-        kinds = kinds[:layers]  # the published list goes on to the MTP layers
+        kinds = kinds[:layers]  # the published list includes the MTP layers
     full, sliding = _layers(f, kinds, FULL, SLIDING)
     heads = _either(f, "num_key_value_heads", f, "num_attention_groups")
     dim = _head_dim(f)
@@ -123,7 +124,7 @@ def step(f: Fields) -> Sequence[Geometry]:
 
 
 def latent(f: Fields) -> Sequence[Geometry]:
-    """DeepSeek's latent attention, from V3.2 on with an indexer that keeps keys of its own."""
+    """DeepSeek's latent attention; from V3.2 on with an indexer that keeps separate keys."""
     if f.get("use_mla") is False:
         raise f.error("use_mla", "this variant does not cache latents", DESCRIBE_BY_HAND)
     kind, indexer_bytes = FULL, 0
@@ -188,7 +189,7 @@ def bailing(f: Fields) -> Sequence[Geometry]:
     others are Lightning up to 2.6 and KDA, known by its short convolution, from 3.0 on."""
     size, count = f.count("layer_group_size"), f.layer_count()
     if not f.has("layer_types") and count % size:
-        # The models' own code gives a last, shorter group full attention; SGLang does not.
+        # The models' code gives a last, shorter group full attention; SGLang does not.
         problem = f"{count} layers are not whole groups of {size}, and engines differ on the rest"
         raise f.error("layer_group_size", problem, DESCRIBE_BY_HAND)
     kinds = _layer_types(f, lambda layer: LINEAR if (layer + 1) % size else FULL)
@@ -197,7 +198,9 @@ def bailing(f: Fields) -> Sequence[Geometry]:
     dim = f.count("linear_head_dim") if f.has("linear_head_dim") else _head_dim(f)
     latents = f.has("kv_lora_rank") or f.get("model_type") == "bailing_hybrid"
     attention = _mla(f, full) if latents else GQA(full, _kv_heads(f), dim, dim)
-    heads = f.count("num_attention_heads")  # a state per query head, whatever the keys' heads are
+    heads = f.count(
+        "num_attention_heads"
+    )  # one state per query head, whatever the number of key heads is
     return (attention, Linear(linear, heads, heads, dim, dim, f.count("short_conv_kernel_size", 1)))
 
 
@@ -220,7 +223,7 @@ def falcon_h1(f: Fields) -> Sequence[Geometry]:
 def nemotron_h(f: Fields) -> Sequence[Geometry]:
     """Each layer is one of Mamba-2, attention, experts or a dense MLP; the last two cache nothing.
 
-    `hybrid_override_pattern` is NVIDIA's way to say it, `layers_block_type` transformers'.
+    NVIDIA's field is `hybrid_override_pattern`, transformers' is `layers_block_type`.
     """
     if f.has("layers_block_type"):
         key, kinds = "layers_block_type", _layer_types(f, key="layers_block_type")
@@ -244,7 +247,7 @@ def nemotron_h(f: Fields) -> Sequence[Geometry]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What they share
+# Helpers
 
 
 def _layers(
@@ -257,7 +260,7 @@ def _layers(
         raise f.error(key, problem, "give one entry per layer")
     for layer, kind in enumerate(kinds):
         if kind not in wanted:
-            problem = f"layer {layer} is {shown(kind)}, which is none of {', '.join(wanted)}"
+            problem = f"layer {layer} is {shown(kind)}, which is not one of {', '.join(wanted)}"
             raise f.error(key, problem, DESCRIBE_BY_HAND)
     return [tuple(at for at, kind in enumerate(kinds) if kind == want) for want in wanted]
 
@@ -265,7 +268,7 @@ def _layers(
 def _layer_types(
     f: Fields, rule: Callable[[int], str] | None = None, key: str = "layer_types"
 ) -> list[str]:
-    """What the config says of each layer, or what `rule` says where the config does not."""
+    """The kind of each layer from the config, or from `rule` where the config has none."""
     if rule is not None and not f.has(key):
         return [rule(layer) for layer in range(f.layer_count())]
     return [_OLD_NAMES.get(kind, kind) for kind in f.texts(key)]
@@ -277,16 +280,16 @@ def _mla(f: Fields, layers: Layers, indexer_bytes: int = 0) -> MLA:
 
 def _window(
     f: Fields, layers: Layers, kv_heads: int, k_dim: int, v_dim: int, window: int | None = None
-) -> tuple[Window, ...]:
-    """Empty where no layer slides: sliding_window may then be missing, or set and unused."""
+) -> tuple[WindowedGQA, ...]:
+    """Empty when no layer has a window: sliding_window may then be missing, or set and unused."""
     if not layers:
         return ()
-    return (Window(layers, kv_heads, k_dim, v_dim, window or f.count("sliding_window")),)
+    return (WindowedGQA(layers, kv_heads, k_dim, v_dim, window or f.count("sliding_window")),)
 
 
 def _kv_heads(f: Fields) -> int:
-    """Null says: as many as there are query heads. A field left out is another matter: config
-    classes differ in what they then take."""
+    """Null means as many as query heads. A missing field is an error, because config classes differ
+    in its default."""
     if "num_key_value_heads" in f.values and not f.has("num_key_value_heads"):
         return f.count("num_attention_heads")
     return f.count("num_key_value_heads")
@@ -305,7 +308,7 @@ def _divided(f: Fields, key: str, total: int, heads: int) -> int:
 
 
 def _either(first: Fields, key: str, second: Fields, other_key: str) -> int:
-    """`key` if it is there or neither is: a complaint then names the published spelling."""
+    """`key` if present or if neither is present: an error then names the published spelling."""
     if not first.has(key) and second.has(other_key):
         return second.count(other_key)
     return first.count(key)

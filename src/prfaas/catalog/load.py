@@ -1,4 +1,4 @@
-"""The catalog: built-in models, accelerators and profiles, plus what users add in TOML."""
+"""The catalog: built-in models, accelerators and profiles, plus users' entries in TOML."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Catalog:
         return catalog
 
     def extended(self, paths: Iterable[str | Path]) -> Catalog:
-        """With the users' files added; an entry of a known name replaces the built-in one."""
+        """Adds the users' files. An entry with a known name replaces the built-in one."""
         catalog = self
         for path in paths:
             catalog = catalog._with(parse_catalog(read_text(path), path))
@@ -57,7 +57,7 @@ class Catalog:
         return _find(self.accelerators, name, "accelerator", advice)
 
     def profile(self, model: str, accelerator: str, gpus: int) -> ProfileRecord | None:
-        """The profile of one instance of exactly this size; there is no scaling between sizes."""
+        """The profile of one instance of exactly this size. Profiles are not scaled."""
         for record in self.profiles:
             if (record.model, record.accelerator, record.gpus) == (model, accelerator, gpus):
                 return record
@@ -88,7 +88,7 @@ def parse_catalog(text: str, file: str | Path) -> CatalogFile:
     parsed = decode(parse_toml(text, file), CatalogFile, file)
     try:
         for model in parsed.models:
-            model.spec()  # a geometry that cannot be placed is an error of this file, found here
+            model.spec()  # raises here when a geometry of this file is invalid
     except InputError as error:
         raise error.in_file(file) from None
     return parsed

@@ -1,4 +1,4 @@
-"""Models as the catalog describes them: geometry with a source, ready to become a KVSpec."""
+"""Models in the catalog: geometry with a source, from which a KVSpec is made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from prfaas.catalog.provenance import Sourced, Status
 from prfaas.errors import InputError
-from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, Window, build_spec
+from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, WindowedGQA, build_spec
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 LayerNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -40,7 +40,7 @@ class WindowGroup(
     mechanism: str = "SWA"
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
-        return Window(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
+        return WindowedGQA(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
 
 
 class MLAGroup(
@@ -106,7 +106,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 beyond = [layer for layer in group.layers if layer >= self.layers]
                 if beyond or not group.layers or len(set(group.layers)) < len(group.layers):
                     raise InputError(
-                        f"{beyond or group.layers}",
+                        f"{beyond or group.layers} is not a list of this model's layers",
                         where=where,
                         fix=f"list each layer once, from 0 to {self.layers - 1}",
                     )

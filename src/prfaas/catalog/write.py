@@ -1,4 +1,4 @@
-"""A profile as catalog TOML, to be read back by `load`. Pure."""
+"""Writes a profile as catalog TOML, which `load` reads. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prfaas.catalog.hardware import Accelerator, DecodePoint, PrefillPoint, Prof
 
 
 def profile_toml(record: ProfileRecord, accelerator: Accelerator | None = None) -> str:
-    """With an entry for the accelerator too, where the built-in catalog has none."""
+    """The TOML of a profile, and of its accelerator when the built-in catalog lacks it."""
     return "\n".join([*_accelerator(accelerator), *_profile(record), ""])
 
 
@@ -48,7 +48,7 @@ def _decode(point: DecodePoint) -> str:
 
 
 def _number(value: float) -> str:
-    """Five digits are more than any clock deserves. TOML wants a digit after the point."""
+    """Five digits exceed any clock's precision. TOML needs a digit after the point."""
     return repr(float(f"{value:.5g}"))
 
 

@@ -13,7 +13,7 @@ from prfaas.cli.logs import log_at, log_level_option
 from prfaas.config.address import parse_address
 from prfaas.config.sizes import format_bytes, parse_bytes
 from prfaas.errors import InputError
-from prfaas.kvd.process import KvdOptions, Running, TlsFiles, running
+from prfaas.kvd.process import KvdOptions, RunningKvd, TlsFiles, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvd.transfers.incoming import TransferOptions
 from prfaas.launch.allocator import steady_heap
@@ -139,10 +139,10 @@ async def _serve(options: KvdOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with running(options) as here:
+    async with run_kvd(options) as here:
         click.echo(_where(here))
         await stop.wait()
 
 
-def _where(here: Running) -> str:
+def _where(here: RunningKvd) -> str:
     return f"kvd: socket {here.socket}, data {here.data}, http {here.http_url}"

@@ -21,7 +21,7 @@ from prfaas.launch.engine_choice import (
     emulated_engine,
     hf_engine,
 )
-from prfaas.node.process import KvdPlace, NodeSettings, run_node
+from prfaas.node.process import KvdAddress, NodeSettings, run_node
 from prfaas.security.deployment_key import read_deployment_key
 from prfaas.text import load_tokenizer
 
@@ -126,7 +126,7 @@ def node(
     key = read_deployment_key(kvd_key_file) if kvd_key_file is not None else None
     if kvd_key_file is not None:
         kvd_options = ("--key-file", str(kvd_key_file), *kvd_options)
-    with nullcontext(KvdPlace(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as found:
+    with nullcontext(KvdAddress(kvd, kvd_url)) if kvd else child_kvd(kvd_options) as found:
         place = replace(found, key=key)
         if engine == "hf":
             computing = hf_engine(choice, device, dtype)

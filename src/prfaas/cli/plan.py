@@ -13,7 +13,7 @@ from prfaas.display.console import console, print_json, with_progress
 from prfaas.display.plan_tables import comparison_table, notes, plan_table, sweep_table, verdict
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
-from prfaas.planner.report import plan_as_dict
+from prfaas.planner.report import comparison_as_dict
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import run_sweep
@@ -96,9 +96,9 @@ def plan(
 
         written = plan_plots(plot, study, parsed, result, sweep, points)
     if as_json:
-        report = plan_as_dict(result)
+        report = comparison_as_dict(result)
         if sweep:
-            report["sweep"] = [{"value": p.value, **plan_as_dict(p.plan)} for p in points]
+            report["sweep"] = [{"value": p.value, **comparison_as_dict(p.plan)} for p in points]
         if published:
             report["comparison"] = [row._asdict() for row in against]
         if plot is not None:

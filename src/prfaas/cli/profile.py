@@ -20,7 +20,7 @@ from prfaas.catalog import Accelerator, Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import console, print_json, progress_bar, with_progress
-from prfaas.engine.profiling import Measured, Profiler
+from prfaas.engine.profiling import MeasuredProfile, Profiler
 from prfaas.errors import InputError
 from prfaas.launch.extras import engine_extra
 from prfaas.measure.client import connect
@@ -152,7 +152,7 @@ class Wanted:
 
 def _of_model(
     model: Path, wanted: Wanted, device: str | None, accelerator: str | None
-) -> tuple[ProfileRecord, Measured, str]:
+) -> tuple[ProfileRecord, MeasuredProfile, str]:
     with engine_extra():
         from prfaas.engine.hardware import hardware
         from prfaas.engine.hf import HFEngine, load_model
@@ -186,7 +186,7 @@ def _of_model(
 
 def _of_server(
     url: str, key: str | None, wanted: Wanted, accelerator: str | None
-) -> tuple[ProfileRecord, Measured]:
+) -> tuple[ProfileRecord, MeasuredProfile]:
     if accelerator is None:
         raise InputError(
             "required with --url, because a server does not report its hardware",
@@ -194,7 +194,7 @@ def _of_server(
             fix="name the server's accelerator",
         )
 
-    async def run() -> tuple[str, Measured, float]:
+    async def run() -> tuple[str, MeasuredProfile, float]:
         async with connect(url, MonotonicClock(), key=key) as target:
             assert target.model is not None
             profiler = HttpProfiler(
@@ -239,7 +239,7 @@ def _model_name(model: Path) -> str:
     return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
-def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
+def _as_dict(record: ProfileRecord, measured: MeasuredProfile) -> dict[str, Any]:
     return {
         "model": record.model,
         "accelerator": record.accelerator,
@@ -262,7 +262,7 @@ def _as_dict(record: ProfileRecord, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> dict[str, Any]:
+def _throughput(measured: MeasuredProfile, new: int, cached: int, seconds: float) -> dict[str, Any]:
     """S_kv and Phi_kv (eq. 1). Both are None for a prompt with a cached prefix."""
     if cached or new not in measured.kv_bytes:
         return {"kv_bytes": None, "phi_kv_gbps": None}
@@ -271,7 +271,7 @@ def _throughput(measured: Measured, new: int, cached: int, seconds: float) -> di
     return {"kv_bytes": kv_bytes, "phi_kv_gbps": phi_bps / 1e9}
 
 
-def _show(record: ProfileRecord, measured: Measured, out: Path | None) -> None:
+def _show(record: ProfileRecord, measured: MeasuredProfile, out: Path | None) -> None:
     screen = console()
     table = Table(title=f"{record.model} on {record.accelerator}", title_justify="left")
     for column in ("new tokens", "cached", "T_prefill (ms)", "S_kv (MiB)", "Phi_kv (Gbps)"):

@@ -16,13 +16,13 @@ from prfaas.config import Deployment, load_deployment
 from prfaas.display.console import console, print_json, progress_bar
 from prfaas.display.simulation_tables import notes, runs_table, saturated_table
 from prfaas.errors import InputError
-from prfaas.planner.plan import DEFAULT_UTILISATION
+from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
-from prfaas.sim.results.service_level import Promise, idle_promise
+from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.results.timeline import chrome_trace
 from prfaas.sim.run import simulate as run_simulation
@@ -155,16 +155,16 @@ def simulate(
             raise error.in_file(trace) from None
         problem = planned_for(problem, arrivals)
     else:
-        load = load or DEFAULT_UTILISATION * best_for(problem).capacity_rps
+        load = load or DEFAULT_UTILISATION * find_optimum(problem).capacity_rps
         arrivals = poisson(problem.workload, load, requests or DEFAULT_REQUESTS, seed)
     if link_trace is not None:
         base = replace(base, links=link_changes(link_trace, problem))
     cases = make_cases(parsed, problem, policies or (parsed.scheduler.policy,), others, base)
 
     results = run_all(cases, arrivals)
-    promises = _promises(parsed, cases, arrivals)
-    summaries = {name: summarise(result, promises[name]) for name, result in results.items()}
-    saturated = saturate(deployment, cases, arrivals, promises) if others else []
+    service_levels = _service_levels(parsed, cases, arrivals)
+    summaries = {name: summarise(result, service_levels[name]) for name, result in results.items()}
+    saturated = saturate(deployment, cases, arrivals, service_levels) if others else []
     written = _write(results, plot, timeline)
     wall_s = time.perf_counter() - started
     if as_json:
@@ -200,17 +200,17 @@ def _from(show: Callable[[float], None], done: int) -> Callable[[float], None]:
     return lambda share: show(done + share)
 
 
-def _promises(
+def _service_levels(
     deployment: Deployment, cases: Mapping[str, Case], arrivals: Arrivals
-) -> dict[str, Promise]:
+) -> dict[str, ServiceLevel]:
     slo = deployment.slo
     tpot_s = 1 / slo.output_tokens_per_s
     if slo.ttft_s is not None:
-        return dict.fromkeys(cases, Promise(slo.ttft_s, tpot_s))
-    made: dict[Problem, Promise] = {}  # policies on the same deployment share one
+        return dict.fromkeys(cases, ServiceLevel(slo.ttft_s, tpot_s))
+    made: dict[Problem, ServiceLevel] = {}  # policies on the same deployment share one
     for case in cases.values():
         if case.problem not in made:
-            made[case.problem] = idle_promise(case.problem, arrivals, case.config, tpot_s)
+            made[case.problem] = idle_service_level(case.problem, arrivals, case.config, tpot_s)
     return {name: made[case.problem] for name, case in cases.items()}
 
 

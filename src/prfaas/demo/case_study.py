@@ -33,7 +33,7 @@ from prfaas.launch.attached_process import tether
 from prfaas.launch.deployment import Hosts, launched_hosts
 from prfaas.measure.open_loop import RequestResult
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -58,7 +58,7 @@ async def measure_case_study(
     deployment = with_policy(load_deployment(file), "paper")
     cases = {name: small_case(deployment, file, folder, SCALES, name) for name in SYSTEMS}
     first = cases[SYSTEMS[0]].problem
-    load_rps = LOAD * best_for(first).capacity_rps
+    load_rps = LOAD * find_optimum(first).capacity_rps
     arrivals = poisson(first.workload, load_rps, round(load_rps * SECONDS), seed=0)
     rows = []
     relay_reader = RelayReader()
@@ -108,7 +108,7 @@ async def _measure(
         name,
         first_token_stats(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), SCALES),
         first_token_stats(arrivals.at_s, simulated.first_token_s, SCALES),
-        best_for(case.problem).capacity_rps * SCALES.time,
+        find_optimum(case.problem).capacity_rps * SCALES.time,
         egress_gbps(live.egress_bps, SCALES) if case.problem.remotes else None,
         _failures(live.outcomes, waits),
         live.disturbance,
@@ -122,7 +122,7 @@ def _failures(outcomes: Sequence[RequestResult], all_waited_for: bool) -> dict[s
 
 def with_doubled_threshold(deployment: Deployment, problem: Problem) -> Deployment:
     """The deployment with the planned roles and twice the planned threshold."""
-    plan = best_for(problem)
+    plan = find_optimum(problem)
     doubled = min(2 * plan.threshold_tokens, problem.workload.max_new_tokens)
     (local,) = deployment.of_kind("pd")
     split = msgspec.structs.replace(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.launch.request_outcomes import RequestOutcomes
-from prfaas.scheduler.congestion import Verdict
+from prfaas.scheduler.congestion import LinkVerdict
 
 
 def live_view(state: Mapping[str, Any], outcomes: RequestOutcomes) -> RenderableType:
@@ -93,7 +93,7 @@ def hits_line(outcomes: RequestOutcomes) -> str:
 def links_line(state: Mapping[str, Any]) -> str:
     lines = []
     for link in state["links"]:
-        verdict = Verdict(link["verdict"]).name.lower() if link["up"] else "down"
+        verdict = LinkVerdict(link["verdict"]).name.lower() if link["up"] else "down"
         lines.append(
             f"{link['from']} -> {link['to']}: {verdict}, "
             f"{link['goodput_bps'] / 1e6:.1f} of {link['capacity_bps'] / 1e6:.0f} Mbit/s"

@@ -12,9 +12,9 @@ from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, RED, make_folder, pyplot, save
 from prfaas.kvspec import KVSpec
+from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.equations import eq1_kv_throughput_bps
-from prfaas.planner.optimise import Choice, Producers, rates
-from prfaas.planner.plan import Comparison, Planner
+from prfaas.planner.optimise import Choice, Producers, stage_rates
 from prfaas.planner.problem import Problem, prefill_profile
 from prfaas.planner.profile import PrefillProfile
 from prfaas.studies.problem_files import Study
@@ -27,7 +27,7 @@ def plan_plots(
     folder: Path,
     study: Study,
     deployment: Deployment,
-    plan: Comparison,
+    plan: DeploymentComparison,
     sweep: str | None,
     points: Sequence[SweepPoint],
 ) -> list[Path]:
@@ -75,11 +75,13 @@ def _throughput(axes: Any, spec: KVSpec, profile: PrefillProfile, label: str, co
     axes.plot([point.new_tokens for point in known], at, "o", color=colour)
 
 
-def _figure_5a(folder: Path, planner: Planner, problem: Problem, plan: Comparison) -> Path:
+def _figure_5a(
+    folder: Path, planner: Planner, problem: Problem, plan: DeploymentComparison
+) -> Path:
     """Lambda_max over the split, at the chosen threshold."""
     row = _chosen_row(planner, plan)
     splits = np.arange(0, problem.local.pool.instances)
-    at = [rates(problem, planner.curves, Choice(row, int(n))) for n in splits]
+    at = [stage_rates(problem, planner.curves, Choice(row, int(n))) for n in splits]
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
     axes.plot(splits, [r.prfaas + r.pd_p for r in at], "-", color=BLUE, label="prefill")
     axes.plot(splits, [r.pd_d for r in at], "-", color=ORANGE, label="decode")
@@ -95,7 +97,9 @@ def _figure_5a(folder: Path, planner: Planner, problem: Problem, plan: Compariso
     return save(figure, folder / "fig5a_split.png")
 
 
-def _figure_5b(folder: Path, planner: Planner, problem: Problem, plan: Comparison) -> Path:
+def _figure_5b(
+    folder: Path, planner: Planner, problem: Problem, plan: DeploymentComparison
+) -> Path:
     """The two producers' bounds over the threshold, at the chosen split."""
     best = plan.prfaas_pd
     assert best.threshold_tokens is not None
@@ -139,7 +143,7 @@ def _sweep(folder: Path, key: str, points: Sequence[SweepPoint]) -> Path:
     return save(figure, folder / "sweep.png")
 
 
-def _chosen_row(planner: Planner, plan: Comparison) -> int:
+def _chosen_row(planner: Planner, plan: DeploymentComparison) -> int:
     threshold = planner.curves.cuts.threshold
     best = plan.prfaas_pd
     if best.threshold_tokens is None:

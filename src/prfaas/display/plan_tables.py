@@ -11,7 +11,7 @@ from rich.table import Table
 
 from prfaas.catalog import Catalog
 from prfaas.config import Deployment
-from prfaas.planner.plan import Comparison, Solution
+from prfaas.planner.comparison import DeploymentComparison, Solution
 from prfaas.studies.plan_comparison import Row
 from prfaas.studies.sweep import SweepPoint
 
@@ -27,7 +27,7 @@ def _number(format_spec: str) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else format(value, format_spec)
 
 
-def plan_table(plan: Comparison, deployment: Deployment, catalog: Catalog) -> Table:
+def plan_table(plan: DeploymentComparison, deployment: Deployment, catalog: Catalog) -> Table:
     solutions = {name: getattr(plan, name) for name in TITLES}
     shown = {name: solution for name, solution in solutions.items() if solution is not None}
     hardware = " + ".join(
@@ -79,7 +79,7 @@ def plan_table(plan: Comparison, deployment: Deployment, catalog: Catalog) -> Ta
     return table
 
 
-def verdict(plan: Comparison) -> str:
+def verdict(plan: DeploymentComparison) -> str:
     ratios = plan.ratios
     words = []
     for key, against in (
@@ -95,7 +95,7 @@ def verdict(plan: Comparison) -> str:
     return "Throughput of PrfaaS-PD: " + ", ".join(words) + "."
 
 
-def notes(plan: Comparison) -> str:
+def notes(plan: DeploymentComparison) -> str:
     lines = []
     for name in TITLES:
         solution = getattr(plan, name)
@@ -120,7 +120,7 @@ def notes(plan: Comparison) -> str:
     return "\n".join(f"[dim]- {escape(line)}[/dim]" for line in lines)
 
 
-def _exact_notes(plan: Comparison) -> list[str]:
+def _exact_notes(plan: DeploymentComparison) -> list[str]:
     lines = []
     for name in TITLES:
         solution = getattr(plan, name)

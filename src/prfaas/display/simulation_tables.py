@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prfaas.display.plan_tables import TITLES
-from prfaas.planner.plan import DEFAULT_UTILISATION
+from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.sim.results.summary import Summary
 from prfaas.studies.saturation import Saturated
 

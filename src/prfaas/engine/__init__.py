@@ -1,2 +1,2 @@
-"""Engines: what computes KV and continues from it. `api` is the contract. `hf`, `checkpoint.make`
-and `hardware` alone import torch; contract, emulation and profiling work without it."""
+"""Engines compute KV and continue from it. `api` is the contract. Only `hf`, `checkpoint.make` and
+`hardware` import torch; contract, emulation and profiling work without it."""

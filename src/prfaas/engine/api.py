@@ -1,14 +1,14 @@
-"""The contract between an engine and whoever drives it (a node, a profiler, a test). Torch-free.
+"""The contract between an engine and its caller (a node, a profiler, a test). Torch-free.
 
-One job is one sequence: prefill its prompt, perhaps from state that exists already, perhaps handing
-state over while computing, then generate. A prefill node's job exports and generates nothing; a
-decode node's job resumes and generates; a job of one process does neither or both.
+One job is one sequence: the engine prefills its prompt, perhaps resuming from existing state,
+perhaps exporting state while it computes, and then generates. A job on a prefill node exports and
+generates nothing; a job on a decode node resumes and generates.
 
     submit(job, emit) ──► Prefilled ──► Token ... Token ──► Finished     every export is ready
-                      └─────────┴───────── Failed ─────────┘             before Prefilled
+                      └─────────┴──────── JobFailed ───────┘             before Prefilled
 
-An engine runs on a thread of its own. `emit` is called there, in order, and must neither block nor
-raise. After Finished or Failed the engine touches neither the job's source nor its sink again.
+An engine runs on its own thread. It calls `emit` there, in order; `emit` must neither block nor
+raise. After Finished or JobFailed the engine touches neither the job's source nor its sink again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, SegmentSink, SegmentSource
 from prfaas.types import Compat, NotNow
 
-# What to do -------------------------------------------------------------------------------------
+# Jobs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Stop *strings* are the business of whoever detokenises: cancel."""
+    """How tokens are chosen. The caller handles stop *strings*: it detokenises and cancels."""
 
     max_tokens: int = 16  # 0: prefill only
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
-    seed: int | None = None  # the same seed gives the same tokens, whatever else is in the batch
+    seed: int | None = None  # the same seed gives the same tokens in any batch
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     want_logits: bool = False  # Token events carry them
@@ -42,7 +42,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """State after exactly the first `tokens` tokens of the prompt, to be read from `source`."""
+    """State after exactly the first `tokens` tokens of the prompt; the engine reads `source`."""
 
     tokens: int
     source: SegmentSource
@@ -50,11 +50,11 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """State to hand over while the prompt is computed.
+    """State to export while the engine computes the prompt.
 
-    Full attention up to `tokens` travels as it is computed, from where the receiver's
-    `skip_tokens` or the job's resume point ends; windows and linear states are written as they are
-    after exactly `tokens` tokens, and after each of `checkpoint_tokens`.
+    The engine writes full attention up to `tokens` as it computes it, starting after the
+    receiver's `skip_tokens` or the job's resume point. It writes windows and linear states as of
+    exactly `tokens` tokens, and as of each of `checkpoint_tokens`.
     """
 
     sink: SegmentSink
@@ -64,7 +64,7 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     id: str
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
@@ -72,7 +72,7 @@ class Job:
     export: Export | None = None
 
 
-# What came of it --------------------------------------------------------------------------------
+# Events -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,11 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class JobFailed:
     error: Exception
 
 
-Event: TypeAlias = Prefilled | Token | Finished | Failed
+Event: TypeAlias = Prefilled | Token | Finished | JobFailed
 Emit: TypeAlias = Callable[[Event], None]
 
 
@@ -108,21 +108,21 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What an engine accepts. Everything beyond is refused at `submit`."""
+class EngineLimits:
+    """What an engine accepts. `submit` refuses everything beyond."""
 
     max_tokens: int  # of prompt and generated tokens together
     vocab_size: int
     max_running: int  # sequences decoded together
-    max_waiting: int  # jobs that wait for their prefill; one more is told "not now"
+    max_waiting: int  # jobs that wait for their prefill; `submit` refuses one more with NotNow
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """How well an emulated engine keeps its profile's time, since its start.
+    """How well an emulated engine has kept its profile's times since its start.
 
-    A step is one chunk of a prefill or one decode step. It is late by the time between the moment
-    at which the schedule wants it to end and the moment at which the engine's thread ends it.
+    A step is one chunk of a prefill or one decode step. Its lateness is the time between its
+    scheduled end and the moment at which the engine's thread ends it.
     """
 
     steps: int = 0
@@ -139,38 +139,39 @@ class EngineStats:
     prefilling: int
     running: int
     kv_tokens: int  # tokens of all sequences held now
-    # None: a real engine, which takes the time it takes. Two states compare equal without it.
+    # None for a real engine, which has no schedule. Comparisons ignore it.
     timing: StepTiming | None = field(default=None, compare=False)
 
 
 class Engine(Protocol):
     @property
     def spec(self) -> KVSpec:
-        """Of the canonical wire form: what `source` and `sink` are asked for."""
+        """The canonical wire form, in which the engine uses `source` and `sink`."""
 
     @property
     def compat(self) -> Compat: ...
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> EngineLimits: ...
 
-    def submit(self, job: Job, emit: Emit) -> NotNow | None:
-        """Queues the job; InputError when it can never run. Any thread."""
+    def submit(self, job: EngineJob, emit: Emit) -> NotNow | None:
+        """Queues the job. InputError when the job can never run. Any thread may call it."""
 
     def cancel(self, job_id: str) -> None:
-        """Ends the job soon, with Finished("cancelled"); nothing when it has ended. Any thread."""
+        """Ends the job soon, with Finished("cancelled"). Does nothing to an ended job. Any thread
+        may call it."""
 
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None:
-        """Cancels what is left and waits for the engine's thread."""
+        """Cancels the remaining jobs and waits for the engine's thread."""
 
 
-def check_job(job: Job, spec: KVSpec, limits: Limits) -> None:
-    """What every engine asks of a job before it is queued."""
+def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
+    """Raises InputError when no engine could run the job."""
     prompt_tokens, sampling = len(job.prompt), job.sampling
     if not prompt_tokens:
-        raise InputError("an empty prompt", where="prompt", fix="send at least one token")
+        raise InputError("the prompt is empty", where="prompt", fix="send at least one token")
     total = prompt_tokens + sampling.max_tokens
     if total > limits.max_tokens:
         raise InputError(
@@ -182,14 +183,14 @@ def check_job(job: Job, spec: KVSpec, limits: Limits) -> None:
     ids = np.asarray(job.prompt)
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise InputError(
-            f"a token id outside 0 to {limits.vocab_size - 1}",
+            f"a token id is outside 0 to {limits.vocab_size - 1}",
             where="prompt",
             fix="tokenise with this model's tokenizer",
         )
     _check_sampling(sampling)
     if job.resume is not None and not 0 < job.resume.tokens < prompt_tokens:
         raise InputError(
-            f"state after {job.resume.tokens} of {prompt_tokens} tokens",
+            f"cannot resume after {job.resume.tokens} of {prompt_tokens} tokens",
             where="resume.tokens",
             fix="resume after at least one token and before the prompt's last",
         )
@@ -208,34 +209,36 @@ def _check_sampling(sampling: Sampling) -> None:
             raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
 
 
-def _check_export(export: Export, job: Job, spec: KVSpec) -> None:
+def _check_export(export: Export, job: EngineJob, spec: KVSpec) -> None:
     first = job.resume.tokens if job.resume else 0
     for length in (*export.checkpoint_tokens, export.tokens):
         if not first < length <= len(job.prompt):
             raise InputError(
-                f"state after {length} tokens of a prompt computed from {first} to "
-                f"{len(job.prompt)}",
+                f"cannot export the state after {length} tokens: the job computes tokens "
+                f"{first} to {len(job.prompt)}",
                 where="export",
                 fix="export lengths that this job computes",
             )
     if max(export.checkpoint_tokens, default=0) > export.tokens:
         raise InputError(
-            "a checkpoint behind the hand-off", where="export.checkpoint_tokens", fix="leave it out"
+            "a checkpoint lies after the hand-off",
+            where="export.checkpoint_tokens",
+            fix="leave it out",
         )
     growing = {group.name: group for group in spec.groups if isinstance(group, FullAttention)}
     for name, skip in export.skip_tokens.items():
         if name not in growing or skip < 0:
             raise InputError(
-                f"{skip} tokens of {name!r}",
+                f"cannot skip {skip} tokens of {name!r}",
                 where="export.skip_tokens",
                 fix=f"full-attention groups are: {', '.join(growing) or 'none'}",
             )
     for name in growing:
-        # What neither the receiver holds nor this job computes would be a hole in the hand-off.
+        # Tokens that neither the receiver holds nor this job computes would be missing.
         if first > export.skip_tokens.get(name, 0):
             raise InputError(
-                f"the job resumes after {first} tokens, the receiver holds only "
+                f"the job resumes after {first} tokens; the receiver holds only "
                 f"{export.skip_tokens.get(name, 0)} of {name}",
                 where="export.skip_tokens",
-                fix="resume no later than the receiver's own prefix",
+                fix="resume no later than the end of the receiver's prefix",
             )

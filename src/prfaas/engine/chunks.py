@@ -1,7 +1,7 @@
-"""How a prompt is cut into chunks, and which segments each layer owes after each chunk. Pure.
+"""How a prompt is cut into chunks, and which segments each layer exports after each chunk. Pure.
 
 Windows and linear states can be read only as they are at the end of a chunk, so chunks end at every
-length whose state is wanted. Full attention leaves chunk by chunk.
+length whose state is wanted. Full attention is exported chunk by chunk.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, Segment
 
 
 def chunk_ends(start: int, stop: int, *, chunk_tokens: int, export: Export | None) -> Iterator[int]:
-    """The lengths at which chunks of [start, stop) end: every `chunk_tokens` of the prompt, counted
-    from its beginning so that chunks of a resumed prompt fall where they always fall, and wherever
-    the export wants a state."""
+    """The lengths at which chunks of [start, stop) end: every `chunk_tokens` of the prompt, and at
+    every length whose state is exported. Counting starts at token 0, so that a resumed prompt has
+    the same chunk boundaries."""
     wanted = {export.tokens, *export.checkpoint_tokens} if export is not None else set()
     ends = {stop, *(length for length in wanted if start < length < stop)}
     ends.update(range((start // chunk_tokens + 1) * chunk_tokens, stop, chunk_tokens))
@@ -23,7 +23,7 @@ def chunk_ends(start: int, stop: int, *, chunk_tokens: int, export: Export | Non
 
 
 class ExportPlan:
-    """What an export owes, layer by layer."""
+    """The segments to export, layer by layer."""
 
     def __init__(self, spec: KVSpec, export: Export) -> None:
         self._export = export
@@ -54,7 +54,7 @@ class ExportPlan:
 
 
 def resume_segments(spec: KVSpec, tokens: int) -> Iterator[Segment]:
-    """Everything an engine reads to go on after exactly `tokens` tokens."""
+    """Every segment an engine reads to continue after exactly `tokens` tokens."""
     for group in spec.groups:
         for layer in group.layers:
             if isinstance(group, FullAttention | LinearState):

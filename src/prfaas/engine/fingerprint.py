@@ -1,4 +1,4 @@
-"""Tells checkpoints apart without reading all of them. Knows nothing of models."""
+"""Identifies a checkpoint without reading all of it. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAMPLED_BYTES = 1 << 20  # of each end and the middle of a weights file
 
 
 def fingerprint(directory: Path) -> str:
-    """Of the config, and of every weights file its name, size, both ends and its middle."""
+    """A hash of the config, and of each weights file's name, size, both ends and middle."""
     config = json.loads((directory / "config.json").read_text())
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in sorted(directory.glob("*.safetensors")):

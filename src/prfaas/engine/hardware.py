@@ -1,4 +1,4 @@
-"""What a measurement ran on, in words that go into a catalog."""
+"""The hardware and software of a measurement, as a catalog describes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hardware(device: torch.device) -> Hardware:
 
 
 def _cpu_model() -> str:
-    """Linux on x86 names it; elsewhere the machine's kind must do."""
+    """The CPU model, where Linux on x86 names it; elsewhere the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

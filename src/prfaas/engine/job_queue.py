@@ -1,7 +1,7 @@
-"""Where an engine's jobs arrive: a bounded queue, cancellations, and the word that it closes.
+"""An engine's bounded job queue, with cancellations and the request to close.
 
-Any thread puts jobs in and cancels them; the engine's own thread takes them out. Knows nothing of
-how jobs are computed.
+Any thread adds jobs and cancels them; the engine's thread takes them. Knows nothing of how jobs are
+computed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from prfaas.engine.api import Job
+from prfaas.engine.api import EngineJob
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.types import NotNow
 
-RETRY_S = 1.0  # for whoever was told "not now"
-IDLE_S = 1.0  # an idle engine looks up this often even when nobody wakes it
+RETRY_S = 1.0  # in a NotNow
+IDLE_S = 1.0  # an idle engine wakes up this often even without a notification
 
 
 class HasJob(Protocol):
     @property
-    def job(self) -> Job: ...
+    def job(self) -> EngineJob: ...
 
 
 S = TypeVar("S", bound=HasJob)
@@ -29,8 +29,8 @@ S = TypeVar("S", bound=HasJob)
 
 class JobQueue(Generic[S]):
     def __init__(self, max_waiting: int) -> None:
-        self.changed = threading.Condition()  # its lock may be taken twice
-        self.waiting: deque[S] = deque()  # guarded, as is all of the desk
+        self.changed = threading.Condition()  # its lock is reentrant
+        self.waiting: deque[S] = deque()  # guarded, as is everything in the queue
         self.closing = False
         self._cancelled: set[str] = set()
         self._max_waiting = max_waiting
@@ -41,7 +41,7 @@ class JobQueue(Generic[S]):
                 return NotNow("the engine is closing", RETRY_S)
             if len(self.waiting) >= self._max_waiting:
                 return NotNow(f"{len(self.waiting)} jobs are waiting", RETRY_S)
-            self._cancelled.discard(sequence.job.id)  # meant for an earlier job of that name
+            self._cancelled.discard(sequence.job.id)  # it was meant for an earlier job with this id
             self.waiting.append(sequence)
             self.changed.notify()
         return None
@@ -63,20 +63,20 @@ class JobQueue(Generic[S]):
         return bool(self._cancelled)
 
     def take_cancelled(self) -> set[str]:
-        """Ids to be ended now, of jobs that wait or run; others have ended before."""
+        """Ids of jobs to end now. A job may have ended already."""
         with self.changed:
             cancelled, self._cancelled = self._cancelled, set()
             return cancelled
 
     def remove(self, which: Callable[[S], bool]) -> list[S]:
-        """Takes out jobs that have not begun."""
+        """Removes and returns waiting jobs."""
         with self.changed:
             removed = [sequence for sequence in self.waiting if which(sequence)]
             self.waiting = deque(sequence for sequence in self.waiting if not which(sequence))
             return removed
 
     def wait_for_work(self, *, busy: bool) -> bool:
-        """Returns at once for an engine that is busy. False: the engine is to close."""
+        """Returns at once when `busy`. False when the engine must close."""
         with self.changed:
             while not (self.closing or self.waiting or busy):
                 self._cancelled.clear()
@@ -85,7 +85,7 @@ class JobQueue(Generic[S]):
 
 
 def as_ours(error: Exception) -> Exception:
-    """What a job failed with, said in this project's own errors."""
+    """The job's error as a PrfaasError."""
     if isinstance(error, PrfaasError):
         return error
     ours = EngineError(f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""State of one sequence in plain memory: a sink and a source in one, and bytes to carry elsewhere.
+"""State of one sequence in plain memory: a sink, a source, and bytes to move to another process.
 
-What a hand-off looks like without arena, pool or network. The profiler resumes from it, tests carry
-it between processes.
+It is a hand-off without arena, pool or network. The profiler resumes from it, and tests move it
+between processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
 
 
 class MemorySegments:
-    """Keeps every segment written to it; serves any range of tokens that ready ones cover."""
+    """Keeps every written segment and serves any range of tokens that ready segments cover."""
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class MemorySegments:
         return sum(segment_bytes(self.spec, segment) for segment in self._ready)
 
     def dump(self) -> dict[str, bytes]:
-        """By segment name, as it would travel."""
+        """The ready segments' bytes by segment name, in wire form."""
         return {segment.name: bytes(self._written[segment]) for segment in self._ready}
 
     @classmethod
@@ -66,7 +66,7 @@ class MemorySegments:
         while at < wanted.stop:
             piece = next((s for s in self._ready if self._serves(s, wanted, at)), None)
             if piece is None:
-                raise EngineError(f"segment {wanted.name}: token {at} is not there")
+                raise EngineError(f"segment {wanted.name}: token {at} is missing")
             stop = min(piece.stop, wanted.stop)
             yield self._piece(piece, (at - piece.start) * per_token, (stop - at) * per_token)
             at = stop
@@ -78,12 +78,12 @@ class MemorySegments:
 
     def _piece(self, segment: Segment, offset: int, nbytes: int) -> memoryview:
         if segment not in self._written:
-            raise EngineError(f"segment {segment.name} is not there")
+            raise EngineError(f"segment {segment.name} is missing")
         return memoryview(self._written[segment])[offset : offset + nbytes]
 
 
 class ScratchSink:
-    """One block of memory, written over and over: for measurements that need no result."""
+    """One block of memory that every segment overwrites: for measurements that need no result."""
 
     def __init__(self, spec: KVSpec, nbytes: int) -> None:
         self._spec = spec

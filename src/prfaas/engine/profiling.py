@@ -1,10 +1,10 @@
 """Measures an engine through its contract: T_prefill(new, cached), S_kv(l), decode step by batch.
 
-Torch-free; any engine will do, and it must be idle. Every point is run once unmeasured (first runs
-compile and allocate), then all points in turn, round after round, so that drift of the machine
-meets all alike; the median of the rounds counts. T_prefill ends with the prompt's state complete,
-nothing exported; with a cached prefix it begins with reading that state from host memory. Paper:
-the profile of section 3.4.1, Tables 3 and 5.
+Torch-free. Works with any idle engine. Each point runs once unmeasured (first runs compile and
+allocate), then all points run in turn, round after round, so that drift of the machine affects all
+points alike; the result is the median of the rounds. T_prefill ends when the prompt's state is
+complete, without an export; with a cached prefix it includes reading that state from host memory.
+Paper: the profile of section 3.4.1, Tables 3 and 5.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from prfaas.catalog import DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.clock import Clock
 from prfaas.engine.api import (
     Engine,
+    EngineJob,
     Event,
     Export,
-    Failed,
     Finished,
-    Job,
+    JobFailed,
     Prefilled,
     Resume,
     Sampling,
@@ -36,7 +36,7 @@ from prfaas.errors import EngineError, InputError
 from prfaas.planner.profile import DecodeStep, PrefillTime
 from prfaas.types import NotNow
 
-PATIENCE_S = 600.0  # for one job; a first run at a new shape may compile for minutes
+PATIENCE_S = 600.0  # for one job; the first run at a new shape may compile for minutes
 WARM_STEPS = 4
 TIMED_STEPS = 24
 PREFILL_ONLY = Sampling(max_tokens=0)
@@ -59,18 +59,18 @@ Task: TypeAlias = PrefillTask | DecodeTask
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredProfile:
     prefill: tuple[PrefillTime, ...]
     kv_bytes: dict[int, int]  # S_kv as exported, by length; nothing cached
     decode: tuple[DecodeStep, ...]
     context_tokens: int  # at which decode steps were timed
     rounds: int
-    levelled: float  # the largest relative change that made times rise with length; 0: none
+    levelled: float  # largest relative change made so that times rise with length; 0: none
 
     def record(
         self, *, model: str, accelerator: str, engine: str, by: str, gpus: int = 1
     ) -> ProfileRecord:
-        """For a catalog. `by` says who measured, when and on what."""
+        """The catalog record. `by` names the tool, date and hardware of the measurement."""
         parts = [by, f"median of {self.rounds}"]
         if self.decode:
             parts.append(f"decode after {self.context_tokens} tokens")
@@ -88,14 +88,14 @@ class Measured:
         )
 
 
-class Samples:
-    """What is to be measured, in which order, and what came of it."""
+class TimingSamples:
+    """The points to measure, their order, and the times measured."""
 
     def __init__(
         self, lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int], rounds: int
     ) -> None:
         self.points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
-        # Between the short prompts, which decode fastest, and the long ones, which fit least often.
+        # The middle length: short prompts decode fastest, long ones may not fit.
         self.context_tokens = sorted(lengths)[(len(lengths) - 1) // 2]
         self._batches = sorted(batches)
         self._rounds = rounds
@@ -118,7 +118,7 @@ class Samples:
         if not task.warm_up:
             self._step_s[task.batch].append(step_s)
 
-    def measured(self, kv_bytes: dict[int, int]) -> Measured:
+    def measured(self, kv_bytes: dict[int, int]) -> MeasuredProfile:
         prefill: list[PrefillTime] = []
         changed = 0.0
         for kept in sorted({kept for _, kept in self.points}):
@@ -128,7 +128,7 @@ class Samples:
             changed = max(changed, *(abs(a / b - 1) for a, b in zip(rising, medians, strict=True)))
             prefill += [PrefillTime(new, kept, s) for new, s in zip(row, rising, strict=True)]
         steps = [DecodeStep(b, statistics.median(self._step_s[b])) for b in self._batches]
-        return Measured(
+        return MeasuredProfile(
             prefill=tuple(prefill),
             kv_bytes=kv_bytes,
             decode=tuple(steps),
@@ -139,7 +139,7 @@ class Samples:
 
 
 class Profiler:
-    """Perform `tasks` in order; `measured` then has the answer."""
+    """Call `perform` with each of `tasks` in order; `measured` then has the result."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Profiler:
         _check(engine, lengths, cached, batches)
         self._engine = engine
         self._clock = clock
-        self._samples = Samples(lengths, cached, batches, rounds)
+        self._samples = TimingSamples(lengths, cached, batches, rounds)
         longest = max(new + kept for new, kept in self._samples.points)
         self._prompt = random.Random(0).choices(range(engine.limits.vocab_size), k=longest)
         self._states: dict[int, MemorySegments] = {}
@@ -173,15 +173,15 @@ class Profiler:
         seconds = self._time_prefill(task.new_tokens, task.cached_tokens)
         self._samples.prefilled(task, seconds)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredProfile:
         return self._samples.measured(dict(self._kv_bytes))
 
-    # One run each ---------------------------------------------------------------------------------
+    # Single runs ----------------------------------------------------------------------------------
 
     def _time_prefill(self, new: int, cached: int) -> float:
-        job = Job(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
+        job = EngineJob(f"prefill {new} after {cached}", self._prompt[: new + cached], PREFILL_ONLY)
         if cached:
-            job = Job(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
+            job = EngineJob(job.id, job.prompt, job.sampling, Resume(cached, self._state(cached)))
         started_s = self._clock.now()
         timed = _Timed(self._engine, job, self._clock)
         timed.wait()
@@ -190,7 +190,7 @@ class Profiler:
     def _export_once(self, tokens: int) -> int:
         sink = ScratchSink(self._engine.spec, self._engine.spec.kv_bytes(tokens))
         export = Export(sink, tokens)
-        job = Job(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
+        job = EngineJob(f"export {tokens}", self._prompt[:tokens], PREFILL_ONLY, export=export)
         run(self._engine, job, PATIENCE_S)
         return sink.nbytes
 
@@ -198,22 +198,22 @@ class Profiler:
         if tokens not in self._states:
             state = MemorySegments(self._engine.spec)
             prompt = self._prompt[:tokens]
-            job = Job(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
+            job = EngineJob(f"state {tokens}", prompt, PREFILL_ONLY, export=Export(state, tokens))
             run(self._engine, job, PATIENCE_S)
             self._states[tokens] = state
         return self._states[tokens]
 
     def _time_steps(self, batch: int) -> float:
-        """Sequences that share all but their last prompt token, so that each begins at once and
-        goes its own way."""
+        """Runs sequences that share all but the last prompt token, so that each starts at once and
+        generates other tokens."""
         common = self._prompt[: self._samples.context_tokens - 1]
         resume = Resume(len(common), self._state(len(common))) if common else None
-        # The first to come has decoded once per newcomer before the last one has begun.
+        # The first sequence decodes once per later sequence before the last one begins.
         sampling = Sampling(batch + WARM_STEPS + TIMED_STEPS, ignore_eos=True)
         together = []
         for number in range(batch):
             prompt = [*common, number % self._engine.limits.vocab_size]
-            job = Job(f"decode {number} of {batch}", prompt, sampling, resume)
+            job = EngineJob(f"decode {number} of {batch}", prompt, sampling, resume)
             together.append(_Timed(self._engine, job, self._clock))
         for one in together:
             one.wait()
@@ -221,8 +221,8 @@ class Profiler:
 
 
 def step_together_s(moments_s: Sequence[Sequence[float]]) -> float:
-    """The mean step while all of them run, from the moments of their tokens: those of the one that
-    came last, until the first has ended."""
+    """The mean step time while all sequences run, from the times of their tokens: those of the
+    sequence that started last, until the first sequence ended."""
     last = max(moments_s, key=lambda moments: moments[0])
     until_s = min(moments[-1] for moments in moments_s)
     times = [at_s for at_s in last if at_s <= until_s][WARM_STEPS:]
@@ -233,7 +233,7 @@ def step_together_s(moments_s: Sequence[Sequence[float]]) -> float:
 
 def levelled(times: Sequence[float]) -> list[float]:
     """The nearest non-decreasing times (least squares): where noise makes a longer prompt look
-    faster, neighbours take their mean. A profile must rise, and means keep the total."""
+    faster, neighbours get their mean. A profile must rise, and means keep the total."""
     pools: list[list[float]] = []
     for time_s in times:
         pools.append([time_s])
@@ -243,27 +243,27 @@ def levelled(times: Sequence[float]) -> list[float]:
 
 
 class _Timed:
-    """One job; the moments of its events, taken on the engine's thread."""
+    """One job and the times of its events, taken on the engine's thread."""
 
-    def __init__(self, engine: Engine, job: Job, clock: Clock) -> None:
+    def __init__(self, engine: Engine, job: EngineJob, clock: Clock) -> None:
         self._job = job
         self._clock = clock
         self._events: list[tuple[Event, float]] = []
         self._ended = threading.Event()
         refused = engine.submit(job, self._emit)
         if isinstance(refused, NotNow):
-            raise EngineError(f"{job.id}: not now: {refused.reason}")
+            raise EngineError(f"{job.id}: the engine refused the job: {refused.reason}")
 
     def _emit(self, event: Event) -> None:
         self._events.append((event, self._clock.now()))
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Finished | JobFailed):
             self._ended.set()
 
     def wait(self) -> None:
         if not self._ended.wait(PATIENCE_S):
-            raise EngineError(f"{self._job.id}: no end after {PATIENCE_S:g} s")
+            raise EngineError(f"{self._job.id}: did not end within {PATIENCE_S:g} s")
         last, _ = self._events[-1]
-        if isinstance(last, Failed):
+        if isinstance(last, JobFailed):
             raise last.error
 
     def at(self, kind: type[Event]) -> list[float]:
@@ -273,12 +273,12 @@ class _Timed:
 def check_points(lengths: Sequence[int], cached: Sequence[int], batches: Sequence[int]) -> None:
     for where, values in (("lengths", lengths), ("cached", cached), ("batches", batches)):
         if len(set(values)) != len(values):
-            raise InputError("a value twice", where=where, fix="name each once")
+            raise InputError("a value is repeated", where=where, fix="name each value once")
         if min(values, default=1) < 1:
-            raise InputError(f"{min(values)}", where=where, fix="give 1 or more")
+            raise InputError(f"{min(values)} is too small", where=where, fix="use 1 or more")
     if len(lengths) < 2:
         raise InputError(
-            "one length", where="lengths", fix="give at least two: a profile is a curve"
+            "only one length", where="lengths", fix="give at least two: a profile is a curve"
         )
 
 
@@ -295,7 +295,8 @@ def _check(
         )
     if max(batches, default=0) > engine.limits.max_running:
         raise InputError(
-            f"{max(batches)} sequences at once; the engine runs {engine.limits.max_running}",
+            f"{max(batches)} sequences at once are more than the engine's "
+            f"{engine.limits.max_running}",
             where="batches",
             fix="measure smaller batches",
         )

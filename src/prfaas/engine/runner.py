@@ -1,4 +1,4 @@
-"""Runs one job and waits: for profilers, tests and whoever has no event loop."""
+"""Runs one job and waits for it: for profilers, tests and other callers without an event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.engine.api import Engine, Event, Failed, Finished, Job, Prefilled, Token
+from prfaas.engine.api import Engine, EngineJob, Event, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import EngineError
 from prfaas.types import NotNow
 
@@ -16,31 +16,31 @@ PATIENCE_S = 300.0  # between two events
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     tokens: tuple[int, ...]
-    prefilled: Prefilled | None  # None: cancelled before
+    prefilled: Prefilled | None  # None: the job was cancelled before
     finished: Finished
-    logits: npt.NDArray[np.float32] | None  # [tokens, vocab], where the job wanted them
+    logits: npt.NDArray[np.float32] | None  # [tokens, vocab], when the job wanted them
 
 
-class Running:
-    """A job under way; `result` may be called once."""
+class RunningJob:
+    """A submitted job. Call `result` once."""
 
-    def __init__(self, engine: Engine, job: Job) -> None:
+    def __init__(self, engine: Engine, job: EngineJob) -> None:
         self._events: queue.Queue[Event] = queue.Queue()
         self._job = job
         refused = engine.submit(job, self._events.put)
         if isinstance(refused, NotNow):
-            raise EngineError(f"not now: {refused.reason}")
+            raise EngineError(f"the engine refused the job: {refused.reason}")
 
     def next_event(self, timeout_s: float = PATIENCE_S) -> Event:
         try:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
-            raise EngineError(f"job {self._job.id}: nothing for {timeout_s:g} s") from None
+            raise EngineError(f"job {self._job.id}: no event within {timeout_s:g} s") from None
 
-    def result(self, timeout_s: float = PATIENCE_S) -> Outcome:
-        """Raises what the job failed with."""
+    def result(self, timeout_s: float = PATIENCE_S) -> JobOutcome:
+        """Waits for the end of the job. Raises the error that the job failed with."""
         tokens: list[Token] = []
         prefilled: Prefilled | None = None
         while True:
@@ -49,14 +49,14 @@ class Running:
                     tokens.append(token)
                 case Prefilled() as prefilled:
                     pass
-                case Failed(error):
+                case JobFailed(error):
                     raise error
                 case Finished() as finished:
                     rows = [token.logits for token in tokens if token.logits is not None]
                     logits = np.stack(rows) if rows else None
                     ids = tuple(token.id for token in tokens)
-                    return Outcome(ids, prefilled, finished, logits)
+                    return JobOutcome(ids, prefilled, finished, logits)
 
 
-def run(engine: Engine, job: Job, timeout_s: float = PATIENCE_S) -> Outcome:
-    return Running(engine, job).result(timeout_s)
+def run(engine: Engine, job: EngineJob, timeout_s: float = PATIENCE_S) -> JobOutcome:
+    return RunningJob(engine, job).result(timeout_s)

@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -32,7 +33,6 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import pace_metric, shown_explanation, shown_plan, shown_state
 from prfaas.http_client.client import open_client
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
 

@@ -19,7 +19,7 @@ from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import route
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
 from prfaas.scheduler.waiting import HeldWork, Hold
 from prfaas.types import ClusterId, NodeId
@@ -79,7 +79,7 @@ class DecisionLog:
         self._file = file
 
     def write(
-        self, request: Request, view: View, plan: Plan, state: State, taken: Route | Hold
+        self, request: Request, view: View, plan: Plan, state: ShortTermState, taken: Route | Hold
     ) -> None:
         self._file.write(msgspec.json.encode(_decision(request, view, plan, state, taken)) + b"\n")
 
@@ -101,7 +101,7 @@ def replay(
 
 
 def _decision(
-    request: Request, view: View, plan: Plan, state: State, taken: Route | Hold
+    request: Request, view: View, plan: Plan, state: ShortTermState, taken: Route | Hold
 ) -> Decision:
     ways = {**view.links, **state.links}
     return Decision(
@@ -162,8 +162,8 @@ def _view(decision: Decision, costs: Costs) -> View:
     )
 
 
-def _state(decision: Decision) -> State:
-    return State(
+def _state(decision: Decision) -> ShortTermState:
+    return ShortTermState(
         decision.rules,
         {(way.source, way.target): way.state for way in decision.links if way.state is not None},
         decision.threshold_factor,

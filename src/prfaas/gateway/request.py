@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 
 from prometheus_client.core import Metric
 
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.gateway.client.token_ids import TokenIds
-from prfaas.kvd.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import GlobalKVManager, PromptMatch
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport, spec_of
 from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.decision_log import DecisionLog
@@ -26,26 +27,23 @@ from prfaas.gateway.fleet.link_reports import LinkReports
 from prfaas.gateway.fleet.membership import HUNG_AFTER_S, Member, Membership
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.gateway.short_term_log import ShortTermLog
-from prfaas.kvd.engine_socket.messages import spec_of
-from prfaas.kvd.report import Report
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.explain import Explanation, explain
-from prfaas.scheduler.long_term.profile_correction import Paces
-from prfaas.scheduler.long_term.traffic import Traffic
+from prfaas.scheduler.long_term.profile_correction import ProfileCorrection
+from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.plan import Plan, Role
-from prfaas.scheduler.request import Request, Route, stays_because
+from prfaas.scheduler.request import Request, Route, local_only_reason
 from prfaas.scheduler.short_term import adjust, has_room, route
-from prfaas.scheduler.state import State
-from prfaas.scheduler.view import LinkId, LinkView, View, without
+from prfaas.scheduler.state import ShortTermState
+from prfaas.scheduler.view import LinkId, LinkView, View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096  # requests that wait here; more are told to come back
-MAX_REFUSALS = 3  # of one line at one time: those behind are not likely to fare better
 FULL_RETRY_S = 5.0
 _LONGEST_LOOKUP = 262_144  # tokens; the times of longer prompts are computed
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
@@ -71,16 +69,16 @@ class Router:
         self.local = ClusterId(problem.local.pool.cluster)
         self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
         longest = min(deployment.model.max_tokens, _LONGEST_LOOKUP)
-        self.costs = costs_of(problem, longest)
+        self.costs = build_costs(problem, longest)
         self.links = LinkReports(deployment)
         self.loop_log = ShortTermLog()
-        self.state = State(deployment.scheduler)
+        self.state = ShortTermState(deployment.scheduler)
         self.plan: Plan | None = None  # until somebody can decode
         self.roles: dict[NodeId, Role] = {}  # of PD nodes, as they are; the plan is a wish
         self.draining: set[NodeId] = set()
         self.manager = GlobalKVManager(problem.spec)
-        self.traffic = Traffic(self.started_s, deployment.scheduler.replan.window_s)
-        self.paces = Paces(deployment.scheduler.correction)
+        self.traffic = TrafficHistory(self.started_s, deployment.scheduler.replan.window_s)
+        self.paces = ProfileCorrection(deployment.scheduler.correction)
         self.held: WaitingRoom[PlacementRequest] = WaitingRoom()
         self.changed = asyncio.Event()  # somebody came or went
         self._clock = clock
@@ -139,22 +137,12 @@ class Router:
             raise
 
     def ask_again(self) -> None:
-        """Tries those who wait, as far as there is room."""
-        for line in self.held.lines():
-            refused: list[tuple[PlacementRequest, Hold]] = []
-            while line is None or has_room(line, self._view({}), self.state):
-                seeker = self.held.take(line)
-                if seeker is None:
-                    break
-                hold = self._refused(seeker)
-                if hold is None:
-                    seeker.placed.set()
-                    continue
-                refused.append((seeker, hold))
-                if len(refused) == MAX_REFUSALS:
-                    break
-            for seeker, hold in refused:
-                self.held.put(seeker, hold)
+        """Retries the requests that wait, as far as there is room."""
+        self.held.retry(
+            self._refused,
+            lambda cluster: has_room(cluster, self._view({}), self.state),
+            lambda seeker: seeker.placed.set(),
+        )
 
     def _refused(self, seeker: PlacementRequest) -> Hold | None:
         """Routes and books a request, unless it is to wait."""
@@ -164,7 +152,7 @@ class Router:
         request = seeker.request
         match = self.manager.match(seeker.prompt)
         view = self._view(self._cached(match))
-        seen = without(view, seeker.avoid)
+        seen = exclude_nodes(view, seeker.avoid)
         way = route(request, seen, self.plan, self.state)
         if isinstance(way, Hold) and way.cluster is None and seeker.avoid:
             # To avoid somebody is a preference: those who do not answer are not usable anyway.
@@ -174,7 +162,7 @@ class Router:
             self._recorder.write(request, seen, self.plan, self.state, way)
         if isinstance(way, Hold):
             return way
-        stays = stays_because(request)
+        stays = local_only_reason(request)
         if request.prompt_tokens == 1 or stays:
             # Nothing to hand off, or nothing that may be: the decode node does it all.
             way = way._replace(
@@ -205,10 +193,10 @@ class Router:
         now = self._clock.now()
         before = self.paces.factors
         stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
-        took_s = self.paces.answered(route.cluster, route.prefill, stated_s, sent_s, now)
+        took_s = self.paces.record_prefill(route.cluster, route.prefill, stated_s, sent_s, now)
         if self.paces.factors is not before:
             self.costs = self.costs.paced(self.paces.factors)
-            self.board.reprice(self.costs)
+            self.board.set_costs(self.costs)
             factor = self.paces.factors[route.cluster]
             log.info("%s: prefills take %.2f times what its profile says", route.cluster, factor)
         return now - took_s
@@ -233,13 +221,13 @@ class Router:
 
     # Nodes ----------------------------------------------------------------------------------------
 
-    def heard(self, member: Member, report: Report) -> None:
+    def heard(self, member: Member, report: KvdReport) -> None:
         """A kvd's report."""
         if self.members.heard(member, report, self._clock.now()):
             log.info("%s of %s at %s is here", report.node, member.cluster, member.kvd_url)
-            self.paces.started(report.node)
+            self.paces.reset_node(report.node)
             if report.node in self.board:
-                self.board.emptied(report.node)
+                self.board.forget_work(report.node)
         if member.report is not report:
             return  # another one has its name
         if report.node not in self.board:
@@ -256,13 +244,13 @@ class Router:
             work, view = self._work[node], self.board.node(node)
             own_decodes = self.board.own_decodes(node)
             report = work.report(load, view.role, max(own, len(work)), own_decodes, asked_s)
-            self.board.reported(node, report)
+            self.board.record_report(node, report)
         self.refresh()
 
     def engine_came(self, member: Member) -> None:
         """One that has not answered before, or not for a while."""
         if member.node is not None:
-            self.paces.started(member.node)
+            self.paces.reset_node(member.node)
 
     def own_prefills(self, member: Member) -> int:
         node = member.node
@@ -397,7 +385,7 @@ class Router:
         if not self.board.leave(node):
             return
         del self._work[node]
-        self.paces.started(node)
+        self.paces.reset_node(node)
         self.roles.pop(node, None)
         self.draining.discard(node)
         self.manager.leave(node)
@@ -420,7 +408,7 @@ class Router:
                     give_up()
         members = list(self.members)
         for link_id, stats in self.links.new(members, now).items():
-            self.board.link_reported(link_id, stats)
+            self.board.record_link_report(link_id, stats)
             if self.board.is_up(link_id):
                 if self._cut_s.pop(link_id, None) is not None:
                     log.info("link %s -> %s is back", *link_id)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from prfaas.scheduler.congestion import Verdict
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.congestion import LinkVerdict
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
 
 log = logging.getLogger(__name__)
@@ -26,12 +26,12 @@ _NOTABLE_RATIO = 1.5
 
 class ShortTermLog:
     def __init__(self) -> None:
-        self._state: State | None = None
+        self._state: ShortTermState | None = None
         self._said_bps: dict[LinkId, float | None] = {}
         self._changes: Counter[tuple[LinkId, str, str]] = Counter()  # link, verdict, cause
         self._factor_changes = 0
 
-    def tell(self, state: State) -> None:
+    def tell(self, state: ShortTermState) -> None:
         """The state after a round of reports."""
         before, self._state = self._state, state
         for link_id, link in state.links.items():
@@ -52,7 +52,7 @@ class ShortTermLog:
             return
         cause = link.health.cause or known.health.cause
         self._changes[link_id, link.health.verdict.name.lower(), cause] += 1
-        level = logging.INFO if link.health.verdict is Verdict.CLEAR else logging.WARNING
+        level = logging.INFO if link.health.verdict is LinkVerdict.CLEAR else logging.WARNING
         log.log(
             level,
             "link %s -> %s is %s, it was %s",

@@ -55,7 +55,7 @@ def shown_state(
 
 def _long_term(router: Router, book: PlanHistory, now_s: float) -> dict[str, Any]:
     """What the loop has seen, and what it did."""
-    seen = router.traffic.seen(now_s)
+    seen = router.traffic.summarise(now_s)
     return {
         "advises": book.advises,
         "advice": None if book.advice is None else shown_plan(book.advice, now_s),

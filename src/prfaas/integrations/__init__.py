@@ -1,1 +1,1 @@
-"""prfaas inside other people's engines."""
+"""Connectors for engines of other projects."""

@@ -1,7 +1,7 @@
-"""Cache events of this host's nodes (its pool, its engines), kept for replay. Hashes only.
+"""Cache events of this host's nodes (the pool and the engines), kept for replay. Hashes only.
 
-Numbers are per node and without gaps. Whoever asks for what is no longer kept is told to take a
-snapshot. No sockets: waiting is on an event of the loop that owns it.
+Events are numbered per node, without gaps. A reader that asks for events that are no longer kept
+gets a snapshot. No sockets: readers wait on an event of the loop that owns the log.
 """
 
 from __future__ import annotations
@@ -13,24 +13,15 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from prfaas.cache.hashing import EngineHashes, hash_events
+from prfaas.contracts.kvd_api import EventPage
 from prfaas.types import BlockHash, HashEvent, NodeId
 
-# Per node. A gateway that listens lacks the latest few; who lacks more takes a snapshot.
+# Per node. A connected gateway lacks only the latest few; one that lacks more gets a snapshot.
 KEPT_EVENTS = 10_000
-KEPT_HASHES = 32_768  # in all of them: 2 to 3 MiB
+KEPT_HASHES = 32_768  # of all kept events of a node: 2 to 3 MiB
 
 
-class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Events from the number asked for, or `snapshot`: everything held, when those are gone."""
-
-    node: NodeId
-    instance: str  # of the kvd's process: numbers begin anew with another one
-    next_seq: int
-    events: tuple[HashEvent, ...] = ()
-    snapshot: dict[str, tuple[bytes, ...]] | None = None
-
-
-class _Kept:
+class _RecentEvents:
     """The latest events of one node."""
 
     def __init__(self) -> None:
@@ -49,15 +40,15 @@ class _Kept:
 
 class EventLog:
     def __init__(self, instance: str) -> None:
-        self._instance = instance
-        self._kept: dict[NodeId, _Kept] = {}
+        self.instance = instance  # identifies this process: numbers restart with it
+        self._kept: dict[NodeId, _RecentEvents] = {}
         self._next: dict[NodeId, int] = {}
         self._engines: dict[NodeId, EngineHashes] = {}
         self._arrived = asyncio.Event()
 
     @property
     def nodes(self) -> dict[NodeId, int]:
-        """Each node's next number."""
+        """The next event number of each node."""
         return dict(self._next)
 
     def next_seq(self, node: NodeId) -> int:
@@ -65,20 +56,22 @@ class EventLog:
 
     def add(self, node: NodeId, events: Sequence[HashEvent]) -> None:
         if events:
-            self._kept.setdefault(node, _Kept()).extend(events)
+            self._kept.setdefault(node, _RecentEvents()).extend(events)
             self._advance(node, events[-1].seq + 1)
 
     def publish(self, node: NodeId, payload: bytes, group_names: Mapping[int, str]) -> None:
-        """An engine's own events, in vLLM's format."""
+        """Adds events that an engine has published in vLLM's format."""
         engine = self._engines.get(node)
         if engine is None:
             engine = EngineHashes(node, group_names, self.next_seq(node))
             self._engines[node] = engine
         self.add(node, hash_events(engine, payload))
-        self._advance(node, engine.next_seq)  # beyond the last event: one could not be read
+        self._advance(
+            node, engine.next_seq
+        )  # may exceed the last event: an unreadable payload leaves a gap
 
     def forget_engine(self, node: NodeId) -> None:
-        """The engine is gone, and with it what it held."""
+        """The engine has exited, and its cache with it."""
         engine = self._engines.pop(node, None)
         if engine is not None:
             self.add(node, hash_events(engine, _CLEARED))
@@ -86,23 +79,23 @@ class EventLog:
     def page(
         self, node: NodeId, since: int, pool: Mapping[str, Sequence[BlockHash]] | None
     ) -> EventPage:
-        """Events from number `since` on. `pool`: what the pool holds, when `node` is the pool;
-        `since` of -1 asks for a snapshot."""
+        """Events from number `since` on; -1 requests a snapshot. `pool`: the hashes that the pool
+        holds, when `node` is the pool."""
         after = self.next_seq(node)
         kept = self._kept.get(node)
         wanted = kept.since(since) if kept is not None else ()
         whole = [event.seq for event in wanted] == list(range(since, after))
         if since >= 0 and since <= after and whole:
-            return EventPage(node, self._instance, after, wanted)
+            return EventPage(node, self.instance, after, wanted)
         held = pool
         if held is None:
             engine = self._engines.get(node)
             held = engine.holdings() if engine is not None else {}
         snapshot: dict[str, tuple[bytes, ...]] = {g: tuple(hashes) for g, hashes in held.items()}
-        return EventPage(node, self._instance, after, snapshot=snapshot)
+        return EventPage(node, self.instance, after, snapshot=snapshot)
 
     async def wait(self, node: NodeId, since: int, wait_s: float) -> None:
-        """Until there is an event of that number, or the time is over."""
+        """Returns when there is an event of that number, or after `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while self.next_seq(node) == since:

@@ -1,5 +1,7 @@
-"""Tells gateways that this kvd is here, again and again. A gateway that does not answer is tried
-again at the next beat; nothing here depends on it."""
+"""Sends a heartbeat with this kvd's report to each gateway, every `BEAT_S` seconds.
+
+A failed heartbeat is not retried before the next one. Nothing else in the kvd depends on it.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +10,33 @@ import logging
 
 import msgspec
 
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.report import Report, Reporter
+from prfaas.kvd.report import Reporter
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-_ANSWER_S = 5.0
+_TIMEOUT_S = 5.0
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
-    """The body of a gateway's /prfaas/v1/register."""
-
-    kvd_url: str
-    cluster: str
-    report: Report
-
-
-async def beat(
+async def send_heartbeats(
     http: HttpClient, gateway: str, kvd_url: str, cluster: str, reporter: Reporter
 ) -> None:
-    """Until cancelled."""
+    """Runs until it is cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
-    heard = None
+    registered: bool | None = None
     while True:
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         problem = ""
         try:
-            await http.request("POST", url, timeout_s=_ANSWER_S, body=body)
+            await http.request("POST", url, timeout_s=_TIMEOUT_S, body=body)
         except PeerHttpError as error:
-            problem = f"answers {error.status}: {error}"
+            problem = f"responded with {error.status}: {error}"
         except PeerError as error:
             problem = str(error)
-        if heard != (not problem):
-            heard = not problem
+        if registered != (not problem):
+            registered = not problem
             log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
         await asyncio.sleep(BEAT_S)

@@ -1,4 +1,4 @@
-"""The kvd's process: makes every part, joins them, and ends them in the right order."""
+"""The kvd's process: makes its parts, connects them, and closes them in the right order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import InputError
 from prfaas.http_client.client import open_client
-from prfaas.kvd.engine_socket.pins import Pins
-from prfaas.kvd.engine_socket.server import Engines
+from prfaas.kvd.engine_socket.pins import PinnedPrefixes
+from prfaas.kvd.engine_socket.server import EngineSocketServer
 from prfaas.kvd.events import EventLog
-from prfaas.kvd.heartbeat import beat
-from prfaas.kvd.http_api import GatewaySide
+from prfaas.kvd.heartbeat import send_heartbeats
+from prfaas.kvd.http_api import HttpApi
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.store import Store, StoreOptions
 from prfaas.kvd.transfers.incoming import IncomingTransfers, TransferOptions
@@ -34,13 +34,13 @@ from prfaas.transport.listener import Listener
 from prfaas.types import NodeId
 
 SWEEP_S = 0.25
-_SAMPLE_EVERY = 2  # sweeps between two reports of the links
-_CONNECTIONS = 64  # of all links together, beyond the first of each
+_SAMPLE_EVERY = 2  # sweeps per report of the links
+_CONNECTIONS = 64  # of all links together, not counting the first of each
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """One certificate for listening, one for sending: a CA may issue them for one use only."""
+    """One certificate for the listener and one for links: a CA may issue each for one use only."""
 
     ca: Path
     cert: Path
@@ -55,21 +55,23 @@ class KvdOptions:
     listen: Address = Address("127.0.0.1", 0)
     http: Address = Address("127.0.0.1", 0)
     node: str | None = None  # None: the data address
-    advertise: str | None = None  # this host as others reach it; None: as it listens, or its name
-    via: str | None = None  # what grants name instead of the data address
-    cluster: str = ""  # of the deployment, for gateways
+    # This host's address for peers. None: the listen address, or the host name for a wildcard.
+    advertise: str | None = None
+    via: str | None = None  # relay address that grants contain instead of the data address
+    cluster: str = ""  # the cluster's name in the deployment, for gateways
     gateways: Sequence[str] = ()
-    gateway_key: str | None = None  # that they ask for
+    gateway_key: str | None = None  # for heartbeats to the gateways
     tls: TlsFiles | None = None
-    key: str | None = field(default=None, repr=False)  # of HTTP, here and at peers and gateways
+    # Required by this kvd's HTTP API, and sent to peers and to gateways without `gateway_key`.
+    key: str | None = field(default=None, repr=False)
     store: StoreOptions = field(default_factory=StoreOptions)
     transfers: TransferOptions = field(default_factory=TransferOptions)
-    connections: int = LinkOptions().connections  # to each peer
+    connections: int = LinkOptions().connections  # per peer
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """Where a kvd can be reached."""
+class RunningKvd:
+    """The addresses of a kvd that is running."""
 
     socket: Path
     data: Address
@@ -78,8 +80,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncIterator[Running]:
-    """A kvd, serving until the block ends."""
+async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncIterator[RunningKvd]:
+    """A kvd that serves until the block ends."""
     clock = clock or MonotonicClock()
     async with AsyncExitStack() as stack:
         tls = options.tls
@@ -95,8 +97,7 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         lateness = LatenessMonitor(clock)
         stack.callback(lateness.close)
         data = _reachable(Address(*listener.address), options.advertise)
-        instance = uuid.uuid4().hex
-        events = EventLog(instance)
+        events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
         links = Links(
             LinkOptions(connections=options.connections, tls_name=SERVICE_NAME if tls else None),
@@ -107,42 +108,33 @@ async def running(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         address = options.via or str(data)
         incoming = IncomingTransfers(store, listener, address, options.transfers, clock)
         outgoing = OutgoingTransfers(store, links, clock)
-        engines = Engines(store, incoming, outgoing, Pins(store, clock), events, address)
-        reporter = Reporter(
-            instance,
-            address,
-            store,
-            incoming,
-            outgoing,
-            engines,
-            events,
-            links,
-            listener,
-            lateness,
+        engines = EngineSocketServer(
+            store, incoming, outgoing, PinnedPrefixes(store, clock), address
         )
+        reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         kvds = await stack.enter_async_context(open_client(options.key))
         gateway_key = options.key if options.gateway_key is None else options.gateway_key
         gateways = await stack.enter_async_context(open_client(gateway_key))
-        side = GatewaySide(store, incoming, outgoing, events, reporter, kvds)
-        served = await _serve_http(stack, side.app(options.key), options.http)
+        api = HttpApi(store, incoming, outgoing, reporter, kvds)
+        served = await _serve_http(stack, api.app(options.key), options.http)
         engines.http_url = http_url = f"http://{_reachable(served, options.advertise)}"
         await _serve_engines(stack, engines, options.socket)
-        # Ended in the reverse order: no new work, then what is under way, then the pages. Links and
-        # the listener signal this loop from their threads, so they end while it still runs.
+        # Closed in the reverse order: first no new work, then current transfers, then the pages.
+        # Links and listener signal this loop from their threads, so they close while it runs.
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(_sweep(incoming, links))]
         for gateway in options.gateways:
-            beating = beat(gateways, gateway, http_url, options.cluster, reporter)
-            tasks.append(group.create_task(beating))
+            heartbeats = send_heartbeats(gateways, gateway, http_url, options.cluster, reporter)
+            tasks.append(group.create_task(heartbeats))
         try:
-            yield Running(options.socket, data, http_url, store)
+            yield RunningKvd(options.socket, data, http_url, store)
         finally:
             for task in tasks:
                 task.cancel()
             engines.close()
             await asyncio.to_thread(links.close)
             await asyncio.to_thread(listener.close)
-            await asyncio.sleep(0)  # what they have signalled
+            await asyncio.sleep(0)  # runs the callbacks that they have scheduled
             store.close()
 
 
@@ -157,7 +149,7 @@ async def _sweep(incoming: IncomingTransfers, links: Links) -> None:
 
 
 def _reachable(address: Address, advertise: str | None) -> Address:
-    """A wildcard is an address to listen on, not one to connect to."""
+    """The address for peers: a wildcard can be listened on, but not connected to."""
     anywhere = address.host in ("0.0.0.0", "::")
     host = advertise or (socket.gethostname() if anywhere else address.host)
     return Address(host, address.port)
@@ -174,7 +166,7 @@ async def _serve_http(stack: AsyncExitStack, app: web.Application, address: Addr
     return Address(*runner.addresses[0][:2])
 
 
-async def _serve_engines(stack: AsyncExitStack, engines: Engines, path: Path) -> None:
+async def _serve_engines(stack: AsyncExitStack, engines: EngineSocketServer, path: Path) -> None:
     sock = _listening(path)
     server = await asyncio.get_running_loop().create_unix_server(engines.connection, sock=sock)
 
@@ -189,12 +181,15 @@ def _listening(path: Path) -> socket.socket:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(str(path)) == 0:
             raise InputError(
-                "another process serves it", file=path, where="--socket", fix="give another path"
+                "another process listens on this socket",
+                file=path,
+                where="--socket",
+                fix="give another path",
             )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)  # engines of the same user only: they map the arena
+    before = os.umask(0o177)  # only engines of the same user may connect: they map the arena
     try:
-        path.unlink(missing_ok=True)  # what a killed kvd has left
+        path.unlink(missing_ok=True)  # a killed kvd leaves its socket
         sock.bind(str(path))
         sock.listen()
     except OSError as error:

@@ -1,107 +1,84 @@
-"""What a kvd says of itself: one report, as JSON for gateways and as Prometheus metrics."""
+"""The kvd's report on itself, as JSON for gateways and as Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from prfaas.cache.lease import Occupancy, PoolStats
-from prfaas.kvd.engine_socket.messages import GroupShape, shapes_of
-from prfaas.kvd.engine_socket.server import Engines
-from prfaas.kvd.events import EventLog
-from prfaas.kvd.role import Role
+from prfaas.contracts.kvd_api import (
+    LATE_WINDOW_S,
+    ArrivalCounters,
+    EngineReport,
+    KvdReport,
+    Occupancy,
+    PoolCounters,
+    PoolReport,
+    Role,
+    shapes_of,
+)
+from prfaas.kvd.engine_socket.server import EngineSocketServer
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.transport.listener import Listener
-from prfaas.transport.receiver import ReceiverStats
-from prfaas.types import Compat, LinkStats, NodeId
+from prfaas.types import LinkStats
 
-# A report says how late the kvd was within the last seconds: long enough for what a gateway that
-# looks twice a second may have missed.
-LATE_WINDOW_S = 2.0
-
-
-class EngineReport(msgspec.Struct, frozen=True):
-    engine_id: str
-    url: str | None
-    processes: int
-
-
-class PoolReport(msgspec.Struct, frozen=True):
-    compat: Compat
-    groups: tuple[GroupShape, ...]
-    block_tokens: int
-    page_bytes: int
-    occupancy: Occupancy
-    bytes_by_group: dict[str, int]
-    counters: PoolStats
-
-
-class Report(msgspec.Struct, frozen=True):
-    node: NodeId
-    instance: str  # another one: the kvd was restarted, and holds nothing of before
-    data_address: str
-    role: Role
-    engines: tuple[EngineReport, ...]
-    pool: PoolReport | None  # None: no engine has registered yet
-    incoming: dict[str, int]
-    outgoing: dict[str, int]
-    held_leases: int  # by engine processes
-    arrivals: ReceiverStats
-    links: tuple[LinkStats, ...]
-    next_seq: dict[NodeId, int]  # of each node's cache events
-    late_s: float = 0.0  # of the last LATE_WINDOW_S: how long this process was not able to run
+T = TypeVar("T")
+_POOL_HELP = {
+    "queries": "Prefix lookups.",
+    "refused": "Reservations refused because memory was short.",
+    "hit_tokens": "Prompt tokens found in the pool.",
+    "lost_tokens": "Prompt tokens found in the pool that lacked a state or a window.",
+    "evicted_blocks": "Blocks evicted from every tier.",
+    "spilled_blocks": "Blocks written to SSD.",
+    "promoted_blocks": "Blocks read back from SSD.",
+    "unreadable_blocks": "Blocks on SSD that differed from what was written.",
+}
 
 
 class Reporter:
     def __init__(
         self,
-        instance: str,
-        data_address: str,
         store: Store,
         incoming: IncomingTransfers,
         outgoing: OutgoingTransfers,
-        engines: Engines,
-        events: EventLog,
+        engines: EngineSocketServer,
         links: Links,
         listener: Listener,
         lateness: LatenessMonitor,
     ) -> None:
         self.role = Role()
-        self._instance = instance
-        self._data_address = data_address
         self._store = store
         self._incoming = incoming
         self._outgoing = outgoing
         self._engines = engines
-        self._events = events
         self._links = links
         self._listener = listener
         self._lateness = lateness
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(self))
 
-    def report(self) -> Report:
-        return Report(
+    def report(self) -> KvdReport:
+        return KvdReport(
             node=self._store.node,
-            instance=self._instance,
-            data_address=self._data_address,
+            instance=self._store.events.instance,
+            data_address=self._incoming.data_address,
             role=self.role,
             engines=tuple(self._engine_reports()),
             pool=self._pool(),
             incoming=self._incoming.counts(),
             outgoing=self._outgoing.counts(),
-            held_leases=len(self._engines.holds),
-            arrivals=self._listener.stats(),
+            held_leases=len(self._engines.holders),
+            arrivals=_counts(self._listener.stats(), ArrivalCounters),
             links=self._links.reports,
-            next_seq=self._events.nodes,
+            next_seq=self._store.events.nodes,
             late_s=round(self._lateness.within(LATE_WINDOW_S), 4),
         )
 
@@ -118,18 +95,23 @@ class Reporter:
             yield EngineReport(engine_id, urls[engine_id], number)
 
     def _pool(self) -> PoolReport | None:
-        shelf = self._store.shelf
-        if shelf is None:
+        storage = self._store.storage
+        if storage is None:
             return None
         return PoolReport(
-            compat=shelf.compat,
-            groups=shapes_of(shelf.spec),
-            block_tokens=shelf.block_tokens,
-            page_bytes=shelf.arena.page_bytes,
-            occupancy=shelf.pool.occupancy(),
-            bytes_by_group=shelf.pool.bytes_by_group(),
-            counters=shelf.pool.stats,
+            compat=storage.compat,
+            groups=shapes_of(storage.spec),
+            block_tokens=storage.block_tokens,
+            page_bytes=storage.arena.page_bytes,
+            occupancy=_counts(storage.pool.occupancy(), Occupancy),
+            bytes_by_group=storage.pool.bytes_by_group(),
+            counters=_counts(storage.pool.stats, PoolCounters),
         )
+
+
+def _counts(owner: object, kind: type[T]) -> T:
+    """The numbers of a part of the kvd in the form of the API."""
+    return msgspec.convert(owner, kind, from_attributes=True)
 
 
 class _Metrics(Collector):
@@ -137,24 +119,32 @@ class _Metrics(Collector):
         self._reporter = reporter
 
     def describe(self) -> list[Metric]:
-        return []  # what there is depends on the engine; nothing else is in this registry
+        return []  # the metrics depend on the engine, and this registry has no other collector
 
     def collect(self) -> Iterator[Metric]:
         report = self._reporter.report()
         arrivals = report.arrivals
-        yield _counter("received_bytes", "Verified bytes.", arrivals.received_bytes)
-        yield _counter("duplicate_bytes", "Bytes that came again.", arrivals.duplicate_bytes)
-        yield _counter("committed_transfers", "Incoming.", arrivals.committed)
-        yield _counter("failed_transfers", "Incoming.", arrivals.aborted)
-        transfers = _gauge("transfers", "By stage.", "stage")
+        yield _counter("received_bytes", "Bytes received and verified.", arrivals.received_bytes)
+        yield _counter(
+            "duplicate_bytes",
+            "Bytes received again after they had been verified.",
+            arrivals.duplicate_bytes,
+        )
+        yield _counter(
+            "committed_transfers", "Incoming transfers that were committed.", arrivals.committed
+        )
+        yield _counter(
+            "failed_transfers", "Incoming transfers that failed or were aborted.", arrivals.aborted
+        )
+        transfers = _gauge("transfers", "Transfers by stage.", "stage")
         for stage, number in (*report.incoming.items(), *report.outgoing.items()):
             transfers.add_metric([stage], number)
         yield transfers
-        held = _gauge("held_leases", "Leases that engine processes hold.")
+        held = _gauge("held_leases", "Leases held by engine processes.")
         held.add_metric([], report.held_leases)
         yield held
         late = _gauge(
-            "late_seconds", "Seconds of the last two in which this process could not run."
+            "late_seconds", "Seconds of the last two seconds in which this process could not run."
         )
         late.add_metric([], report.late_s)
         yield late
@@ -165,7 +155,7 @@ class _Metrics(Collector):
 
 def _pool_metrics(pool: PoolReport) -> Iterator[Metric]:
     occupancy = pool.occupancy
-    pages = _gauge("pool_pages", "Pages of the arena.", "state")
+    pages = _gauge("pool_pages", "Pages of the arena by state.", "state")
     for state, number in (
         ("used", occupancy.used_pages),
         ("idle", occupancy.idle_pages),
@@ -173,18 +163,22 @@ def _pool_metrics(pool: PoolReport) -> Iterator[Metric]:
     ):
         pages.add_metric([state], number)
     yield pages
-    by_group = _gauge("pool_bytes", "Memory in use.", "group")
+    by_group = _gauge("pool_bytes", "Bytes of memory in use by KV group.", "group")
     for group, nbytes in pool.bytes_by_group.items():
         by_group.add_metric([group], nbytes)
     yield by_group
-    for name in pool.counters.__slots__:
-        yield _counter(f"pool_{name}", "See PoolStats.", getattr(pool.counters, name))
+    for name in pool.counters.__struct_fields__:
+        yield _counter(f"pool_{name}", _POOL_HELP[name], getattr(pool.counters, name))
 
 
 def _link_metrics(links: tuple[LinkStats, ...]) -> Iterator[Metric]:
-    goodput = _gauge("link_goodput_bps", "Payload bits that arrived, per second.", "peer")
-    backlog = _gauge("link_backlog_bytes", "Bytes that are not acknowledged yet.", "peer")
-    waited = _gauge("link_waited_seconds", "How long the oldest byte has waited.", "peer")
+    goodput = _gauge("link_goodput_bps", "Payload bits acknowledged per second.", "peer")
+    backlog = _gauge(
+        "link_backlog_bytes", "Bytes that the receiver has not acknowledged yet.", "peer"
+    )
+    waited = _gauge(
+        "link_waited_seconds", "Time that the oldest byte of the backlog has waited.", "peer"
+    )
     for link in links:
         waited.add_metric([link.peer], link.waited_s)
         goodput.add_metric([link.peer], link.goodput_bps)

@@ -1,25 +1,17 @@
-"""Which work the planner has assigned to this host: recorded here, read by every gateway.
+"""The role that the planner has assigned to this host: recorded here, read by every gateway.
 
-A change names the epoch it was decided on. Of two planners that disagree, the one that saw the
-older role loses and looks again. Advice, not a rule: a node takes either work.
+A change names the epoch that it was decided on. When two planners disagree, the change of the one
+that read the older role is refused, and it reads again. The role is advice: a node accepts both
+kinds of work.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
-import msgspec
-
-RoleName: TypeAlias = Literal["prefill", "decode", "both"]
+from prfaas.contracts.kvd_api import Role
 
 
-class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: RoleName = "both"
-    epoch: int = 0
-
-
-def compare_and_set(current: Role, asked: Role) -> Role | None:
-    """The new role, one epoch on, when `asked` names the current epoch; None when it does not."""
-    if asked.epoch != current.epoch:
+def compare_and_set(current: Role, requested: Role) -> Role | None:
+    """The new role, with the next epoch, when `requested` names the current epoch; else None."""
+    if requested.epoch != current.epoch:
         return None
-    return Role(asked.role, current.epoch + 1)
+    return Role(requested.role, current.epoch + 1)

@@ -1,8 +1,8 @@
-"""What a kvd keeps: the arena, the hybrid pool over it, its SSD file.
+"""What a kvd stores: the arena, the hybrid pool over it, and the SSD file.
 
-Made by the first registration: until then nobody knows how large a page should be. Later ones must
-be of the same state; what differs is named. One owner, no locks; knows nothing of transfers or
-sockets.
+The first registration of an engine makes them, because it determines the page size. Later
+registrations must have the same model and layout; an error names each difference. One owner, no
+locks; independent of transfers and sockets.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.tiers import PoolStorage
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.errors import InputError
-from prfaas.kvd.engine_socket.messages import Register, spec_of
+from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NodeId
@@ -30,14 +32,14 @@ from prfaas.types import Compat, NodeId
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     memory_bytes: int = 4 << 30
-    ssd: Path | None = None  # a folder or a file; None: no second tier
+    ssd: Path | None = None  # a folder or a file; None: no SSD tier
     ssd_bytes: int = 64 << 30
     checkpoints: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """What exists from the first registration on."""
+class Storage:
+    """What exists after the first registration."""
 
     spec: KVSpec
     block_tokens: int
@@ -50,7 +52,7 @@ class Shelf:
 
     @property
     def whole(self) -> int:
-        """Tokens to whose multiples growing and window segments extend."""
+        """Attention and window segments begin and end at multiples of this many tokens."""
         return self.block_tokens if self.whole_blocks else 1
 
 
@@ -58,57 +60,57 @@ class Store:
     def __init__(self, node: NodeId, options: StoreOptions, events: EventLog) -> None:
         self.node = node
         self.options = options
-        self.shelf: Shelf | None = None
-        self._events = events
+        self.storage: Storage | None = None
+        self.events = events
         self._journal = Journal()
 
-    def register(self, asked: Register) -> Shelf:
-        """The shelf, made if this is the first; InputError when the engine does not fit it."""
-        if self.shelf is None:
-            self.shelf = self._build(asked)
-            return self.shelf
-        shelf = self.shelf
-        differences = list(shelf.compat.differences(asked.compat))
+    def register(self, register: Register) -> Storage:
+        """The storage; the first call makes it. InputError when the engine does not match it."""
+        if self.storage is None:
+            self.storage = self._build(register)
+            return self.storage
+        storage = self.storage
+        differences = list(storage.compat.differences(register.compat))
         for name, here, there in (
-            ("block_tokens", shelf.block_tokens, asked.block_tokens),
-            ("whole_blocks", shelf.whole_blocks, asked.whole_blocks),
-            ("groups", shelf.spec.groups, spec_of(asked.groups).groups),
+            ("block_tokens", storage.block_tokens, register.block_tokens),
+            ("whole_blocks", storage.whole_blocks, register.whole_blocks),
+            ("groups", storage.spec.groups, spec_of(register.groups).groups),
         ):
             if here != there and not any(line.startswith(name) for line in differences):
                 differences.append(f"{name}: {here} here, {there} there")
         if differences:
             raise InputError(
-                f"engine {asked.engine_id} does not fit this kvd: {'; '.join(differences)}",
-                fix="give each model and layout a kvd of its own",
+                f"engine {register.engine_id} does not match this kvd: {'; '.join(differences)}",
+                fix="run one kvd for each model and layout",
             )
-        return shelf
+        return storage
 
-    def changed(self) -> None:
-        """The pool may have stored or removed prefixes: gateways are to hear of it."""
-        if self.shelf is not None:
-            first = self._events.next_seq(self.node)
-            self._events.add(
-                self.node, self._journal.take(self.node, self.shelf.block_tokens, first)
+    def publish_changes(self) -> None:
+        """Publishes cache events for what the pool has stored or removed since the last call."""
+        if self.storage is not None:
+            first = self.events.next_seq(self.node)
+            self.events.add(
+                self.node, self._journal.take(self.node, self.storage.block_tokens, first)
             )
 
     def close(self) -> None:
-        if self.shelf is not None:
-            os.close(self.shelf.fd)
-            if self.shelf.ssd_fd is not None:
-                os.close(self.shelf.ssd_fd)
-            self.shelf = None
+        if self.storage is not None:
+            os.close(self.storage.fd)
+            if self.storage.ssd_fd is not None:
+                os.close(self.storage.ssd_fd)
+            self.storage = None
 
-    def _build(self, asked: Register) -> Shelf:
-        if not asked.groups:
-            raise InputError("a model without state", where="groups")
-        spec = spec_of(asked.groups)
-        layout = choose_layout(unit_bytes(spec, asked.block_tokens))
+    def _build(self, register: Register) -> Storage:
+        if not register.groups:
+            raise InputError("the model has no KV groups", where="groups")
+        spec = spec_of(register.groups)
+        layout = choose_layout(unit_bytes(spec, register.block_tokens))
         pages = self.options.memory_bytes // layout.page_bytes
         if not pages:
             raise InputError(
-                f"{self.options.memory_bytes} bytes hold no page of {layout.page_bytes}",
+                f"{self.options.memory_bytes} bytes are less than one page ({layout.page_bytes})",
                 where="--memory",
-                fix="give more",
+                fix="give more memory",
             )
         fd = _memory(pages * layout.page_bytes)
         arena = Arena(fd, layout.page_bytes, pages)
@@ -118,20 +120,17 @@ class Store:
             ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
         pool = HybridPrefixPool(
             spec,
-            asked.block_tokens,
-            layout,
-            capacity_pages=pages,
-            eviction=CostAware(rules_for(spec), layout, asked.block_tokens, _in_proportion),
-            checkpoints=checkpoint_policy(self.options.checkpoints, asked.block_tokens),
-            arena=arena,
-            ssd=ssd,
+            register.block_tokens,
+            PoolStorage(layout, pages, arena, ssd),
+            eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
+            checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
             journal=self._journal,
         )
-        return Shelf(
+        return Storage(
             spec,
-            asked.block_tokens,
-            asked.whole_blocks,
-            asked.compat,
+            register.block_tokens,
+            register.whole_blocks,
+            register.compat,
             fd,
             arena,
             pool,
@@ -140,13 +139,13 @@ class Store:
 
 
 def _in_proportion(new_tokens: int, cached_tokens: int) -> float:
-    """Prefill time up to a factor, which eviction does not need: it compares prefixes of one
-    model."""
+    """Prefill time up to a constant factor. Eviction does not need the factor: it compares
+    prefixes of one model."""
     return float(new_tokens)
 
 
 def _memory(nbytes: int) -> int:
-    """Sealed, so that no process that maps it can shrink it under another's feet."""
+    """Sealed: a process that maps the memory cannot shrink it while another process uses it."""
     fd = os.memfd_create("prfaas-kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -154,7 +153,7 @@ def _memory(nbytes: int) -> int:
 
 
 def _spill_file(path: Path) -> int:
-    """Without a name: its table is in memory, so what a dead kvd left is of no use to the next."""
+    """A file without a name: its index is in memory, so a restarted kvd could not read it."""
     try:
         return os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -167,5 +166,8 @@ def _spill_file(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InputError(
-            f"cannot be used: {error.strerror}", file=path, where="--ssd", fix="give a folder"
+            f"the SSD file cannot be opened: {error.strerror}",
+            file=path,
+            where="--ssd",
+            fix="give a folder",
         ) from None

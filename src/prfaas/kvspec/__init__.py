@@ -1,6 +1,6 @@
-"""What a model's KV consists of, how many bytes it is, and how it is cut into segments."""
+"""A model's KV: its groups, their bytes, and the segments in which it is transferred."""
 
-from prfaas.kvspec.geometry import GQA, MLA, Geometry, Linear, Window, build_spec
+from prfaas.kvspec.geometry import GQA, MLA, Geometry, Linear, WindowedGQA, build_spec
 from prfaas.kvspec.groups import FullAttention, Group, KVSpec, LinearState, SlidingWindow
 from prfaas.kvspec.segments import (
     BlockSlice,
@@ -27,7 +27,7 @@ __all__ = [
     "SegmentSink",
     "SegmentSource",
     "SlidingWindow",
-    "Window",
+    "WindowedGQA",
     "block_bytes",
     "block_slices",
     "build_spec",

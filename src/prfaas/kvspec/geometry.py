@@ -1,7 +1,7 @@
 """From a model's attention shapes to its KVSpec.
 
-A geometry is what a paper or a `config.json` states: heads, dimensions, kernel sizes. Two dtypes
-turn it into bytes: one for what attention caches (and for convolution histories), one for recurrent
+A geometry has what a paper or a `config.json` states: heads, dimensions, kernel sizes. Two dtypes
+convert it into bytes: one for the attention cache and the convolution histories, one for recurrent
 states, which engines keep in float32 even when the model runs in bfloat16.
 """
 
@@ -33,7 +33,7 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GQA:
-    """Grouped-query attention; MHA and MQA are its two ends."""
+    """Grouped-query attention; MHA and MQA are its two extremes."""
 
     layers: tuple[int, ...]
     kv_heads: int
@@ -42,7 +42,7 @@ class GQA:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowedGQA:
     """Grouped-query attention over the last `window` tokens."""
 
     layers: tuple[int, ...]
@@ -59,7 +59,7 @@ class MLA:
     layers: tuple[int, ...]
     kv_lora_rank: int
     rope_dim: int
-    indexer_bytes: int = 0  # per token, where a sparse-attention indexer keeps keys of its own
+    indexer_bytes: int = 0  # per token: the keys of a sparse-attention indexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Linear:
     """A linear-attention or state-space layer with its short convolution.
 
     KDA: k_heads = v_heads. Gated delta net: fewer key than value heads. Mamba-2: k_heads = groups,
-    k_dim = state size, v_dim = head dim. Lightning: conv_kernel = 1, so there is no history.
+    k_dim = state size, v_dim = head dim. Lightning: conv_kernel = 1, which means no history.
     """
 
     layers: tuple[int, ...]
@@ -83,12 +83,12 @@ class Linear:
 
     @property
     def conv_elements(self) -> int:
-        """Kernel - 1 past columns of what is convolved: queries, keys (or B, C) and values."""
+        """Kernel - 1 past columns of the convolved queries, keys (or B, C) and values."""
         channels = 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
         return channels * (self.conv_kernel - 1)
 
 
-Geometry: TypeAlias = GQA | Window | MLA | Linear
+Geometry: TypeAlias = GQA | WindowedGQA | MLA | Linear
 
 
 def build_spec(
@@ -109,7 +109,7 @@ def build_spec(
             case MLA():
                 per_token = (g.kv_lora_rank + g.rope_dim) * kv + g.indexer_bytes
                 groups.append(FullAttention(name("full"), g.layers, per_token))
-            case Window():
+            case WindowedGQA():
                 per_token = g.kv_heads * (g.k_dim + g.v_dim) * kv
                 groups.append(SlidingWindow(name("window"), g.layers, per_token, g.window))
             case Linear():

@@ -1,7 +1,7 @@
-"""What a model leaves behind after prefill, in bytes, group by group (paper, sections 2.1 and 3.2).
+"""The state of a model after prefill, in bytes, group by group (paper, sections 2.1 and 3.2).
 
-Sizes are of the *canonical wire form*: what has to cross a network so that another engine can
-continue exactly. Engines may hold more (a fourth convolution column, a full window, padding to
+Sizes are those of the *canonical wire form*: the bytes that another engine needs to continue
+exactly. Engines may hold more (a fourth convolution column, a full window, padding to
 blocks); they trim on export and pad on import. Knows nothing of tensors, blocks or prompts.
 
     group           bytes of one layer after l tokens       reusable for a prompt that ...
@@ -38,7 +38,7 @@ class FullAttention:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """KV of the last `window - 1` tokens. Always sent whole, whatever prefix is shared."""
+    """KV of the last `window - 1` tokens. Always sent as a whole, even when a prefix is shared."""
 
     name: str
     layers: tuple[int, ...]
@@ -72,14 +72,14 @@ G = TypeVar("G", FullAttention, SlidingWindow, LinearState)
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The groups of one model, dtypes fixed. Layers of unequal shape are in unequal groups."""
+    """The groups of one model, dtypes fixed. Layers of different shape are in different groups."""
 
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
         assert len(set(names)) == len(names), f"group names repeat: {names}"
-        assert all(group.layers for group in self.groups), "a group without layers"
+        assert all(group.layers for group in self.groups), "a group has no layers"
 
     def __getitem__(self, name: str) -> Group:
         for group in self.groups:
@@ -88,23 +88,23 @@ class KVSpec:
         raise KeyError(name)
 
     def kv_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
-        """S_kv (eq. 1): bytes that travel for `tokens` tokens when the receiver already holds the
-        first `skip_tokens`. Windows and linear states always travel."""
+        """S_kv (eq. 1): bytes to send for `tokens` tokens when the receiver already holds the first
+        `skip_tokens`. Windows and linear states are always sent."""
         return sum(len(g.layers) * g.layer_bytes(tokens, skip_tokens) for g in self.groups)
 
     @property
     def bytes_per_token(self) -> int:
-        """What one more token adds once every window is full."""
+        """Bytes that one more token adds once every window is full."""
         return sum(len(g.layers) * g.bytes_per_token for g in self._of(FullAttention))
 
     @property
     def state_bytes(self) -> int:
-        """Linear states: the same whatever the length."""
+        """Bytes of all linear states, the same at every length."""
         return sum(len(g.layers) * g.state_bytes for g in self._of(LinearState))
 
     @property
     def window_tokens(self) -> int:
-        """From this length on every window is full, and closing bytes grow no more."""
+        """The length from which every window is full and closing bytes no longer grow."""
         return max((group.window - 1 for group in self._of(SlidingWindow)), default=0)
 
     def growing_bytes(self, tokens: Lengths, skip_tokens: Lengths | float = 0.0) -> Lengths:
@@ -112,7 +112,7 @@ class KVSpec:
         return self.bytes_per_token * np.maximum(tokens - skip_tokens, 0.0)
 
     def closing_bytes(self, tokens: Lengths) -> Lengths:
-        """Windows and states, final only when the last token is done, for many lengths at once."""
+        """Bytes of windows and states, final after the last token only, for many lengths."""
         total = np.full(np.shape(tokens), float(self.state_bytes))
         for group in self._of(SlidingWindow):
             in_window = np.minimum(tokens, group.window - 1)

@@ -1,8 +1,8 @@
-"""Segments: the named byte ranges in which KV travels, and where they lie in a logical block.
+"""Segments: the named byte ranges in which KV is transferred, and their place in logical blocks.
 
 A segment is one layer's share of a group for tokens [start, stop). Its bytes are token-major: token
 start first, then start + 1, ... A linear state has no token axis: its segment is (0, l), the state
-after exactly l tokens. Transport sees names and byte ranges only; pages are the receiver's affair.
+after exactly l tokens. The transport handles names and byte ranges only; pages are the receiver's.
 
 A logical block of a growing or window group holds `block_tokens` consecutive tokens of *all* layers
 of the group, layer after layer, so that one layer's tokens of a block are contiguous:
@@ -53,21 +53,22 @@ class BlockSlice(NamedTuple):
 
 
 class SegmentSink(Protocol):
-    """Where an engine writes finished state. kvd's client implements it over arena pages."""
+    """Where an engine writes finished state. The kvd's client implements it over arena pages."""
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
-        """Writable views, `segment_bytes(spec, segment)` in all and in the segment's order, valid
-        until `ready`. Several, because blocks and pages of an arena need not be neighbours."""
+        """Writable views, `segment_bytes(spec, segment)` bytes in total and in the segment's order,
+        valid until `ready`. There may be several, because an arena's pages need not be
+        neighbours."""
 
     def ready(self, segment: Segment) -> None:
-        """The bytes are final; the segment may leave at once. Called once per segment."""
+        """The bytes are final and may be sent at once. The engine calls it once per segment."""
 
 
 class SegmentSource(Protocol):
-    """Where an engine reads state that exists already."""
+    """Where an engine reads existing state."""
 
     def views(self, segment: Segment) -> Sequence[memoryview]:
-        """The segment's bytes, in order; valid and unchanging until the job that reads ends."""
+        """The segment's bytes, in order; valid and unchanged until the reading job ends."""
 
 
 def segment_bytes(spec: KVSpec, segment: Segment) -> int:
@@ -85,7 +86,7 @@ def block_bytes(group: Group, block_tokens: int) -> int:
 
 
 def block_slices(spec: KVSpec, segment: Segment, block_tokens: int) -> Iterator[BlockSlice]:
-    """Where the segment's bytes lie, in the order in which they travel."""
+    """The places of the segment's bytes, in wire order."""
     group = _checked_group(spec, segment)
     layer_position = group.layers.index(segment.layer)
     if isinstance(group, LinearState):
@@ -107,7 +108,7 @@ def handoff_segments(
     """Every segment of a hand-off after `tokens` tokens, in the order a chunked prefill finishes
     them: growing groups chunk by chunk, windows and linear states with the last chunk.
 
-    `skip_tokens` says, per full-attention group, how many leading tokens the receiver holds.
+    `skip_tokens` has, per full-attention group, the leading tokens that the receiver holds.
     """
     skip = skip_tokens or {}
     for start in range(0, tokens, chunk_tokens):
@@ -128,13 +129,13 @@ def handoff_segments(
 
 
 def _checked_group(spec: KVSpec, segment: Segment) -> Group:
-    """The segment's group; a segment that does not belong to this model is a peer's error."""
+    """The segment's group. InputError when the segment does not belong to this model."""
     try:
         group = spec[segment.group]
     except KeyError:
         known = ", ".join(g.name for g in spec.groups)
         raise InputError(
-            f"segment {segment.name} names no group of this model", fix=f"groups are: {known}"
+            f"segment {segment.name} names an unknown group", fix=f"groups are: {known}"
         ) from None
     if segment.layer not in group.layers:
         raise InputError(f"segment {segment.name}: layer {segment.layer} is not in that group")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prfaas.errors import InputError
-from prfaas.node.process import KvdPlace
+from prfaas.node.process import KvdAddress
 
 END_S = 10.0  # for a kvd to end what it is doing
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,14 +29,14 @@ def tether() -> list[str]:
 
 
 @contextmanager
-def child_kvd(options: Sequence[str]) -> Iterator[KvdPlace]:
+def child_kvd(options: Sequence[str]) -> Iterator[KvdAddress]:
     """`prfaas kvd` with these options in a process of its own. It logs where the node logs."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
         command = [*tether(), "kvd", "--socket", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                yield KvdPlace(str(path), _url(process))
+                yield KvdAddress(str(path), _url(process))
             finally:
                 process.terminate()
                 try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.catalog import Catalog, ProfileRecord
-from prfaas.engine.api import Engine, Limits
+from prfaas.engine.api import Engine, EngineLimits
 from prfaas.engine.checkpoint.tokenizer import VOCAB_SIZE
-from prfaas.engine.emulated import EmulatedEngine
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.engine.emulated.engine import CHUNK_TOKENS
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
@@ -61,12 +61,9 @@ def emulated_engine(choice: EngineChoice, emulation: EmulatedChoice) -> Engine:
     running = choice.max_running
     if running is None:
         running = max((step.batch for step in steps), default=0)  # 0: it only prefills
-    limits = Limits(EMULATED_MAX_TOKENS, EMULATED_VOCABULARY, running, choice.max_waiting)
+    limits = EngineLimits(EMULATED_MAX_TOKENS, EMULATED_VOCABULARY, running, choice.max_waiting)
     return EmulatedEngine(
-        model.spec(),
-        prefill_profile(catalog, record),
-        steps,
-        model=choice.model,
+        EmulatedModel(choice.model, model.spec(), prefill_profile(catalog, record), steps),
         limits=limits,
         block_tokens=choice.block_tokens,
         chunk_tokens=choice.chunk_tokens or CHUNK_TOKENS,

@@ -17,9 +17,9 @@ from prfaas.engine.profiling import (
     TIMED_STEPS,
     WARM_STEPS,
     DecodeTask,
-    Measured,
+    MeasuredProfile,
     PrefillTask,
-    Samples,
+    TimingSamples,
     check_points,
     step_together_s,
 )
@@ -49,10 +49,10 @@ class HttpProfiler:
         self._prompts = prompts
         # A new salt: the server must not have cached anything for it.
         self._template = RequestTemplate(target.model, salt=secrets.token_hex(8))
-        self._samples = Samples(lengths, cached, batches, rounds)
+        self._samples = TimingSamples(lengths, cached, batches, rounds)
         self._keys = 0
 
-    async def measured(self, done: Callable[[int], None] = lambda count: None) -> Measured:
+    async def measured(self, done: Callable[[int], None] = lambda count: None) -> MeasuredProfile:
         """Measures all tasks. Calls `done` with the number of finished tasks, of `len(self)`."""
         for number, task in enumerate(self._samples.tasks, start=1):
             if isinstance(task, PrefillTask):

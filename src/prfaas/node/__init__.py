@@ -1,1 +1,1 @@
-"""An engine behind vLLM's HTTP surface, attached to its kvd. Prefills and decodes."""
+"""A node: an engine with vLLM's HTTP API, attached to its kvd. It prefills and decodes."""

@@ -1,7 +1,7 @@
-"""What a request can fail with, and how a client is told: OpenAI's error shape, one code each.
+"""The errors of a request, in OpenAI's error shape, each with a code.
 
-A gateway decides by `code`: a lost transfer is re-issued elsewhere, an overload is retried later,
-a bad request goes back to whoever sent it.
+A gateway decides by `code`: it re-issues a lost transfer on another node, retries an overload later
+and returns a bad request to the client.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Code: TypeAlias = Literal[
     "invalid_request",
     "model_not_found",
     "draining",  # this node takes no new work
-    "overloaded",  # come back after Retry-After
-    "transfer_lost",  # the state to continue from is not here, or no longer
-    "kvd_unavailable",  # a hand-off needs the kvd, and it does not answer
+    "overloaded",  # retry after Retry-After
+    "transfer_lost",  # this host does not have the state to continue from
+    "kvd_unavailable",  # the kvd does not answer, and a hand-off needs it
     "engine_failed",
 ]
 
@@ -54,7 +54,7 @@ def not_now(refusal: NotNow) -> RequestError:
 
 
 def of_job(error: Exception) -> RequestError:
-    """From what an engine's job failed with."""
+    """The RequestError for the error of an engine's job."""
     match error:
         case RequestError():
             return error

@@ -1,4 +1,4 @@
-"""Follows the kvd's cache events and publishes them in vLLM's format, as long as the node lives."""
+"""Polls the kvd's cache events and publishes them in vLLM's format while the node runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from prfaas.contracts.kvd_api import SNAPSHOT, EventPage
 from prfaas.errors import PeerError
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.events import EventPage
-from prfaas.node.events import Announcer
+from prfaas.node.events import EventTranslator
 from prfaas.node.publisher import EventPublisher
 from prfaas.types import BlockHash, HashEvent
 
 WAIT_S = 30.0  # of one long poll
 RETRY_S = 1.0
-_SNAPSHOT = -1  # what to ask for when nothing is known
 _LOG = logging.getLogger(__name__)
 
 
@@ -24,45 +23,45 @@ class EventFollower:
         self._http = http
         self._url = f"{kvd_url}/v1/events"
 
-    async def follow(self, announcer: Announcer, publisher: EventPublisher) -> None:
-        instance, since = "", _SNAPSHOT
+    async def follow(self, translator: EventTranslator, publisher: EventPublisher) -> None:
+        instance, since = "", SNAPSHOT
         while True:
             try:
                 page = await self._page(since)
             except PeerError as error:
-                _LOG.warning("no cache events from the kvd: %s", error)
+                _LOG.warning("cannot read cache events from the kvd: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if page.instance != instance and since != _SNAPSHOT:
-                since = _SNAPSHOT  # another process: its numbers mean something else
+            if page.instance != instance and since != SNAPSHOT:
+                since = SNAPSHOT  # the kvd has restarted and numbers its events anew
                 instance = page.instance
                 continue
             instance, since = page.instance, page.next_seq
-            publisher.publish(translated(announcer, page))
+            publisher.publish(translate_page(translator, page))
 
     async def _page(self, since: int) -> EventPage:
         url = f"{self._url}?since={since}&wait_s={WAIT_S:g}"
         return await self._http.request_json("GET", url, EventPage, timeout_s=2 * WAIT_S)
 
 
-def translated(announcer: Announcer, page: EventPage) -> list[dict[str, object]]:
+def translate_page(translator: EventTranslator, page: EventPage) -> list[dict[str, object]]:
     if page.snapshot is None:
-        return [event for one in page.events for event in announcer.translate(one)]
-    events = announcer.cleared()
+        return [event for one in page.events for event in translator.translate(one)]
+    events = translator.cleared()
     for group, hashes in page.snapshot.items():
         stored = HashEvent(
-            page.next_seq, page.node, group, announcer.block_tokens, hashes, "stored"
+            page.next_seq, page.node, group, translator.block_tokens, hashes, "stored"
         )
-        events += announcer.translate(stored)
+        events += translator.translate(stored)
     return events
 
 
-class Learner:
-    """What `serving` tells of each prompt reaches the announcer, and what it owed is published."""
+class PromptListener:
+    """Passes each prompt to the translator and publishes the events that were waiting for it."""
 
-    def __init__(self, announcer: Announcer, publisher: EventPublisher) -> None:
-        self._announcer = announcer
+    def __init__(self, translator: EventTranslator, publisher: EventPublisher) -> None:
+        self._translator = translator
         self._publisher = publisher
 
     def __call__(self, tokens: Sequence[int], hashes: Sequence[BlockHash], salt: str) -> None:
-        self._publisher.publish(self._announcer.learn(tokens, hashes, salt))
+        self._publisher.publish(self._translator.learn(tokens, hashes, salt))

@@ -1,8 +1,8 @@
-"""From the pool's `HashEvent`s back to vLLM's KV events, for whoever reads those.
+"""From the pool's `HashEvent`s back to vLLM's KV events, for routers that read those.
 
-The kvd says which blocks its pool stored and removed, by hash; vLLM's events also carry a block's
-tokens, its parent and the tenant's salt. The node knows those of every prompt it has served. What
-arrived by a transfer is announced when the request that continues it brings the tokens. Pure.
+The kvd's events name stored and removed blocks by hash; vLLM's events also have a block's tokens,
+its parent and the tenant's salt. The node has those of every prompt that it has served. Blocks that
+arrived with a transfer are announced when the request that continues it brings the tokens. Pure.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from prfaas.kvspec import FullAttention, KVSpec, SlidingWindow
 from prfaas.types import BlockHash, HashEvent
 
-# Names are needed from a prompt's arrival until its blocks are stored, which is soon. A block of 64
-# tokens takes half a kilobyte here: 4 MiB in all.
+# Tokens are needed from a prompt's arrival until its blocks are stored, which is soon. A block of
+# 64 tokens takes half a kilobyte here: 4 MiB in total.
 KEPT_TOKENS = 512 << 10
-_MEDIUM = "GPU"  # what vLLM says of the only tier its readers count on
+_MEDIUM = "GPU"  # vLLM's name of the tier that its readers use
 
 
 class _Named(NamedTuple):
@@ -27,7 +27,7 @@ class _Named(NamedTuple):
     salt: str
 
 
-class Announcer:
+class EventTranslator:
     def __init__(self, spec: KVSpec, block_tokens: int, kept_tokens: int = KEPT_TOKENS) -> None:
         self._spec = spec
         self.block_tokens = block_tokens
@@ -39,7 +39,8 @@ class Announcer:
     def learn(
         self, tokens: Sequence[int], hashes: Sequence[BlockHash], salt: str
     ) -> list[dict[str, Any]]:
-        """A prompt and the names of its blocks; events of those that were stored before it came."""
+        """Adds a prompt's tokens and block hashes. Returns events of its blocks that were stored
+        before."""
         size = self.block_tokens
         parent: BlockHash | None = None
         late: dict[str, list[BlockHash]] = {}
@@ -80,7 +81,7 @@ class Announcer:
         ]
 
     def cleared(self) -> list[dict[str, Any]]:
-        """The pool began anew."""
+        """The event for a pool that starts empty."""
         self._unnamed.clear()
         return [{"type": "AllBlocksCleared"}]
 
@@ -88,7 +89,7 @@ class Announcer:
         return [self._stored_run(group, run) for run in self._runs(names)]
 
     def _runs(self, names: Iterable[BlockHash]) -> list[list[BlockHash]]:
-        """One event can name only blocks of which each is the next one's parent."""
+        """Splits the names into runs in which each block is the parent of the next."""
         runs: list[list[BlockHash]] = []
         for name in names:
             if runs and self._named[name].parent == runs[-1][-1]:

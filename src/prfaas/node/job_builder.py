@@ -1,10 +1,10 @@
-"""From a request to an engine's job: what the pool has of its prompt, and what it is to keep.
+"""From a request to an engine's job: which prefix to resume from, and which state to keep.
 
     plain            resume at the longest cached prefix; keep the prompt up to its last boundary
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
-    remote prefill   continue from a committed transfer, or fail: never compute a long prompt anew
+    remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
 
-Synchronous; called from threads that may wait for the kvd. Knows nothing of HTTP.
+Synchronous: callers use threads that may wait for the kvd. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.cache.hashing import block_hashes, tail_hash
-from prfaas.engine.api import Export, Job, Resume, Sampling
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, RequestedTransfer
+from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.errors import not_now, request_error
-from prfaas.node.request_schema import RemoteDecode, RemotePrefill, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One request, understood and tokenised."""
+class TokenizedRequest:
+    """One request, parsed and tokenised."""
 
     id: str
     prompt: Sequence[int]
     sampling: Sampling
     salt: str = ""
-    transfer: Transfer = None
+    transfer: RequestedTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A job and the pages it reads or writes. `end` gives them back, whatever happened."""
+class PreparedJob:
+    """A job and the lease on the pages it reads or writes. `end` ends the lease in any case."""
 
-    job: Job | None  # None: the pool has everything that is to be handed off
+    job: EngineJob | None  # None: the pool has all state of the hand-off
     lease: WriteLease | ReadLease | None = None
-    hashes: Sequence[BlockHash] = ()  # of the whole blocks of the prompt, as far as they matter
+    hashes: Sequence[BlockHash] = ()  # of the prompt's whole blocks that the pool looks up or keeps
     resumed_tokens: int = 0
-    external_tokens: int = 0  # of those: what a transfer brought
+    external_tokens: int = 0  # of those: from a transfer
 
     def on_transfer_lost(self, call: Callable[[BaseException], None]) -> None:
-        """Calls, on any thread, when it is known that the receiver will not have the state."""
+        """Calls `call`, on any thread, when the transfer to the receiver has failed."""
 
         def settled(sent: Future[None]) -> None:
             error = sent.exception()
@@ -59,8 +59,8 @@ class Prepared:
             self.lease.sent.add_done_callback(settled)
 
     def computed(self) -> None:
-        """The prompt is computed: others may read what was written, and what was read is the
-        engine's own copy by now."""
+        """The prompt is computed: commits what the engine wrote, and releases what it read, because
+        the engine has copied it."""
         match self.lease:
             case ReadLease():
                 self.lease.release()
@@ -72,15 +72,15 @@ class Prepared:
             case ReadLease():
                 self.lease.release()
             case WriteLease():
-                self.lease.abort("the prefill did not complete")  # nothing after a commit
+                self.lease.abort("the prefill did not complete")  # no effect after a commit
 
 
-def unpooled(work: Work) -> Prepared:
-    return Prepared(Job(work.id, work.prompt, work.sampling))
+def without_pool(request: TokenizedRequest) -> PreparedJob:
+    return PreparedJob(EngineJob(request.id, request.prompt, request.sampling))
 
 
-class Kvd(Protocol):
-    """What is asked of a kvd (`kvd.client.KvdClient`)."""
+class LeaseProvider(Protocol):
+    """The leases of a kvd (`kvd.engine_socket.client.KvdClient`)."""
 
     def begin(
         self,
@@ -97,43 +97,43 @@ class Kvd(Protocol):
 
 
 class JobBuilder:
-    """A kvd that is not there costs plain requests their cache, and makes hand-offs fail."""
+    """Without a kvd, plain requests run uncached and hand-offs fail."""
 
-    def __init__(self, kvd: Kvd, block_tokens: int) -> None:
+    def __init__(self, kvd: LeaseProvider, block_tokens: int) -> None:
         self._kvd = kvd
         self._block_tokens = block_tokens
 
-    def prepare(self, work: Work) -> Prepared:
-        match work.transfer:
+    def prepare(self, request: TokenizedRequest) -> PreparedJob:
+        match request.transfer:
             case None:
-                return self._plain(work)
+                return self._plain(request)
             case RemoteDecode():
-                return self._remote_decode(work, work.transfer)
+                return self._remote_decode(request, request.transfer)
             case RemotePrefill():
-                return self._remote_prefill(work, work.transfer)
+                return self._remote_prefill(request, request.transfer)
 
-    def _plain(self, work: Work) -> Prepared:
-        # The last token is always computed, so a boundary at the very end could not be resumed at.
-        hashes = self._hashes(work, len(work.prompt) - 1)
+    def _plain(self, request: TokenizedRequest) -> PreparedJob:
+        # The engine always computes the last token, so it could not resume at the prompt's end.
+        hashes = self._hashes(request, len(request.prompt) - 1)
         if not hashes:
-            return unpooled(work)
+            return without_pool(request)
         tokens = len(hashes) * self._block_tokens
         try:
             lease: WriteLease | ReadLease | NotNow = self._kvd.begin(hashes, tokens)
             if isinstance(lease, NotNow):
-                lease = self._kvd.pin(hashes)  # no room to keep it, but perhaps a hit
+                lease = self._kvd.pin(hashes)  # no room to keep the state, but perhaps a hit
         except PeerError as error:
-            _LOG.warning("computed without the pool: %s", error)
-            return replace(unpooled(work), hashes=hashes)
+            _LOG.warning("the request is computed without the pool: %s", error)
+            return replace(without_pool(request), hashes=hashes)
         if isinstance(lease, NotNow):
-            return replace(unpooled(work), hashes=hashes)
-        return self._with_lease(work, lease, hashes)
+            return replace(without_pool(request), hashes=hashes)
+        return self._with_lease(request, lease, hashes)
 
-    def _remote_decode(self, work: Work, transfer: RemoteDecode) -> Prepared:
+    def _remote_decode(self, request: TokenizedRequest, transfer: RemoteDecode) -> PreparedJob:
         part = replace(
-            work,
-            prompt=work.prompt[: transfer.handoff_tokens],
-            sampling=replace(work.sampling, max_tokens=0),
+            request,
+            prompt=request.prompt[: transfer.handoff_tokens],
+            sampling=replace(request.sampling, max_tokens=0),
         )
         hashes = self._hashes(part, len(part.prompt))
         try:
@@ -147,33 +147,35 @@ class JobBuilder:
             raise not_now(lease)
         return self._with_lease(part, lease, hashes)
 
-    def _remote_prefill(self, work: Work, transfer: RemotePrefill) -> Prepared:
+    def _remote_prefill(self, request: TokenizedRequest, transfer: RemotePrefill) -> PreparedJob:
         try:
             lease = self._kvd.attach(transfer.transfer_id)
         except ConnectionLost as error:
             raise request_error("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
             raise request_error("transfer_lost", str(error)) from error
-        hashes = self._hashes(work, lease.tokens)
-        named = (tuple(hashes), self._tail(work, lease.tokens, hashes))
+        hashes = self._hashes(request, lease.tokens)
+        named = (tuple(hashes), self._tail(request, lease.tokens, hashes))
         held = (lease.ticket.hashes, lease.ticket.tail)
-        if lease.tokens >= len(work.prompt) or named != held:
+        if lease.tokens >= len(request.prompt) or named != held:
             lease.release()
             raise InputError(
                 f"the transfer holds the first {lease.tokens} tokens of another prompt, or all of "
-                f"this one ({len(work.prompt)})",
+                f"this one ({len(request.prompt)})",
                 where="prompt",
                 fix="send the whole prompt and its salt, and hand off before its last token",
             )
-        job = Job(work.id, work.prompt, work.sampling, resume=Resume(lease.tokens, lease))
-        return Prepared(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
+        job = EngineJob(
+            request.id, request.prompt, request.sampling, resume=Resume(lease.tokens, lease)
+        )
+        return PreparedJob(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
 
     def _with_lease(
-        self, work: Work, lease: WriteLease | ReadLease, hashes: Sequence[BlockHash]
-    ) -> Prepared:
+        self, request: TokenizedRequest, lease: WriteLease | ReadLease, hashes: Sequence[BlockHash]
+    ) -> PreparedJob:
         found = lease.match_tokens if isinstance(lease, WriteLease) else lease.tokens
-        if found == len(work.prompt):
-            return Prepared(None, lease, hashes, found)
+        if found == len(request.prompt):
+            return PreparedJob(None, lease, hashes, found)
         export = None
         if isinstance(lease, WriteLease) and found < lease.tokens:
             export = Export(
@@ -183,12 +185,15 @@ class JobBuilder:
                 skip_tokens=lease.skip_tokens,
             )
         resume = Resume(found, lease) if found else None
-        return Prepared(
-            Job(work.id, work.prompt, work.sampling, resume, export), lease, hashes, found
+        return PreparedJob(
+            EngineJob(request.id, request.prompt, request.sampling, resume, export),
+            lease,
+            hashes,
+            found,
         )
 
-    def _hashes(self, work: Work, tokens: int) -> list[BlockHash]:
-        return block_hashes(work.prompt[:tokens], self._block_tokens, salt=work.salt)
+    def _hashes(self, request: TokenizedRequest, tokens: int) -> list[BlockHash]:
+        return block_hashes(request.prompt[:tokens], self._block_tokens, salt=request.salt)
 
-    def _tail(self, work: Work, tokens: int, hashes: Sequence[BlockHash]) -> bytes:
-        return tail_hash(work.prompt[:tokens], hashes, self._block_tokens, salt=work.salt)
+    def _tail(self, request: TokenizedRequest, tokens: int, hashes: Sequence[BlockHash]) -> bytes:
+        return tail_hash(request.prompt[:tokens], hashes, self._block_tokens, salt=request.salt)

@@ -1,6 +1,6 @@
-"""What a node counts, under vLLM's names where vLLM has one, so that one scraper reads both.
+"""A node's metrics, under vLLM's names where vLLM has one, so that one scraper reads both.
 
-Gauges are read from the engine when somebody asks; histograms and counters are fed by requests.
+Gauges are read from the engine at each scrape; requests update histograms and counters.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from prfaas.engine.api import EngineStats, Limits, StepTiming
+from prfaas.engine.api import EngineLimits, EngineStats, StepTiming
 
-# Seconds. vLLM's own bounds, thinned out.
+# Seconds. A subset of vLLM's bounds.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 _STEP_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LABELS = ("model_name", "engine")
 
 
 class NodeMetrics:
-    def __init__(self, model: str, block_tokens: int, limits: Limits) -> None:
+    def __init__(self, model: str, block_tokens: int, limits: EngineLimits) -> None:
         self.registry = CollectorRegistry()
         self._labels = (model, "0")
         self._limits = limits
-        self._running = self._gauge("vllm:num_requests_running", "Requests being computed.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
-        self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 1 is all of it.")
+        self._running = self._gauge("vllm:num_requests_running", "Requests in prefill or decode.")
+        self._waiting = self._gauge(
+            "vllm:num_requests_waiting", "Requests waiting to be processed."
+        )
+        self._usage = self._gauge(
+            "vllm:kv_cache_usage_perc", "KV-cache usage; 1 means 100 percent."
+        )
         config = Gauge(
             "vllm:cache_config_info",
-            "What the cache was set up with.",
+            "Configuration of the cache.",
             (*_LABELS, "block_size"),
             registry=self.registry,
         )
@@ -35,48 +39,48 @@ class NodeMetrics:
         self.queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self.hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the pool.")
         self.external_queries = self._counter(
-            "vllm:external_prefix_cache_queries", "Prompt tokens asked of a transfer."
+            "vllm:external_prefix_cache_queries", "Prompt tokens of remote prefills."
         )
         self.external_hits = self._counter(
-            "vllm:external_prefix_cache_hits", "Prompt tokens that a transfer brought."
+            "vllm:external_prefix_cache_hits", "Prompt tokens whose state a transfer brought."
         )
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.ttft_s = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_S
         )
         self.step_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of one request.", _STEP_S
+            "vllm:inter_token_latency_seconds", "Time between two tokens of one request.", _STEP_S
         )
         self.exported_bytes = self._counter(
-            "prfaas_node_exported_bytes", "State written to the kvd's pages."
+            "prfaas_node_exported_bytes", "Bytes of state written to the kvd's pages."
         )
         self.unpooled = self._counter(
             "prfaas_node_unpooled_requests",
-            "Plain requests computed without the pool: no room in it, or no kvd.",
+            "Plain requests computed without the pool: it had no room, or no kvd answered.",
         )
         self._by_source = Counter(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their state came from.",
+            "Prompt tokens by the source of their state.",
             (*_LABELS, "source"),
             registry=self.registry,
         )
         self._succeeded = Counter(
             "vllm:request_success",
-            "Requests that ended, by why.",
+            "Finished requests by finish reason.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
         self._timing = _TimingCounters(self.registry, self._labels)
         self._failed = Counter(
             "prfaas_node_failed_requests",
-            "Requests that ended with an error, by its code.",
+            "Failed requests by error code.",
             (*_LABELS, "code"),
             registry=self.registry,
         )
 
     def computed(self, *, computed: int, local: int, external: int) -> None:
-        """The prompt of one request is there."""
+        """Counts the prompt tokens of one request by source."""
         self.prompt_tokens.inc(computed + local + external)
         for source, tokens in (
             ("local_compute", computed),
@@ -92,7 +96,7 @@ class NodeMetrics:
         self._failed.labels(*self._labels, code).inc()
 
     def render(self, stats: Callable[[], EngineStats], held: int) -> bytes:
-        """`held` requests wait for the pool before the engine knows of them."""
+        """`held`: requests that wait for the pool and that the engine does not have yet."""
         now = stats()
         if now.timing is not None:
             self._timing.show(now.timing)
@@ -114,7 +118,7 @@ class NodeMetrics:
 
 
 class _TimingCounters:
-    """How well an emulated engine keeps time. A real engine's node does not have these counters."""
+    """How well an emulated engine keeps its schedule. Only emulated engines have these counters."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
         self._registry = registry
@@ -125,9 +129,9 @@ class _TimingCounters:
     def show(self, now: StepTiming) -> None:
         if self._counters is None:
             self._counters = (
-                self._counter("steps", "Prefill chunks and decode steps that were emulated."),
-                self._counter("wanted_seconds", "Time that these steps take by the profile."),
-                self._counter("late_seconds", "Time by which these steps ended after their time."),
+                self._counter("steps", "Emulated prefill chunks and decode steps."),
+                self._counter("wanted_seconds", "Seconds these steps take in the profile."),
+                self._counter("late_seconds", "Seconds these steps ended after their schedule."),
             )
         steps, wanted_s, late_s = self._counters
         steps.inc(now.steps - self._shown.steps)

@@ -1,4 +1,4 @@
-"""A node's process: wires engine, kvd, HTTP and events together, and drains when told to stop."""
+"""A node's process: connects engine, kvd, HTTP and events, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.node.event_follower import EventFollower, Learner
-from prfaas.node.events import Announcer
+from prfaas.node.event_follower import EventFollower, PromptListener
+from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.publisher import publishing
-from prfaas.node.request_runner import serving
-from prfaas.node.server import Model, Surface
+from prfaas.node.publisher import open_publisher
+from prfaas.node.request_runner import open_request_runner
+from prfaas.node.server import NodeApi, NodeModel
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KvdPlace:
-    """Where the node's kvd is. Without its URL nobody hears of cache events from this node."""
+class KvdAddress:
+    """Where the node's kvd is. Without a URL the node publishes no cache events."""
 
     socket: str
     url: str | None = None
-    key: str | None = field(default=None, repr=False)  # of its HTTP side
+    key: str | None = field(default=None, repr=False)  # for the kvd's HTTP API
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    name: str  # of the model, as clients ask for it
+    name: str  # of the model in requests
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    advertise: str | None = None  # the URL others reach it at, where it differs
+    port: int = 0  # 0: any free port
+    advertise: str | None = None  # the URL under which gateways reach the node, where it differs
     events: str = "tcp://127.0.0.1:0"
     replay: str = "tcp://127.0.0.1:0"
-    drain_s: float = 30.0  # how long requests under way may take after a SIGTERM
-    leave_s: float = 0.0  # at least so long gateways hear that it leaves: prefixes can be saved
+    drain_s: float = 30.0  # how long running requests may take after SIGTERM
+    leave_s: float = 0.0  # minimum seconds to stay up after SIGTERM
 
 
 async def run_node(
     engine: Engine,
-    words: ModelTokenizer | None,
-    kvd: KvdPlace,
+    tokenizer: ModelTokenizer | None,
+    kvd: KvdAddress,
     settings: NodeSettings,
     report: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Reports its URL once it takes requests."""
+    """Serves until SIGTERM or SIGINT, then drains. Calls `report` with the node's URL once the node
+    takes requests."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,23 +68,27 @@ async def run_node(
     url = settings.advertise or f"http://{settings.host}:{port}"
     block_tokens = engine.compat.block_tokens
     metrics = NodeMetrics(settings.name, block_tokens, engine.limits)
-    announcer = Announcer(engine.spec, block_tokens)
+    translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         client = stack.enter_context(_client(engine, kvd, url))
-        publisher = await stack.enter_async_context(publishing(settings.events, settings.replay))
-        served = await stack.enter_async_context(
-            serving(
+        publisher = await stack.enter_async_context(
+            open_publisher(settings.events, settings.replay)
+        )
+        request_runner = await stack.enter_async_context(
+            open_request_runner(
                 engine,
                 JobBuilder(client, block_tokens),
                 metrics,
                 MonotonicClock(),
-                Learner(announcer, publisher),
+                PromptListener(translator, publisher),
             )
         )
-        model = Model(settings.name, words, kvd.url, publisher.endpoint, publisher.replay_endpoint)
-        application = Surface(model, engine, served, metrics).application()
-        # A client that hangs up ends its request, also where nothing is being written to it.
+        model = NodeModel(
+            settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
+        )
+        application = NodeApi(model, engine, request_runner, metrics).application()
+        # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -91,11 +96,13 @@ async def run_node(
         if kvd.url is not None:
             http = await stack.enter_async_context(open_client(kvd.key))
             follower = EventFollower(http, kvd.url)
-            await stack.enter_async_context(_running(follower.follow(announcer, publisher)))
+            await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
         await stop.wait()
         _LOG.info("draining")
-        await asyncio.gather(served.drain(settings.drain_s), asyncio.sleep(settings.leave_s))
+        await asyncio.gather(
+            request_runner.drain(settings.drain_s), asyncio.sleep(settings.leave_s)
+        )
 
 
 @asynccontextmanager
@@ -119,7 +126,7 @@ def _listen(settings: NodeSettings) -> socket.socket:
         ) from None
 
 
-def _client(engine: Engine, kvd: KvdPlace, url: str) -> KvdClient:
+def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
     try:
         return KvdClient(
             kvd.socket,
@@ -131,5 +138,5 @@ def _client(engine: Engine, kvd: KvdPlace, url: str) -> KvdClient:
         )
     except ConnectionLost as error:
         raise InputError(
-            str(error), where="--kvd", fix="start one with `prfaas kvd`, or leave the option out"
+            str(error), where="--kvd", fix="start a kvd with `prfaas kvd`, or leave the option out"
         ) from None

@@ -1,4 +1,4 @@
-"""KV events over ZMQ as vLLM sends them: PUB with numbered batches, ROUTER that replays them.
+"""KV events over ZMQ in vLLM's format: a PUB socket with numbered batches, a ROUTER for replays.
 
 PUB      [topic, number (8 bytes, big endian), [timestamp, [event, ...], rank]]
 replay   a DEALER or REQ sends [b"", first number], and gets [b"", number, batch] for each batch
@@ -23,14 +23,14 @@ from prfaas.errors import InputError
 
 TOPIC = b"kv"
 KEPT_BATCHES = 10_000  # vLLM's default
-KEPT_BYTES = 4 << 20  # a batch has the tokens of its blocks: half a megabyte of a long prompt
+KEPT_BYTES = 4 << 20  # a batch has its blocks' tokens: half a megabyte for a long prompt
 _END = (-1).to_bytes(8, "big", signed=True)
 _RANK = 0
 _LOG = logging.getLogger(__name__)
 
 
 class EventPublisher:
-    """Made by `publishing`. `publish` may be called from the loop only."""
+    """Made by `open_publisher`. Call `publish` from the event loop only."""
 
     def __init__(self, pub: zmq.Socket[bytes], replay: zmq.asyncio.Socket) -> None:
         self._pub = pub
@@ -55,7 +55,7 @@ class EventPublisher:
         self._kept_bytes += len(batch)
         while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
-        # A PUB socket never waits: a reader that is too slow loses batches, sees the gap and asks.
+        # A PUB socket never waits: a slow reader loses batches, sees the gap and requests a replay.
         self._pub.send_multipart((TOPIC, self._next.to_bytes(8, "big"), batch))
         self._next += 1
 
@@ -63,7 +63,7 @@ class EventPublisher:
         while True:
             identity, *request = await self._replay.recv_multipart()
             if len(request) != 2 or len(request[1]) != 8:
-                _LOG.warning("a replay request of %d frames was not understood", len(request))
+                _LOG.warning("ignored a malformed replay request of %d frames", len(request))
                 continue
             first = int.from_bytes(request[1], "big")
             for number, batch in list(self._kept):
@@ -74,8 +74,8 @@ class EventPublisher:
 
 
 @asynccontextmanager
-async def publishing(endpoint: str, replay_endpoint: str) -> AsyncIterator[EventPublisher]:
-    """Endpoints are bound; port 0 takes any free one."""
+async def open_publisher(endpoint: str, replay_endpoint: str) -> AsyncIterator[EventPublisher]:
+    """Binds both endpoints. Port 0 takes any free port."""
     with (
         zmq.Context() as context,
         zmq.asyncio.Context() as waiting_context,

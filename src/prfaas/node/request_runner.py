@@ -1,7 +1,7 @@
-"""Requests under way: each is a task of the node's own, from its lease to its lease's end.
+"""Runs requests: each is a task of the node, from the start of its lease to the end of its lease.
 
-The HTTP handler only listens. When its client goes away it cancels and leaves; pages are given back
-here, after the engine has let go of them, whatever became of the connection.
+The HTTP handler only reads events. When its client disconnects, the handler cancels the request.
+The task ends the lease after the engine has stopped using its pages.
 
     start ──► lease (kvd) ──► engine job ──► prompt computed: lease committed or released ──► tokens
 """
@@ -16,20 +16,20 @@ from contextlib import asynccontextmanager
 from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from prfaas.clock import Clock
-from prfaas.engine.api import Engine, Event, Failed, Finished, Prefilled, Token
+from prfaas.contracts.kv_transfer_params import RemoteDecode
+from prfaas.engine.api import Engine, Event, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
-from prfaas.node.job_builder import JobBuilder, Prepared, Work
+from prfaas.node.job_builder import JobBuilder, PreparedJob, TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.request_schema import RemoteDecode
 from prfaas.types import BlockHash, NotNow
 
-# Calls to the kvd are short; waiting for one must not hold up the others' tokens.
+# Calls to the kvd are short; waiting for one must not delay other requests' tokens.
 KVD_THREADS = 4
 RETRY_S = 1.0
 
-Ending: TypeAlias = Finished | Failed
+Ending: TypeAlias = Finished | JobFailed
 OnPrompt: TypeAlias = Callable[[Sequence[int], Sequence[BlockHash], str], None]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,16 +37,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Lost(NamedTuple):
-    """The receiver of a hand-off will not have it."""
+    """The transfer of a hand-off has failed."""
 
     reason: str
 
 
-class Ongoing:
-    """One request, as its listener sees it: Prefilled, Tokens, then Finished or Failed."""
+class ActiveRequest:
+    """A started request. Its events are Prefilled, Tokens, then Finished or JobFailed."""
 
-    def __init__(self, work: Work, arrived_s: float, cancel_job: Callable[[str], None]) -> None:
-        self.work = work
+    def __init__(
+        self, request: TokenizedRequest, arrived_s: float, cancel_job: Callable[[str], None]
+    ) -> None:
+        self.request = request
         self.arrived_s = arrived_s
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.ended_by: Literal["stop", "abort"] | None = None
@@ -56,26 +58,28 @@ class Ongoing:
         self._cancel_job = cancel_job
 
     def __repr__(self) -> str:
-        half = type(self.work.transfer).__name__ if self.work.transfer is not None else "plain"
+        half = (
+            type(self.request.transfer).__name__ if self.request.transfer is not None else "plain"
+        )
         return (
-            f"{self.work.id} ({half}): {len(self.work.prompt)} prompt tokens, "
+            f"{self.request.id} ({half}): {len(self.request.prompt)} prompt tokens, "
             f"{self.resumed_tokens} of them resumed from, {self.generated_tokens} generated,"
         )
 
     def cancel(self, because: Literal["stop", "abort"]) -> None:
-        """Ends it soon; nothing when it has ended."""
+        """Ends the request soon. Does nothing when it has ended."""
         if not self.over and self.ended_by is None:
             self.ended_by = because
-            self._cancel_job(self.work.id)
+            self._cancel_job(self.request.id)
 
 
 class RequestRunner:
-    """Made by `serving`. To be used on its loop."""
+    """Made by `open_request_runner`. Use it on its event loop."""
 
     def __init__(
         self,
         engine: Engine,
-        pooling: JobBuilder,
+        builder: JobBuilder,
         metrics: NodeMetrics,
         clock: Clock,
         on_prompt: OnPrompt,
@@ -83,13 +87,13 @@ class RequestRunner:
         threads: ThreadPoolExecutor,
     ) -> None:
         self._engine = engine
-        self._pooling = pooling
+        self._builder = builder
         self._metrics = metrics
         self._clock = clock
         self._on_prompt = on_prompt
         self._tasks = tasks
         self._threads = threads
-        self._ongoing: set[Ongoing] = set()
+        self._active: set[ActiveRequest] = set()
         self._preparing = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -97,76 +101,79 @@ class RequestRunner:
 
     @property
     def preparing(self) -> int:
-        """Requests the engine does not know yet."""
+        """Requests that wait for the kvd before they reach the engine."""
         return self._preparing
 
-    def start(self, work: Work) -> Ongoing:
+    def start(self, request: TokenizedRequest) -> ActiveRequest:
         if self.draining:
             raise request_error("draining", "this node is shutting down", retry_after_s=RETRY_S)
-        ongoing = Ongoing(work, self._clock.now(), self._engine.cancel)
-        self._ongoing.add(ongoing)
+        active = ActiveRequest(request, self._clock.now(), self._engine.cancel)
+        self._active.add(active)
         self._idle.clear()
-        self._tasks.create_task(self._serve(ongoing))
-        return ongoing
+        self._tasks.create_task(self._serve(active))
+        return active
 
     async def drain(self, patience_s: float) -> None:
-        """No new requests; returns when the last has ended, or has been cancelled after that."""
+        """Refuses new requests and returns when the last one has ended. Cancels the remaining ones
+        after `patience_s`."""
         self.draining = True
         try:
             async with asyncio.timeout(patience_s):
                 await self._idle.wait()
         except TimeoutError:
-            _LOG.warning("%d requests are cut off", len(self._ongoing))
-            for ongoing in self._ongoing:
-                ongoing.cancel("abort")
+            _LOG.warning("draining took too long: cancelling %d requests", len(self._active))
+            for active in self._active:
+                active.cancel("abort")
             await self._idle.wait()
 
     # One request ----------------------------------------------------------------------------------
 
-    async def _serve(self, ongoing: Ongoing) -> None:
+    async def _serve(self, active: ActiveRequest) -> None:
         try:
-            ending = await self._answer(ongoing)
+            ending = await self._answer(active)
         except PrfaasError as error:
-            ending = Failed(error)
-        except Exception as error:  # a fault of ours ends this request, not the node
-            _LOG.exception("request %s", ongoing.work.id)
-            ending = Failed(error)
-        if isinstance(ending, Failed):
+            ending = JobFailed(error)
+        except Exception as error:  # a bug ends this request, not the node
+            _LOG.exception("request %s", active.request.id)
+            ending = JobFailed(error)
+        if isinstance(ending, JobFailed):
             failure = errors.of_job(ending.error)
             self._metrics.failed(failure.code)
-            ending = Failed(failure)
+            ending = JobFailed(failure)
         else:
-            self._metrics.succeeded(ongoing.ended_by or ending.reason)
-            if ending.reason == "cancelled":  # whoever still listens must not take it for complete
-                ending = Failed(request_error("draining", "cut off: this node is shutting down"))
-        ongoing.over = True
-        _LOG.info("%s %s", ongoing, ending)
-        ongoing.events.put_nowait(ending)
-        self._ongoing.discard(ongoing)
-        if not self._ongoing:
+            self._metrics.succeeded(active.ended_by or ending.reason)
+            if ending.reason == "cancelled":  # the handler must not take it for complete
+                ending = JobFailed(
+                    request_error("draining", "cancelled: this node is shutting down")
+                )
+        active.over = True
+        _LOG.info("%s %s", active, ending)
+        active.events.put_nowait(ending)
+        self._active.discard(active)
+        if not self._active:
             self._idle.set()
 
-    async def _answer(self, ongoing: Ongoing) -> Ending:
-        work = ongoing.work
+    async def _answer(self, active: ActiveRequest) -> Ending:
+        request = active.request
         self._preparing += 1
         try:
-            prepared = await self._in_thread(self._pooling.prepare, work)
+            prepared = await self._in_thread(self._builder.prepare, request)
         finally:
             self._preparing -= 1
-        self._on_prompt(work.prompt, prepared.hashes, work.salt)
+        self._on_prompt(request.prompt, prepared.hashes, request.salt)
         if prepared.hashes and prepared.lease is None:
             self._metrics.unpooled.inc()
         inbox: asyncio.Queue[Event | _Lost] = asyncio.Queue()
         try:
-            if ongoing.ended_by is not None:
+            if active.ended_by is not None:
                 return Finished("cancelled")
-            self._submit(ongoing, prepared, inbox)
-            return await self._pass_on(ongoing, prepared, inbox)
+            self._submit(active, prepared, inbox)
+            return await self._pass_on(active, prepared, inbox)
         finally:
             await self._in_thread(prepared.end)
 
     def _submit(
-        self, ongoing: Ongoing, prepared: Prepared, inbox: asyncio.Queue[Event | _Lost]
+        self, active: ActiveRequest, prepared: PreparedJob, inbox: asyncio.Queue[Event | _Lost]
     ) -> None:
         loop = asyncio.get_running_loop()
 
@@ -180,47 +187,47 @@ class RequestRunner:
         refused = self._engine.submit(prepared.job, from_thread)
         if isinstance(refused, NotNow):
             raise errors.not_now(refused)
-        if isinstance(ongoing.work.transfer, RemoteDecode):
+        if isinstance(active.request.transfer, RemoteDecode):
             prepared.on_transfer_lost(lambda error: from_thread(_Lost(str(error))))
 
     async def _pass_on(
-        self, ongoing: Ongoing, prepared: Prepared, inbox: asyncio.Queue[Event | _Lost]
+        self, active: ActiveRequest, prepared: PreparedJob, inbox: asyncio.Queue[Event | _Lost]
     ) -> Ending:
-        last_s = ongoing.arrived_s
+        last_s = active.arrived_s
         while True:
             event = await inbox.get()
             match event:
-                case Finished() | Failed():
+                case Finished() | JobFailed():
                     return event
                 case _Lost(reason):
-                    # Nobody waits for this prefill any more. The engine lets go of the pages first.
-                    self._engine.cancel(ongoing.work.id)
-                    while not isinstance(await inbox.get(), Finished | Failed):
+                    # This prefill is useless now. The engine must stop using the pages first.
+                    self._engine.cancel(active.request.id)
+                    while not isinstance(await inbox.get(), Finished | JobFailed):
                         pass
-                    return Failed(request_error("transfer_lost", reason))
+                    return JobFailed(request_error("transfer_lost", reason))
                 case Prefilled():
-                    await self._computed(ongoing, prepared)
+                    await self._computed(active, prepared)
                     self._count_prompt(prepared, event)
-                    ongoing.resumed_tokens = event.resumed_tokens
+                    active.resumed_tokens = event.resumed_tokens
                 case Token():
                     now = self._clock.now()
-                    first = ongoing.generated_tokens == 0
+                    first = active.generated_tokens == 0
                     histogram = self._metrics.ttft_s if first else self._metrics.step_s
                     histogram.observe(now - last_s)
                     self._metrics.generation_tokens.inc()
-                    ongoing.generated_tokens += 1
+                    active.generated_tokens += 1
                     last_s = now
-            ongoing.events.put_nowait(event)
+            active.events.put_nowait(event)
 
-    async def _computed(self, ongoing: Ongoing, prepared: Prepared) -> None:
+    async def _computed(self, active: ActiveRequest, prepared: PreparedJob) -> None:
         try:
             await self._in_thread(prepared.computed)
         except PeerError as error:
-            if isinstance(ongoing.work.transfer, RemoteDecode):
+            if isinstance(active.request.transfer, RemoteDecode):
                 raise request_error("transfer_lost", str(error)) from error
-            _LOG.warning("a prefix was not kept: %s", error)
+            _LOG.warning("the prefix was not kept: %s", error)
 
-    def _count_prompt(self, prepared: Prepared, event: Prefilled) -> None:
+    def _count_prompt(self, prepared: PreparedJob, event: Prefilled) -> None:
         external = prepared.external_tokens
         local = event.resumed_tokens - external
         self._metrics.computed(computed=event.computed_tokens, local=local, external=external)
@@ -239,14 +246,14 @@ class RequestRunner:
 
 
 @asynccontextmanager
-async def serving(
-    engine: Engine, pooling: JobBuilder, metrics: NodeMetrics, clock: Clock, on_prompt: OnPrompt
+async def open_request_runner(
+    engine: Engine, builder: JobBuilder, metrics: NodeMetrics, clock: Clock, on_prompt: OnPrompt
 ) -> AsyncIterator[RequestRunner]:
-    """`on_prompt` hears every prompt and its blocks' names. On leaving, what is still under way has
-    been cancelled and has given its pages back."""
+    """Calls `on_prompt` with every prompt and its block hashes. On exit, the remaining requests are
+    cancelled and their leases have ended."""
     with ThreadPoolExecutor(KVD_THREADS, thread_name_prefix="prfaas-kvd-calls") as threads:
         async with asyncio.TaskGroup() as tasks:
-            server = RequestRunner(engine, pooling, metrics, clock, on_prompt, tasks, threads)
+            server = RequestRunner(engine, builder, metrics, clock, on_prompt, tasks, threads)
             try:
                 yield server
             finally:

@@ -1,4 +1,4 @@
-"""Answers to completions and chats, whole or in pieces, as OpenAI and vLLM shape them. Pure."""
+"""Responses to completions and chats, whole or streamed, in OpenAI's and vLLM's form. Pure."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How an answer's text is wrapped."""
+class ResponseShape:
+    """How a response wraps its text."""
 
     id_prefix: str
     whole_object: str
     piece_object: str
     whole: Callable[[str], dict[str, Any]]
     piece: Callable[[str], dict[str, Any]]
-    opening: dict[str, Any] | None = None  # of the choice in a piece before all others
+    opening: dict[str, Any] | None = None  # the choice in the first piece of a stream
 
 
-TEXT = Shape(
+TEXT = ResponseShape(
     "cmpl",
     "text_completion",
     "text_completion",
     whole=lambda text: {"text": text},
     piece=lambda text: {"text": text},
 )
-CHAT = Shape(
+CHAT = ResponseShape(
     "chatcmpl",
     "chat.completion",
     "chat.completion.chunk",
@@ -45,10 +45,10 @@ CHAT = Shape(
 
 
 @dataclass(slots=True)
-class Account:
-    """What one request has come to so far."""
+class ResponseBuilder:
+    """Builds one request's response from its events."""
 
-    shape: Shape
+    shape: ResponseShape
     id: str
     model: str
     created_s: int
@@ -58,13 +58,13 @@ class Account:
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
-    transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
+    transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the response
 
     def prefilled(self, event: Prefilled) -> None:
         self.cached_tokens = event.resumed_tokens
 
     def token(self, token: int) -> str:
-        """The text that is certain now; a stop string ends the answer."""
+        """Adds a token and returns the text that is final now. A stop string ends the answer."""
         self.tokens.append(token)
         text = self.answer.push(token)
         if self.answer.stopped_by is not None:
@@ -100,7 +100,7 @@ class Account:
     # In pieces ------------------------------------------------------------------------------------
 
     def opening(self) -> bytes | None:
-        """What comes before the first token, if anything does."""
+        """The piece before the first token, if the response has one."""
         if self.shape.opening is None:
             return None
         return self._piece([self._choice(self.shape.opening, [])])
@@ -131,7 +131,7 @@ class Account:
 
 
 def error_piece(body: ErrorBody) -> bytes:
-    """An error after the first piece: the status line has been sent already."""
+    """An error after the status line has been sent."""
     return _event(body)
 
 

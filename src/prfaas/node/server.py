@@ -1,4 +1,4 @@
-"""The HTTP surface of a node: vLLM's paths and shapes over the requests of `serving`."""
+"""A node's HTTP API: vLLM's paths and bodies over a `RequestRunner`."""
 
 from __future__ import annotations
 
@@ -13,53 +13,52 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
-from prfaas.engine.api import Engine, Failed, Finished, Prefilled, Sampling, Token
+from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
+from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Sampling, Token
 from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
-from prfaas.node.job_builder import Work
+from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.request_runner import Ongoing, RequestRunner
+from prfaas.node.request_runner import ActiveRequest, RequestRunner
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
-    Generation,
-    RemoteDecode,
+    GenerationRequest,
     chat_of,
     parse_chat,
     parse_completion,
-    transfer_of,
 )
-from prfaas.node.responses import CHAT, DONE, TEXT, Account, Shape, error_piece
+from prfaas.node.responses import CHAT, DONE, TEXT, ResponseBuilder, ResponseShape, error_piece
 from prfaas.text import AnswerText, ModelTokenizer
 
-MAX_BODY_BYTES = 64 << 20  # a million token ids as JSON are some 8 MB
+MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is served, under which name."""
+class NodeModel:
+    """The model that a node serves."""
 
     name: str
-    words: ModelTokenizer | None  # None: token ids only
-    kvd_url: str | None = None  # where a gateway finds this node's kvd
-    events: str | None = None  # where KV events are published, and where they are replayed
+    tokenizer: ModelTokenizer | None  # None: the node takes token ids only
+    kvd_url: str | None = None  # of this node's kvd, for gateways
+    events: str | None = None  # endpoints of published and of replayed KV events
     replay: str | None = None
 
-    def speaking(self) -> ModelTokenizer:
-        if self.words is None:
+    def require_tokenizer(self) -> ModelTokenizer:
+        if self.tokenizer is None:
             raise InputError(
                 "this node has no tokenizer", where="prompt", fix="send a list of token ids"
             )
-        return self.words
+        return self.tokenizer
 
 
-class Surface:
+class NodeApi:
     def __init__(
-        self, model: Model, engine: Engine, serving: RequestRunner, metrics: NodeMetrics
+        self, model: NodeModel, engine: Engine, runner: RequestRunner, metrics: NodeMetrics
     ) -> None:
         self._model = model
         self._engine = engine
-        self._serving = serving
+        self._runner = runner
         self._metrics = metrics
 
     def application(self) -> web.Application:
@@ -73,10 +72,10 @@ class Surface:
         app.router.add_get("/version", self._version)
         return app
 
-    # Small ones -----------------------------------------------------------------------------------
+    # Status and tokenizer -------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self._serving.draining:
+        if self._runner.draining:
             raise request_error("draining", "this node is shutting down")
         return web.Response()
 
@@ -99,7 +98,7 @@ class Surface:
         return _json({"object": "list", "data": [card]})
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
-        page = self._metrics.render(self._engine.stats, self._serving.preparing)
+        page = self._metrics.render(self._engine.stats, self._runner.preparing)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -107,14 +106,16 @@ class Surface:
             raw = msgspec.json.decode(await request.read(), type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise InputError(f"the body is not a JSON object: {error}") from None
-        words = self._model.speaking()
+        tokenizer = self._model.require_tokenizer()
         prompt = raw.get("prompt")
         if "messages" in raw:
-            ids = await asyncio.to_thread(words.encode_chat, chat_of(raw))
+            ids = await asyncio.to_thread(tokenizer.encode_chat, chat_of(raw))
         elif isinstance(prompt, str):
-            ids = await asyncio.to_thread(words.encode, prompt)
+            ids = await asyncio.to_thread(tokenizer.encode, prompt)
         else:
-            raise InputError("no text", where="prompt", fix='send {"prompt": "..."} or messages')
+            raise InputError(
+                "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
+            )
         limit = self._engine.limits.max_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
@@ -126,7 +127,9 @@ class Surface:
         prompt = asked.only_prompt
         if isinstance(prompt, str):
             prompt = await asyncio.to_thread(
-                self._model.speaking().encode, prompt, add_special_tokens=asked.add_special_tokens
+                self._model.require_tokenizer().encode,
+                prompt,
+                add_special_tokens=asked.add_special_tokens,
             )
         default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
         return await self._generate(request, asked, TEXT, prompt, asked.sampling(default_tokens))
@@ -135,128 +138,142 @@ class Surface:
         parsed = parse_chat(await request.read())
         asked = parsed.asked
         self._check_model(asked)
-        prompt = await asyncio.to_thread(self._model.speaking().encode_chat, parsed.chat)
+        prompt = await asyncio.to_thread(self._model.require_tokenizer().encode_chat, parsed.chat)
         default_tokens = self._rest_tokens(prompt)
         return await self._generate(request, asked, CHAT, prompt, asked.sampling(default_tokens))
 
     def _rest_tokens(self, prompt: list[int]) -> int:
-        """What a request that says no length may generate at most, as vLLM has it."""
+        """The default of max_tokens, as in vLLM: the rest of the model's context."""
         return max(1, self._engine.limits.max_tokens - len(prompt))
 
-    def _check_model(self, asked: Generation) -> None:
+    def _check_model(self, asked: GenerationRequest) -> None:
         if asked.model is not None and asked.model != self._model.name:
             raise request_error(
                 "model_not_found",
-                f"{asked.model!r} is not served here; {self._model.name!r} is",
+                f"this node serves {self._model.name!r}, not {asked.model!r}",
                 param="model",
             )
 
     async def _generate(
         self,
         request: web.Request,
-        asked: Generation,
-        shape: Shape,
+        asked: GenerationRequest,
+        shape: ResponseShape,
         prompt: list[int],
         sampling: Sampling,
     ) -> web.StreamResponse:
-        work = Work(
+        tokenized = TokenizedRequest(
             id=f"{shape.id_prefix}-{secrets.token_hex(12)}",
             prompt=prompt,
             sampling=sampling,
             salt=asked.cache_salt,
-            transfer=transfer_of(asked, len(prompt)),
+            transfer=decode(asked.kv_transfer_params, len(prompt)),
         )
-        account = self._account(asked, shape, work)
-        ongoing = self._serving.start(work)
+        builder = self._response_builder(asked, shape, tokenized)
+        active = self._runner.start(tokenized)
         try:
-            # The status line waits for the prompt: until then a failure is an HTTP status.
-            first = await ongoing.events.get()
+            # The status line waits for the prefill, so that an error until then is an HTTP status.
+            first = await active.events.get()
             match first:
-                case Failed(error):
+                case JobFailed(error):
                     raise error
                 case Prefilled():
-                    account.prefilled(first)
+                    builder.prefilled(first)
             if asked.stream:
-                return await self._stream(request, asked, ongoing, account)
-            return await self._whole(ongoing, account)
+                return await self._stream(request, asked, active, builder)
+            return await self._whole(active, builder)
         finally:
-            ongoing.cancel("abort")
+            active.cancel("abort")
 
-    def _account(self, asked: Generation, shape: Shape, work: Work) -> Account:
-        words = self._model.words if asked.detokenize else None
-        if asked.stops and words is None:
-            raise InputError("stop strings without text", where="stop", fix="use stop_token_ids")
+    def _response_builder(
+        self, asked: GenerationRequest, shape: ResponseShape, tokenized: TokenizedRequest
+    ) -> ResponseBuilder:
+        tokenizer = self._model.tokenizer if asked.detokenize else None
+        if asked.stops and tokenizer is None:
+            raise InputError(
+                "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
+            )
         handed_off = None
-        if isinstance(work.transfer, RemoteDecode):
-            handed_off = {
-                "transfer_id": work.transfer.grant.transfer_id,
-                "handoff_tokens": work.transfer.handoff_tokens,
-            }
-        return Account(
+        if isinstance(tokenized.transfer, RemoteDecode):
+            handed_off = encode(
+                ResponseParams(
+                    transfer_id=tokenized.transfer.grant.transfer_id,
+                    handoff_tokens=tokenized.transfer.handoff_tokens,
+                )
+            )
+        return ResponseBuilder(
             shape=shape,
-            id=work.id,
+            id=tokenized.id,
             model=self._model.name,
             created_s=int(time.time()),
-            prompt_tokens=len(work.prompt),
+            prompt_tokens=len(tokenized.prompt),
             return_token_ids=asked.return_token_ids,
-            answer=AnswerText(words.decode if words is not None else None, asked.stops),
+            answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
             transfer=handed_off,
         )
 
-    async def _whole(self, ongoing: Ongoing, account: Account) -> web.Response:
+    async def _whole(self, active: ActiveRequest, builder: ResponseBuilder) -> web.Response:
         text = ""
         while True:
-            match await ongoing.events.get():
+            match await active.events.get():
                 case Token(id=token):
-                    text += account.token(token)
-                    if account.finish_reason is not None:
-                        ongoing.cancel("stop")
-                        return _json(account.whole(text))
+                    text += builder.token(token)
+                    if builder.finish_reason is not None:
+                        active.cancel("stop")
+                        return _json(builder.whole(text))
                 case Finished() as finished:
-                    text += account.finished(finished)
-                    return _json(account.whole(text))
-                case Failed(error):
+                    text += builder.finished(finished)
+                    return _json(builder.whole(text))
+                case JobFailed(error):
                     raise error
 
     async def _stream(
-        self, request: web.Request, asked: Generation, ongoing: Ongoing, account: Account
+        self,
+        request: web.Request,
+        asked: GenerationRequest,
+        active: ActiveRequest,
+        builder: ResponseBuilder,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            await self._write(response, asked, ongoing, account)
+            await self._write(response, asked, active, builder)
         except ConnectionResetError:
-            pass  # the client has gone, and this was quicker than the word of it
+            pass  # the client has disconnected, and the handler was not cancelled yet
         return response
 
     async def _write(
-        self, response: web.StreamResponse, asked: Generation, ongoing: Ongoing, account: Account
+        self,
+        response: web.StreamResponse,
+        asked: GenerationRequest,
+        active: ActiveRequest,
+        builder: ResponseBuilder,
     ) -> None:
-        if (opening := account.opening()) is not None:
+        if (opening := builder.opening()) is not None:
             await response.write(opening)
-        held: list[int] = []  # tokens whose text is not certain yet
-        while account.finish_reason is None:
-            match await ongoing.events.get():
+        held: list[int] = []  # tokens whose text is not final yet
+        while builder.finish_reason is None:
+            match await active.events.get():
                 case Token(id=token):
                     held.append(token)
-                    text = account.token(token)
-                    ended = account.finish_reason is not None
+                    text = builder.token(token)
+                    ended = builder.finish_reason is not None
                     if text or ended or asked.return_token_ids:
-                        await response.write(account.piece(text, held))
+                        await response.write(builder.piece(text, held))
                         held = []
                     if ended:
-                        ongoing.cancel("stop")
+                        active.cancel("stop")
                 case Finished() as finished:
-                    text = account.finished(finished)
-                    await response.write(account.piece(text, held))
-                case Failed(error):
+                    text = builder.finished(finished)
+                    await response.write(builder.piece(text, held))
+                case JobFailed(error):
                     failure = errors.of_job(error)
                     await response.write(error_piece(errors.error_body(failure)))
                     break
-        if account.finish_reason is not None and asked.stream_options is not None:
+        if builder.finish_reason is not None and asked.stream_options is not None:
             if asked.stream_options.include_usage:
-                await response.write(account.usage_piece())
+                await response.write(builder.usage_piece())
         await response.write(DONE)
         await response.write_eof()
 
@@ -271,7 +288,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except RequestError as error:
         failure = error
     except web.HTTPRequestEntityTooLarge:
-        failure = request_error("invalid_request", f"a body of more than {MAX_BODY_BYTES} bytes")
+        failure = request_error("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
     headers = {}
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))

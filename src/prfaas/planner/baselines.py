@@ -1,8 +1,8 @@
 """The deployments PrfaaS-PD is compared with (paper, section 4.3). Each is another Problem.
 
-homogeneous   as many GPUs, all of the local cluster's kind, one PD cluster
-equal_cost    as many of the local cluster's GPUs as the whole deployment's money buys
-naive         every prefill remote, every local instance decodes, no threshold
+homogeneous   one PD cluster with the same number of GPUs, all of the local cluster's type
+equal_cost    one PD cluster with as many GPUs of that type as the deployment's cost pays for
+naive         every prefill is remote, every local instance decodes, there is no threshold
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prfaas.planner.problem import Problem
 
 
 def homogeneous(problem: Problem) -> Problem | None:
-    """None where that makes fewer than two instances: one must prefill and one decode."""
+    """None if this gives fewer than two instances: one must prefill and one decode."""
     return _pd_only(problem, sum(pool.gpus for pool in problem.pools))
 
 
 def equal_cost(problem: Problem) -> Problem | None:
-    """None where a price is unknown, too."""
+    """None also if a price is unknown."""
     spend = 0.0
     for pool in problem.pools:
         if pool.usd_per_gpu_hour is None:
@@ -30,7 +30,7 @@ def equal_cost(problem: Problem) -> Problem | None:
 
 
 def naive(problem: Problem) -> Problem | None:
-    """None where there is no remote cluster."""
+    """None if there is no remote cluster."""
     if not problem.remotes:
         return None
     return replace(problem, fixed_threshold=0, local=replace(problem.local, fixed_prefill=0))

@@ -1,13 +1,13 @@
 """Every stage's mean work as a function of the threshold, under either reading of the model.
 
-Row k of a `Curves` is a way of cutting the workload: requests of at most `threshold[k]` uncached
-tokens stay local. Row 0 offloads everything, the last row nothing; between them every cut that
-separates two distinct lengths, so the best row is the best threshold there is.
+Row k of the curves cuts the workload: requests of at most `threshold[k]` uncached tokens stay
+local. Row 0 offloads everything, the last row nothing. Between them is every cut that separates two
+distinct lengths, so the best row is the best threshold.
 
     paper   T and S at the representative lengths E[L | L > t] and E[L | L <= t] (section 3.4.1)
     exact   the means E[T(L) | L > t], E[S(L) | L > t], E[T(L) | L <= t] themselves
 
-T is convex, so `paper` understates the work (Jensen); `exact` is what a queue sees.
+T is convex, so `paper` understates the work (Jensen). A queue sees the work of `exact`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Reading: TypeAlias = Literal["paper", "exact"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """The workload, cut at every length: shares and conditional means on both sides."""
+    """The workload cut at every length: shares and conditional means on both sides."""
 
     workload: Workload
     threshold: npt.NDArray[np.int64]
@@ -36,17 +36,17 @@ class Cuts:
     p: Array  # P(L > t)
 
     def mean_long(self, values: Array) -> Array:
-        """E[values | L > t]; where nothing is offloaded, the limit: the last atom's value."""
+        """E[values | L > t]. Where nothing is offloaded, the limit: the value of the last atom."""
         tail = np.append(np.cumsum((values * self.workload.weight)[::-1])[::-1], 0.0)
         return _ratio(tail[self.first_long], self.p, otherwise=float(values[-1]))
 
     def mean_short(self, values: Array) -> Array:
-        """E[values | L <= t]; where nothing stays local, the limit: the first atom's value."""
+        """E[values | L <= t]. Where nothing stays local, the limit: the value of the first atom."""
         head = np.insert(np.cumsum(values * self.workload.weight), 0, 0.0)
         return _ratio(head[self.first_long], 1 - self.p, otherwise=float(values[0]))
 
 
-def cut(workload: Workload) -> Cuts:
+def cut_workload(workload: Workload) -> Cuts:
     ends = np.flatnonzero(np.diff(workload.new)) + 1  # where one length's atoms end
     first_long = np.concatenate([[0], ends, [len(workload.new)]]).astype(np.int64)
     threshold = np.concatenate([[0], workload.new[first_long[1:] - 1]]).astype(np.int64)
@@ -56,8 +56,8 @@ def cut(workload: Workload) -> Cuts:
 
 
 class Atoms:
-    """What each request of the workload costs: computed once, shared by all compared deployments
-    and by every point of a sweep."""
+    """The cost of each request of the workload, computed once and shared by all compared
+    deployments and by every point of a sweep."""
 
     def __init__(self, workload: Workload, spec: KVSpec) -> None:
         self.workload = workload
@@ -68,7 +68,7 @@ class Atoms:
 
     @property
     def kv_bytes(self) -> Array:
-        """S_kv of a hand-off whose receiver holds the cached prefix."""
+        """S_kv of a hand-off to a receiver that holds the cached prefix."""
         return self.growing_bytes + self.closing_bytes
 
     def prefill_s(self, profile: PrefillProfile) -> Array:

@@ -1,8 +1,8 @@
 """Equations 1 to 8 of the paper, one function each, in its notation (Table 4).
 
-Every argument may be a number or a numpy array; seconds, bytes, bits per second and requests per
-second throughout. A stage that no request passes through has infinite headroom, not zero: dividing
-by a share of 0 gives infinity, as the limit does.
+Every argument may be a number or a numpy array. Units are seconds, bytes, bits per second and
+requests per second. A stage that no request passes has infinite headroom, not zero: a division by a
+share of 0 gives infinity, as the limit does.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ def eq1_kv_throughput_bps(kv_bytes: Quantity, t_prefill_s: Quantity) -> Quantity
 
 
 def eq2_min_egress_bps(gpus: int, gpus_per_instance: int, phi_kv_bps: Quantity) -> Quantity:
-    """B_out = N / P * Phi_kv(L_avg): what a cluster of N GPUs must be able to send."""
+    """B_out = N / P * Phi_kv(L_avg): the rate at which a cluster of N GPUs must be able to send."""
     return gpus / gpus_per_instance * phi_kv_bps
 
 
 def eq3_theta_prfaas(
     n_prfaas: int, t_prefill_long_s: Quantity, b_out_bps: float, kv_bytes_long: Quantity
 ) -> Quantity:
-    """min(N_prfaas / T_prefill(l_long), B_out / S_kv(l_long)): compute or egress, the slower."""
+    """min(N_prfaas / T_prefill(l_long), B_out / S_kv(l_long)): the slower of compute and egress."""
     return np.minimum(n_prfaas / t_prefill_long_s, b_out_bps / (kv_bytes_long * 8))
 
 
 def eq4_theta_pd_p(n_p: int, t_prefill_short_s: Quantity) -> Quantity:
-    """N_p / T_prefill(l_short): local prefill, whose network is never the limit."""
+    """N_p / T_prefill(l_short): local prefill. The network within a cluster is never the limit."""
     return n_p / t_prefill_short_s
 
 
 def eq5_theta_pd_d(n_d: int, bs_max: int, t_decode_s: float, l_out: float) -> float:
-    """N_d * BS_max / (T_decode * L_out): decode at the largest batch the SLO allows."""
+    """N_d * BS_max / (T_decode * L_out): decode at the largest batch that the SLO allows."""
     return n_d * bs_max / (t_decode_s * l_out)
 
 
@@ -64,7 +64,7 @@ def eq8_split_imbalance(theta_prfaas: float, theta_pd_p: float, theta_pd_d: floa
 
 
 def per_share(theta: Quantity, share: Quantity) -> Quantity:
-    """The arrival rate at which a stage that sees `share` of it is saturated."""
+    """The arrival rate that saturates a stage which serves `share` of the requests."""
     theta, share = np.broadcast_arrays(np.asarray(theta, float), np.asarray(share, float))
     quotient = np.full(theta.shape, np.inf)
     np.divide(theta, share, out=quotient, where=share > 0)

@@ -1,12 +1,12 @@
 """Time to first token of a solved deployment, under either reading.
 
-    paper   service + S_kv / B for offloaded requests, service alone for local ones: no queue, no
-            overlap, no round trip. This is what Table 6 prints.
+    paper   service + S_kv / B for offloaded requests, only service for local ones: without queue,
+            overlap or round trip. Table 6 prints this.
     exact   wait + prefill + exposed transfer + round trip + one decode step
 
-Exposed transfer: the KV of full-attention layers leaves while later tokens are still computed; only
-what the link cannot carry by the end of the prefill, and what is final only then (windows, linear
-states), is waited for. Transfers share the link, so each sees B (1 - utilisation).
+Exposed transfer: the KV of full-attention layers leaves while later tokens are still computed. The
+request waits only for what the link cannot carry by the end of the prefill, and for what is final
+only then (windows, linear states). Transfers share the link, so each sees B (1 - utilisation).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 
 from prfaas.planner.curves import Array, Atoms
 from prfaas.planner.problem import Path, Problem
-from prfaas.planner.queueing import Service, Wait, waiting
+from prfaas.planner.queueing import Service, Wait, predict_wait
 from prfaas.planner.workload import weighted_sum
 
 _BINS = 16_384
 
 
 class Branch(NamedTuple):
-    """Requests that take one way: which atoms, which share of them, and how long each takes."""
+    """Requests that one cluster prefills: their atoms, their share, and the time of each."""
 
     atoms: slice
     share: float  # of the atoms' weight; several PrfaaS clusters divide the long requests
@@ -43,7 +43,7 @@ class TTFT:
 
 
 class StageLoad(NamedTuple):
-    """How busy a stage is; 1 or more has no steady state."""
+    """Utilisation of a stage; a stage at 1 or more has no steady state."""
 
     name: str
     utilisation: float
@@ -65,7 +65,7 @@ class Prediction:
 
 
 def paper_ttft(problem: Problem, atoms: Atoms, threshold: int, shares: Sequence[float]) -> TTFT:
-    """Service plus S/B, over the distribution of lengths."""
+    """Service time plus S/B, over the distribution of lengths."""
     work = problem.workload
     short, long = work.divided(threshold)
     branches = [(work.weight[short], atoms.prefill_s(problem.local.pool.profile)[short])]
@@ -75,7 +75,7 @@ def paper_ttft(problem: Problem, atoms: Atoms, threshold: int, shares: Sequence[
         branches.append((work.weight[long] * share, prefill_s + kv_bits / remote.path.bps))
     weight = np.concatenate([w for w, _ in branches])
     seconds = np.concatenate([s for _, s in branches])
-    order = np.argsort(seconds, kind="stable")  # each branch is sorted already: a mere merge
+    order = np.argsort(seconds, kind="stable")  # each branch is sorted already, so this is a merge
     cumulative = np.cumsum(weight[order])
     cumulative /= cumulative[-1]
 
@@ -107,7 +107,7 @@ def predict(
         rate = load_rps * float(work.weight[short].sum())
         service = Service.of(prefill_s, work.weight[short])
         stages.append(StageLoad("pd_p", _load(rate, service.mean_s, n_prefill)))
-        wait = waiting(rate, n_prefill, service) if n_prefill else None
+        wait = predict_wait(rate, n_prefill, service) if n_prefill else None
         branches.append(Branch(short, 1.0, prefill_s + handoff_s + decode.t_decode_s, wait))
 
     if work.new[long].size:
@@ -123,7 +123,7 @@ def predict(
             stages.append(StageLoad(f"link {name}", link_load))
             if link_load < 1:
                 transfer_s = _exposed_s(atoms, long, prefill_s, remote.path, link_load)
-                wait = waiting(rate, remote.pool.instances, service)
+                wait = predict_wait(rate, remote.pool.instances, service)
                 seconds = prefill_s + transfer_s + remote.path.rtt_s + decode.t_decode_s
                 branches.append(Branch(long, share, seconds, wait))
 
@@ -134,7 +134,7 @@ def predict(
         meets = None if problem.goal is None else False
         return Prediction(load_rps, tuple(stages), None, None, meets)
 
-    slot_wait = waiting(load_rps, slots, hold)
+    slot_wait = predict_wait(load_rps, slots, hold)
     assert slot_wait is not None, "every stage is stable"
     distribution = _Distribution(problem, branches, slot_wait)
     meets = None
@@ -164,11 +164,12 @@ def _exposed_s(
 
 
 class _Distribution:
-    """TTFT over all branches, on a grid: service times convolved with waits."""
+    """Distribution of TTFT over all branches, on a grid: service times convolved with waits."""
 
     def __init__(self, problem: Problem, branches: Sequence[Branch], slot_wait: Wait) -> None:
         weight = problem.workload.weight
-        # The grid spans all but the longest 0.05% of requests: a few giants must not coarsen it.
+        # The grid covers all but the longest 0.05% of requests, so that a few giants do not make it
+        # coarse.
         usual = int(np.searchsorted(np.cumsum(weight), 1 - 5e-4)) + 1
         longest = max(
             float(branch.seconds[: max(1, usual - branch.atoms.start)].max()) for branch in branches
@@ -208,11 +209,11 @@ class _Distribution:
 
 
 def _sum_of(first: Array, second: Array) -> Array:
-    """The distribution of a sum of two independent times: a convolution, by way of Fourier."""
+    """The distribution of a sum of two independent times: a convolution by Fourier transform."""
     spectrum = np.fft.rfft(first, 2 * _BINS) * np.fft.rfft(second, 2 * _BINS)
     return np.fft.irfft(spectrum, 2 * _BINS)[:_BINS]
 
 
 def _far_tail_s(wait: Wait) -> float:
-    """Beyond this hardly anyone waits."""
+    """Hardly any request waits longer than this."""
     return wait.p_wait and wait.scale_s * (wait.shape + 12 * max(1.0, wait.shape**0.5))

@@ -1,7 +1,7 @@
-"""The best threshold and split (paper, section 3.4.2): global, not a grid's best point.
+"""The best threshold and split (paper, section 3.4.2): the global optimum, not that of a grid.
 
-For a given number of local prefill instances every threshold is tried at once. Over that number,
-producers only gain and decode only loses, so the optimum sits where the two cross: a bisection
+For a given number of local prefill instances, every threshold is evaluated at once. With more of
+them, producers only gain and decode only loses, so the optimum is where the two cross. A bisection
 finds it, with two candidates to compare, whatever the number of instances.
 """
 
@@ -29,13 +29,13 @@ Rows = npt.NDArray[np.int64]
 class Choice(NamedTuple):
     """The two decision variables of section 3.4.2."""
 
-    row: int  # of the curves: the threshold
+    row: int  # row of the curves, which stands for a threshold
     n_prefill: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Stage throughputs of one deployment at one choice."""
+    """Throughputs of the stages of one deployment at one choice."""
 
     each_prfaas: tuple[float, ...]  # per PrfaaS cluster; clusters add up
     pd_p: float
@@ -47,7 +47,7 @@ class Rates:
         return sum(self.each_prfaas)
 
 
-def rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
+def stage_rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
     rows = np.array([choice.row])
     each = tuple(float(theta[0]) for theta in _theta_prfaas(problem, curves, rows))
     short_s = float(curves.prefill_short_s(problem.local.pool.profile)[choice.row])
@@ -58,7 +58,7 @@ def rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
 
 
 def optimise(problem: Problem, curves: WorkCurves) -> Choice:
-    """The choice of largest Lambda_max; fixed variables stay as they are."""
+    """The choice of largest Lambda_max; fixed variables keep their values."""
     producers = Producers(problem, curves)
     fixed = problem.local.fixed_prefill
     if fixed is not None:
@@ -71,12 +71,12 @@ def optimise(problem: Problem, curves: WorkCurves) -> Choice:
         else:
             low = middle + 1
     candidates = [producers.best(n) for n in (low - 1, low) if n >= 0]
-    return max(candidates, key=lambda choice: rates(problem, curves, choice).lambda_max)
+    return max(candidates, key=lambda choice: stage_rates(problem, curves, choice).lambda_max)
 
 
 class Producers:
-    """What PrfaaS and local prefill sustain together, for every allowed threshold: eq. 6 without
-    its decode term."""
+    """The rate that PrfaaS and local prefill sustain together, for every allowed threshold: eq. 6
+    without its decode term."""
 
     def __init__(self, problem: Problem, curves: WorkCurves) -> None:
         self.rows = _allowed_rows(problem, curves)
@@ -87,7 +87,7 @@ class Producers:
         self._bound_per_instance = np.asarray(per_share(eq4_theta_pd_p(1, short_s), 1 - p))
 
     def pd_p_bound(self, n_prefill: int) -> Array:
-        """Infinite where nothing stays local, even with nobody there to serve it."""
+        """Infinite where no request stays local, even without an instance to serve it."""
         bound = np.full(len(self.rows), np.inf)
         some_local = np.isfinite(self._bound_per_instance)
         np.multiply(self._bound_per_instance, n_prefill, out=bound, where=some_local)
@@ -97,8 +97,8 @@ class Producers:
         return np.asarray(np.minimum(self.prfaas_bound, self.pd_p_bound(n_prefill)))
 
     def best(self, n_prefill: int) -> Choice:
-        """Where the producers are strongest. When decode is the limit many thresholds reach the
-        same Lambda_max; this one of them leaves prefill the most slack (eq. 7)."""
+        """The threshold at which the producers are strongest. When decode is the limit, many
+        thresholds reach the same Lambda_max; this one leaves prefill the most slack (eq. 7)."""
         return Choice(int(self.rows[int(np.argmax(self.sustained(n_prefill)))]), n_prefill)
 
 

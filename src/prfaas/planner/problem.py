@@ -1,7 +1,7 @@
 """What the planner solves: pools of instances, the paths between them, and the traffic.
 
-A `Problem` has everything resolved: no names to look up, no files to read. `build_problem` makes
-one from a deployment and the catalog; `baselines` makes others from it.
+A `Problem` is completely resolved: it has no names to look up and no files to read. `build_problem`
+makes one from a deployment and the catalog; `baselines` makes others from it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A network path. Between clusters its bandwidth is shared by all transfers; within a cluster
-    it is each node's own."""
+    """A network path. Between clusters, all transfers share its bandwidth. Within a cluster, each
+    node has this bandwidth."""
 
     bps: float
     rtt_s: float
@@ -50,12 +50,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A PrfaaS cluster and its way to the local PD cluster."""
+    """A PrfaaS cluster and its path to the local PD cluster."""
 
     pool: Pool
     path: Path
     back: Path | None = None  # from the PD cluster, for copies of cached prefixes
-    fabric: Path | None = None  # within; None: what stays within costs nothing
+    fabric: Path | None = None  # within the cluster; None: transfers within it cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Local:
     pool: Pool
     decode: DecodeRate
     fabric: Path | None  # None: local hand-offs cost nothing
-    fixed_prefill: int | None  # None: the split is the planner's to choose
+    fixed_prefill: int | None  # None: the planner chooses the split
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class Problem:
 def build_problem(
     deployment: Deployment, catalog: Catalog, spec: KVSpec, workload: Workload
 ) -> Problem:
-    """`spec` and `workload` come resolved, because they may have been read from files."""
+    """The caller resolves `spec` and `workload`, which may come from files."""
     locals_ = deployment.of_kind("pd")
     if len(locals_) > 1:
         raise InputError(
-            f"{len(locals_)} pd clusters; a plan covers one, and all that prefill for it",
+            f"{len(locals_)} pd clusters; a plan covers one pd cluster and its prfaas clusters",
             where="clusters",
             fix="plan each pd cluster with its own share of the traffic",
         )

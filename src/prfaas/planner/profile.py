@@ -3,8 +3,8 @@
 Prefill time grows like a + b l + c l^2 (launches, matrices, attention). A non-negative fit of that
 trend serves as the *coordinate* in which the points are interpolated: T(l) = P(trend(l)), with P
 a monotone cubic through the points. So the curve passes through every point, never falls, follows
-the quadratic between points, and goes on as the trend beyond them. Where a query lies beyond the
-points, `extrapolated` says so and every report repeats it.
+the quadratic between points, and continues as the trend beyond them. `extrapolated` is true for a
+query beyond the points, and every report repeats this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Curve:
         self._fit(new, seconds)
         at_points = self.trend(new)
         if not np.all(np.diff(at_points) > 0):
-            # The same time at every length: any rising coordinate will do.
+            # The time is the same at every length, so any rising coordinate is correct.
             self.coefficients = np.array([1.0, 1.0 / new[-1], 0.0])
             at_points = self.trend(new)
         self._low, self._high = at_points[0], at_points[-1]
@@ -70,7 +70,7 @@ class _Curve:
         return np.where(new < self.first, below, np.where(new > self.last, beyond, inside))
 
     def _fit(self, new: Array, seconds: Array) -> None:
-        scale = new[-1]  # columns of like size; two points carry no quadratic
+        scale = new[-1]  # columns of similar size; two points do not determine a quadratic
         powers = range(min(len(new), 3))
         columns = np.stack([(new / scale) ** k for k in powers], axis=1)
         relative, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
@@ -80,11 +80,11 @@ class _Curve:
 
 
 class PrefillProfile:
-    """T_prefill of one instance. Points come in rows of equal cached length, one row with 0.
+    """T_prefill of one instance. The points form rows of equal cached length; one row has 0.
 
-    Between rows the time is linear in the cached length, as attention over a prefix is. With no row
-    beyond 0 the same attention term that makes T quadratic is charged for the prefix
-    (c ((n + k)^2 - k^2) = c n^2 + 2 c n k) and flagged as extrapolated.
+    Between rows the time is linear in the cached length, as attention over a prefix is. Without a
+    row beyond 0, the attention term that makes T quadratic is charged for the prefix
+    (c ((n + k)^2 - k^2) = c n^2 + 2 c n k), and the result is flagged as extrapolated.
     """
 
     def __init__(self, points: Iterable[PrefillTime], *, provenance: str) -> None:
@@ -96,7 +96,7 @@ class PrefillProfile:
             rows.setdefault(point.cached_tokens, []).append(point)
         if 0 not in rows:
             raise InputError(
-                "a prefill profile without points at cached = 0",
+                "the prefill profile has no points at cached = 0",
                 fix="measure at least two lengths with nothing cached",
             )
         self._cached = np.array(sorted(rows), dtype=float)
@@ -119,8 +119,8 @@ class PrefillProfile:
         return int(self._cached[-1])
 
     def marginal_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """What so many tokens after a prefix add, by the fitted trend; its constant part, which
-        every prefill pays, left out. What a cached prefix is worth."""
+        """The time that `new_tokens` after a prefix add, by the fitted trend without its constant
+        part, which every prefill pays. This is what a cached prefix is worth."""
         _, linear, quadratic = self._curves[0].coefficients
         total = cached_tokens + new_tokens
         return float(linear * new_tokens + quadratic * (total**2 - cached_tokens**2))
@@ -139,8 +139,8 @@ class PrefillProfile:
         return np.asarray(at_low + (at_high - at_low) * (cached - low) / (high - low))
 
     def paced(self, factor: float) -> PrefillProfile:
-        """Every time `factor` times as stated; of a profile that is paced already, again as it was
-        stated."""
+        """The profile with every stated time multiplied by `factor`. Factors do not accumulate: the
+        base is always the profile as stated."""
         stated = self._stated
         if factor == 1.0:
             return stated
@@ -160,21 +160,21 @@ class PrefillProfile:
     def extrapolated(
         self, new: Array | float, cached: Array | float = 0.0
     ) -> npt.NDArray[np.bool_]:
-        """True where the answer rests on the trend instead of on points on both sides."""
+        """True where the time comes from the trend and not from points on both sides."""
         new, cached = np.broadcast_arrays(np.asarray(new, float), np.asarray(cached, float))
         first, last = self.measured_range
         return np.asarray((new < first) | (new > last) | (cached > self._cached[-1]))
 
 
 class PrefillTable:
-    """The same T for one whole number of tokens at a time, looked up: routing asks it per request,
-    where the arithmetic on arrays takes fifty times as long."""
+    """The same T as a lookup table for single prompts: routing calls it for every request, and
+    the arithmetic on arrays takes fifty times as long."""
 
     def __init__(self, profile: PrefillProfile, max_tokens: int) -> None:
         new = np.arange(max_tokens + 1, dtype=float)
         self._profile = profile
         self._max_tokens = max_tokens
-        # One row of points says nothing of prefixes, yet T is linear in them: two lengths show it.
+        # With one row of points T is still linear in the prefix: two lengths determine it.
         rows = profile.cached_rows if len(profile.cached_rows) > 1 else np.array([0.0, 1.0])
         self._cached: list[float] = rows.tolist()
         self._seconds = [array("d", profile.seconds(new, c).tobytes()) for c in self._cached]
@@ -202,10 +202,10 @@ class DecodeRate:
 
     bs_max: int
     t_decode_s: float
-    steps: tuple[DecodeStep, ...] = ()  # what was measured, ascending; none: t_decode_s always
+    steps: tuple[DecodeStep, ...] = ()  # measured steps, ascending; empty: always t_decode_s
 
     def step_s(self, batch: int) -> float:
-        """One step of a batch: linear between measured ones, constant beyond them."""
+        """The time of one step: linear between measured batches, constant beyond them."""
         if not self.steps:
             return self.t_decode_s
         batches, seconds = zip(*self.steps, strict=True)
@@ -213,8 +213,8 @@ class DecodeRate:
 
 
 def decode_rate(steps: Sequence[DecodeStep], output_tokens_per_s: float) -> DecodeRate:
-    """The batch of highest throughput whose every request still gets `output_tokens_per_s`.
-    Between measured batches the step time is linear; nothing is assumed beyond the largest."""
+    """The batch of highest throughput at which every request still gets `output_tokens_per_s`.
+    Between measured batches the step time is linear. Larger batches are not considered."""
     steps = sorted(steps)
     limit_s = 1 / output_tokens_per_s * (1 + 1e-9)
     batches = np.arange(steps[0].batch, steps[-1].batch + 1)
@@ -234,7 +234,7 @@ def decode_rate(steps: Sequence[DecodeStep], output_tokens_per_s: float) -> Deco
 def _require_usable(points: Sequence[PrefillTime]) -> None:
     at = f"prefill profile at cached = {points[0].cached_tokens}"
     if len(points) < 2:
-        raise InputError(f"{at}: one point", fix="give at least two lengths")
+        raise InputError(f"{at}: only one point", fix="give at least two lengths")
     for before, after in zip(points, points[1:], strict=False):
         if before.new_tokens == after.new_tokens:
             raise InputError(f"{at}: new = {after.new_tokens} twice", fix="remove one")

@@ -1,13 +1,13 @@
 """Waiting in front of k equal servers: Poisson arrivals, any service time, first come first served.
 
 No closed form exists for M/G/k; these are the standard approximations, accurate to a few per cent
-where services vary less than exponentially, as prefills do (a test holds them against an event
-simulation):
+where service times vary less than exponentially, as prefills do (a test compares them with an
+event simulation):
 
     mean wait      Kimura (1986), between M/M/k (exact) and M/D/k (Cosmetatos 1976)
     P(wait > 0)    Erlang C
-    wait | wait    gamma whose spread is that of the M/G/1 queue with service S / k, which the
-                   busy M/G/k behaves like
+    wait | wait    gamma with the variance of the M/G/1 queue with service S / k, because a busy
+                   M/G/k queue behaves like that one
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Service:
 
     @classmethod
     def from_cv2(cls, mean_s: float, cv2: float) -> Service:
-        """A gamma service time, for want of anything but mean and spread."""
+        """A gamma service time, where only mean and variance are known."""
         second = mean_s**2 * (1 + cv2)
         return cls(mean_s, second, second * mean_s * (1 + 2 * cv2))
 
@@ -82,7 +82,7 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def mean_wait_s(arrival_rps: float, servers: int, service: Service) -> float:
-    """Infinite where work arrives faster than it can be done."""
+    """Infinite where work arrives faster than the servers can do it."""
     load = arrival_rps * service.mean_s / servers
     if load >= 1:
         return math.inf
@@ -101,12 +101,13 @@ def mean_wait_s(arrival_rps: float, servers: int, service: Service) -> float:
         return 0.0
     cv2 = service.cv2
     if cv2 > 1:
-        return markov * (1 + cv2) / 2  # Kimura's weights turn negative; Allen and Cunneen's do not
+        # Here Kimura's weights turn negative; Allen and Cunneen's do not.
+        return markov * (1 + cv2) / 2
     return (1 + cv2) / (2 * cv2 / markov + (1 - cv2) / constant)
 
 
-def waiting(arrival_rps: float, servers: int, service: Service) -> Wait | None:
-    """The wait's distribution; None where there is no steady state."""
+def predict_wait(arrival_rps: float, servers: int, service: Service) -> Wait | None:
+    """The distribution of the wait; None where there is no steady state."""
     load = arrival_rps * service.mean_s / servers
     if load >= 1:
         return None
@@ -114,7 +115,7 @@ def waiting(arrival_rps: float, servers: int, service: Service) -> Wait | None:
     mean = mean_wait_s(arrival_rps, servers, service)
     if p_wait < 1e-12 or mean < 1e-12:
         return NO_WAIT
-    # The wait of those who wait, in M/G/1 with service S / k, is a geometric number of residual
+    # In M/G/1 with service S / k, a wait that is not zero is a geometric number of residual
     # services R:  E[V] = E[R] / (1 - rho),  E[V^2] = E[R^2] / (1 - rho) + 2 rho E[V]^2.
     residual = service.second_s2 / (2 * service.mean_s) / servers
     residual2 = service.third_s3 / (3 * service.mean_s) / servers**2

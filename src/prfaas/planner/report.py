@@ -1,20 +1,20 @@
-"""A plan as plain data, for `--json` and for programs that ask the gateway."""
+"""A comparison of deployments as plain data, for `prfaas plan --json`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from prfaas.planner.plan import Comparison, Solution
+from prfaas.planner.comparison import DeploymentComparison, Solution
 
 SYSTEMS = ("prfaas_pd", "homogeneous", "naive", "equal_cost")
 
 
-def plan_as_dict(plan: Comparison) -> dict[str, Any]:
-    systems = {name: _solution(getattr(plan, name)) for name in SYSTEMS}
-    return {"reading": plan.reading, **systems, "ratios": plan.ratios}
+def comparison_as_dict(comparison: DeploymentComparison) -> dict[str, Any]:
+    systems = {name: _solution_as_dict(getattr(comparison, name)) for name in SYSTEMS}
+    return {"reading": comparison.reading, **systems, "ratios": comparison.ratios}
 
 
-def _solution(solution: Solution | None) -> dict[str, Any] | None:
+def _solution_as_dict(solution: Solution | None) -> dict[str, Any] | None:
     if solution is None:
         return None
     ttft, theta = solution.ttft, solution.theta

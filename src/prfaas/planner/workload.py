@@ -1,8 +1,8 @@
-"""Traffic as the planner sees it: how many uncached tokens, after how many cached ones.
+"""Traffic as the planner sees it: the uncached tokens of a prompt, after its cached tokens.
 
-Every workload, smooth or empirical, is a finite set of weighted atoms sorted by uncached length, so
-that each conditional mean of the model is a cumulative sum and each threshold worth trying is an
-atom. A truncated lognormal becomes one atom per token count, exact to better than 1e-6.
+Every workload, smooth or empirical, is a finite set of weighted atoms sorted by uncached length. So
+each conditional mean of the model is a cumulative sum, and each useful threshold is an atom. A
+truncated lognormal becomes one atom per token count, exact to better than 1e-6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prfaas.errors import InputError
 
 Array = npt.NDArray[np.float64]
 
-# Beyond this many distinct lengths neighbouring ones share an atom (a 1M-token range: 4 by 4).
+# With more distinct lengths than this, neighbours share an atom (in a 1M-token range: 4 each).
 _MAX_ATOMS = 262_144
 
 
@@ -49,8 +49,8 @@ class Workload:
 
 
 def weighted_sum(values: Array, weight: Array) -> float:
-    """Not a dot product: BLAS would start threads, whose meeting costs more than the sum does on
-    a busy machine; numpy's pairwise sum also loses fewer digits."""
+    """Not a dot product: BLAS would start threads, and on a busy machine their synchronisation
+    costs more than the sum. Numpy's pairwise sum is also more exact."""
     return float((values * weight).sum())
 
 
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 def mixture(parts: Sequence[Part], *, output_tokens: float) -> Workload:
-    """Shares are relative. Output length is common to all parts."""
+    """A weighted mixture. Shares are relative; all parts have the same output length."""
     total = sum(part.share for part in parts)
     new = np.concatenate([part.workload.new for part in parts])
     order = np.argsort(new, kind="stable")
@@ -90,7 +90,7 @@ class TraceRequest(NamedTuple):
 
 
 def empirical(requests: Sequence[TraceRequest], *, output_tokens: float | None = None) -> Workload:
-    """The requests themselves, each of equal weight; nothing is smoothed."""
+    """The requests themselves with equal weights, without smoothing."""
     table = np.asarray(requests, dtype=float)
     table = table[np.argsort(table[:, 0], kind="stable")]
     mean, variance = float(table[:, 2].mean()), float(table[:, 2].var())
@@ -100,17 +100,17 @@ def empirical(requests: Sequence[TraceRequest], *, output_tokens: float | None =
     return Workload(table[:, 0], table[:, 1], weight, mean, variance / mean**2)
 
 
-def uncached(rows: Iterable[TraceRow], block_tokens: int) -> list[TraceRequest]:
-    """Uncached lengths of a trace: each prompt is matched against all earlier ones (an infinite
-    cache, the longest contiguous run of known blocks from the start). At least one token is always
-    computed."""
+def uncached_requests(rows: Iterable[TraceRow], block_tokens: int) -> list[TraceRequest]:
+    """The requests of a trace with their uncached lengths. Each prompt is matched against all
+    earlier ones: an infinite cache, and the longest run of known blocks from the start. At least
+    one token is always computed."""
     seen: set[int] = set()
     requests = []
     for row in rows:
         cached = min(known_blocks(row, seen) * block_tokens, row.input_length - 1)
         requests.append(TraceRequest(row.input_length - cached, cached, row.output_length))
     if not requests:
-        raise InputError("the trace holds no request")
+        raise InputError("the trace has no requests")
     return requests
 
 
@@ -118,12 +118,12 @@ def _lognormal_atoms(mu: float, sigma: float, low: int, high: int) -> tuple[Arra
     step = -(-(high - low + 1) // _MAX_ATOMS)
     first = np.arange(low, high + 1, step, dtype=float)
     last = np.minimum(first + step - 1, high)
-    # A cell reaches half a token past its integers, but never past the truncation.
+    # A cell extends half a token beyond its integers, but never beyond the truncation.
     edges = np.concatenate([[low], last[:-1] + 0.5, [high]])
     if low == high:
         return first, np.ones(1)
     z = (np.log(edges) - mu) / sigma
-    # Beyond the median count from the right tail, where a difference of ndtr loses its digits.
+    # Above the median, count from the right tail: a difference of ndtr loses its digits there.
     mass = np.where(z[:-1] > 0, ndtr(-z[:-1]) - ndtr(-z[1:]), ndtr(z[1:]) - ndtr(z[:-1]))
     total = float(mass.sum())
     if total <= 0:

@@ -1,10 +1,10 @@
-"""Keeps the view up to date: last reports, and what this router has dispatched since.
+"""Keeps the view up to date: the latest reports, and this router's dispatches since then.
 
-Bookkeeping only; gateway and simulator tell it the same things. A node's `free_at_s` after a report
-is that report's word plus every own dispatch the report cannot have known:
+Bookkeeping only; gateway and simulator record the same events. A node's `free_at_s` after a report
+is the reported time plus every own dispatch that the report cannot include:
 
     report at t: 3 s of work ───────────► free at t + 3
-        own dispatch later: 2 s ─────────► free at max(t + 3, then) + 2   (again at each report)
+        own dispatch later: 2 s ─────────► free at max(t + 3, then) + 2   (computed at each report)
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, N
 from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, LinkStats, NodeId
 
-_SAME_S = 1e-6  # a report that differs less says nothing new
+_SAME_S = 1e-6  # smaller differences between reports are ignored
 
 
 class NodeReport(NamedTuple):
-    """What a node says of itself."""
+    """One report of a node."""
 
     at_s: float
-    work_s: float  # seconds of prefill work, queued and left of the running one
-    decoding: int  # requests in its decode batch or waiting for it
+    work_s: float  # seconds of prefill work: the queue, and the rest of the running prefill
+    decoding: int  # requests in its decode batch or waiting for a slot
 
 
-class _Given(NamedTuple):
+class _Dispatch(NamedTuple):
     at_s: float
-    ready_s: float  # not before its copies are made
+    ready_s: float  # when the copies it needs are made
     work_s: float
 
 
-class _Node:
-    __slots__ = ("cluster", "given", "others", "place", "started", "view")
+class _BoardNode:
+    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "place", "view")
 
-    def __init__(self, view: NodeView, cluster: _Cluster, place: int) -> None:
+    def __init__(self, view: NodeView, cluster: _BoardCluster, place: int) -> None:
         self.view = view
         self.cluster = cluster
         self.place = place
-        self.given: deque[_Given] = deque()
-        self.started = 0  # own requests whose KV is there and that have not ended
-        self.others = 0  # requests it decodes for other routers
+        self.dispatches: deque[_Dispatch] = deque()
+        self.own_decodes = 0  # own requests whose KV is in place and that have not ended
+        self.other_decodes = 0  # requests that the node decodes for other routers
 
     def put(self, view: NodeView) -> None:
         self.view = view
         self.cluster.nodes[self.place] = view
         self.cluster.frozen = None
 
-    # Spelt out, because `_replace` takes three times as long and these happen per request.
+    # Written out, because `_replace` takes three times as long and these run for every request.
 
-    def work(self, free_at_s: float, more: int) -> None:
+    def set_work(self, free_at_s: float, more: int) -> None:
         node, role, usable, _, queued, active, slots, free = self.view
         self.put(NodeView(node, role, usable, free_at_s, queued + more, active, slots, free))
 
-    def promise(self, more: int, kv_bytes: float) -> None:
+    def reserve(self, more: int, kv_bytes: float) -> None:
         node, role, usable, free_at, queued, active, slots, free = self.view
         self.put(
             NodeView(node, role, usable, free_at, queued, active + more, slots, free - kv_bytes)
         )
 
 
-class _Cluster:
+class _BoardCluster:
     __slots__ = ("frozen", "name", "nodes")
 
     def __init__(self, name: ClusterId) -> None:
@@ -93,15 +93,15 @@ class Board:
         slots: int,
         kv_bytes: float = math.inf,
     ) -> None:
-        """`slots` and `kv_bytes`: decode batch limit and memory of each node."""
+        """`slots` and `kv_bytes`: limit of the decode batch, and decode memory, of each node."""
         self._costs = costs
         self._slots = slots
         self._kv_bytes = kv_bytes
-        self._nodes: dict[NodeId, _Node] = {}
-        self._clusters: list[_Cluster] = []
+        self._nodes: dict[NodeId, _BoardNode] = {}
+        self._clusters: list[_BoardCluster] = []
         self._links = dict(links)
         for name, nodes in clusters:
-            self._clusters.append(_Cluster(name))
+            self._clusters.append(_BoardCluster(name))
             for node in nodes:
                 self.join(name, node)
 
@@ -122,34 +122,35 @@ class Board:
             held,
         )
 
-    def reprice(self, costs: Costs) -> None:
-        """From the next view on."""
+    def set_costs(self, costs: Costs) -> None:
+        """Replaces the costs, from the next view on."""
         self._costs = costs
 
     def node(self, name: NodeId) -> NodeView:
         return self._nodes[name].view
 
     def own_decodes(self, name: NodeId) -> int:
-        """Own requests whose KV is there and that have not ended."""
-        return self._nodes[name].started
+        """Requests of this router whose KV is in place and that have not ended."""
+        return self._nodes[name].own_decodes
 
     def __contains__(self, name: NodeId) -> bool:
         return name in self._nodes
 
-    # Who is there ---------------------------------------------------------------------------------
+    # Members --------------------------------------------------------------------------------------
 
     def join(self, cluster_name: ClusterId, name: NodeId) -> None:
         assert name not in self._nodes, name
         cluster = next(cluster for cluster in self._clusters if cluster.name == cluster_name)
         view = NodeView(name, "prefill", True, -math.inf, 0, 0, self._slots, self._kv_bytes)
-        self._nodes[name] = _Node(view, cluster, len(cluster.nodes))
+        self._nodes[name] = _BoardNode(view, cluster, len(cluster.nodes))
         cluster.nodes.append(view)
         cluster.frozen = None
 
     def leave(self, name: NodeId) -> bool:
-        """False while own requests are there: what becomes of them has still to be told."""
+        """Removes a node. Returns False, and keeps the node, while own requests depend on it: their
+        ends are still to be recorded."""
         node = self._nodes[name]
-        if node.view.queued or node.view.active > node.others:
+        if node.view.queued or node.view.active > node.other_decodes:
             return False
         del self._nodes[name]
         cluster = node.cluster
@@ -163,79 +164,80 @@ class Board:
     def is_up(self, link_id: LinkId) -> bool:
         return self._links[link_id].up
 
-    # What this router does ------------------------------------------------------------------------
+    # Dispatches of this router --------------------------------------------------------------------
 
-    def dispatched(self, route: Route, kv_bytes: float, now_s: float) -> None:
-        """`kv_bytes` are promised at the decode node."""
+    def record_dispatch(self, route: Route, kv_bytes: float, now_s: float) -> None:
+        """A request was dispatched; `kv_bytes` of decode memory are reserved for it."""
         ready_s = now_s
         if route.copies:
             ready_s += max(copy.seconds for copy in route.copies)
         node = self._nodes[route.prefill]
-        node.given.append(_Given(now_s, ready_s, route.prefill_s))
+        node.dispatches.append(_Dispatch(now_s, ready_s, route.prefill_s))
         start = node.view.free_at_s
-        node.work(max(start, ready_s) + route.prefill_s, +1)
-        self._nodes[route.decode].promise(+1, kv_bytes)
+        node.set_work(max(start, ready_s) + route.prefill_s, +1)
+        self._nodes[route.decode].reserve(+1, kv_bytes)
         if route.offloaded:
-            self._promise(route, route.nbytes)
+            self._reserve_link(route, route.nbytes)
 
-    def landed(self, route: Route) -> None:
+    def record_handoff(self, route: Route) -> None:
         """The hand-off is in place, and decoding can begin."""
         node = self._nodes[route.prefill]
-        node.work(node.view.free_at_s, -1)
-        self._nodes[route.decode].started += 1
+        node.set_work(node.view.free_at_s, -1)
+        self._nodes[route.decode].own_decodes += 1
         if route.offloaded:
-            self._promise(route, -route.nbytes)
+            self._reserve_link(route, -route.nbytes)
 
-    def ended(self, route: Route, kv_bytes: float) -> None:
-        """The last token is out, or the stream broke after the hand-off."""
+    def record_end(self, route: Route, kv_bytes: float) -> None:
+        """The last token was sent, or the stream broke after the hand-off."""
         decode = self._nodes[route.decode]
-        decode.started -= 1
-        decode.promise(-1, -kv_bytes)
+        decode.own_decodes -= 1
+        decode.reserve(-1, -kv_bytes)
 
-    def given_up(self, route: Route, kv_bytes: float) -> None:
-        """The attempt failed before the hand-off was in place."""
+    def record_failure(self, route: Route, kv_bytes: float) -> None:
+        """The attempt failed before its hand-off was in place."""
         node = self._nodes[route.prefill]
-        node.work(node.view.free_at_s, -1)
-        self._nodes[route.decode].promise(-1, -kv_bytes)
+        node.set_work(node.view.free_at_s, -1)
+        self._nodes[route.decode].reserve(-1, -kv_bytes)
         if route.offloaded:
-            self._promise(route, -route.nbytes)
+            self._reserve_link(route, -route.nbytes)
 
-    def _promise(self, route: Route, nbytes: int) -> None:
+    def _reserve_link(self, route: Route, nbytes: int) -> None:
         link_id = (route.cluster, self._clusters[0].name)
         link = self._links[link_id]
         self._put_link(link_id, link._replace(pending_bytes=link.pending_bytes + nbytes))
 
-    # What others say ------------------------------------------------------------------------------
+    # Reports --------------------------------------------------------------------------------------
 
-    def reported(self, name: NodeId, report: NodeReport) -> None:
+    def record_report(self, name: NodeId, report: NodeReport) -> None:
         node = self._nodes[name]
-        given = node.given
-        while given and given[0].at_s <= report.at_s:
-            given.popleft()
+        dispatches = node.dispatches
+        while dispatches and dispatches[0].at_s <= report.at_s:
+            dispatches.popleft()
         free_at = report.at_s + report.work_s
-        for later in given:
+        for later in dispatches:
             free_at = max(free_at, later.ready_s) + later.work_s
-        others = max(0, report.decoding - node.started)  # what it decodes for other routers
+        others = max(0, report.decoding - node.own_decodes)
         view = node.view
-        if others != node.others or abs(free_at - view.free_at_s) > _SAME_S:
-            active = view.active + others - node.others
-            node.others = others
+        if others != node.other_decodes or abs(free_at - view.free_at_s) > _SAME_S:
+            active = view.active + others - node.other_decodes
+            node.other_decodes = others
             node.put(view._replace(free_at_s=free_at, active=active))
 
-    def link_reported(self, link_id: LinkId, stats: LinkStats) -> None:
+    def record_link_report(self, link_id: LinkId, stats: LinkStats) -> None:
         link = self._links[link_id]
         self._put_link(link_id, link._replace(stats=stats, up=stats.connections > 0))
 
     def _put_link(self, link_id: LinkId, link: LinkView) -> None:
-        self._links = {**self._links, link_id: link}  # views in use keep the old mapping
+        # Replaced and not modified, because views in use share the old mapping.
+        self._links = {**self._links, link_id: link}
 
     def assign(self, name: NodeId, role: Role, *, usable: bool) -> None:
-        """A node takes a role, drains (not usable), dies or comes back."""
+        """A node takes a role, drains (not usable), is lost or returns."""
         node = self._nodes[name]
         node.put(node.view._replace(role=role, usable=usable))
 
-    def emptied(self, name: NodeId) -> None:
-        """A node lost all work it was given."""
+    def forget_work(self, name: NodeId) -> None:
+        """A node lost all work that was dispatched to it."""
         node = self._nodes[name]
-        node.given.clear()
+        node.dispatches.clear()
         node.put(node.view._replace(free_at_s=-math.inf))

@@ -1,19 +1,19 @@
 """Is a link clear, building up or congested? One pure step per report, with hysteresis.
 
-The gateway and the simulator both call `judge`. Time is the report's own; the reasons for every
-constant stand beside it in `CongestionRules`. Four signals, each with a ladder of borders:
+The gateway and the simulator both call `judge`. Times are those of the reports. The reason for
+every constant is beside it in `CongestionRules`. Four signals, each with two thresholds:
 
     loss          retransmitted / sent segments           the path drops
-    queueing      RTT above the path's own minimum        a queue stands somewhere on the path
+    queueing      RTT above the minimum RTT of the path   a queue stands somewhere on the path
     waiting       age of the oldest byte not arrived      more is offered than the link carries
-    utilisation   goodput / capacity, while bytes wait    the next transfer will meet a full link
+    utilisation   goodput / capacity, while bytes wait    the next transfer finds a full link
 
-Each is evidence about the path. A sender or a receiver that is late itself makes bytes wait, too:
-reports subtract that (`LinkStats.waited_s`). A delay of a few tenths of a second, or a high RTT in
-a single report, is not a queue that stands.
+Each signal is evidence about the path. A sender or a receiver that lags also makes bytes wait:
+reports subtract that lag (`LinkStats.waited_s`). A delay of a few tenths of a second, or a high RTT
+in a single report, is not a standing queue.
 
-The worst signal counts. A verdict worsens as soon as a signal passes a border's `enter`; it
-improves only after every signal has stayed below that border's `leave` for `calm_s`.
+The worst signal decides. A verdict worsens as soon as a signal reaches `enter` of a threshold. It
+improves only after every signal has stayed below `leave` of that threshold for `calm_s`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from dataclasses import dataclass, replace
 from prfaas.types import LinkStats
 
 
-class Verdict(enum.IntEnum):
-    """Worse is greater."""
+class LinkVerdict(enum.IntEnum):
+    """A worse verdict is greater."""
 
     CLEAR = 0
-    BUILDING = 1  # send less now, and it stays clear
-    CONGESTED = 2  # what is sent now waits or is lost
+    BUILDING = 1  # a queue builds up; sending less now clears it
+    CONGESTED = 2  # new bytes wait or are lost
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
-    """Crossed upwards at `enter`, downwards at `leave`: noise between the two changes nothing."""
+class Hysteresis:
+    """A threshold that is entered at `enter` and left below `leave`: noise between the two has no
+    effect."""
 
     enter: float
     leave: float
@@ -43,60 +44,64 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    building: Border
-    congested: Border
+    """The thresholds of one signal."""
 
-    def entered(self, value: float) -> Verdict:
+    building: Hysteresis
+    congested: Hysteresis
+
+    def entered(self, value: float) -> LinkVerdict:
         return self._highest(value, self.congested.enter, self.building.enter)
 
-    def not_left(self, value: float) -> Verdict:
+    def not_left(self, value: float) -> LinkVerdict:
         return self._highest(value, self.congested.leave, self.building.leave)
 
     @staticmethod
-    def _highest(value: float, congested: float, building: float) -> Verdict:
+    def _highest(value: float, congested: float, building: float) -> LinkVerdict:
         if value >= congested:
-            return Verdict.CONGESTED
-        return Verdict.BUILDING if value >= building else Verdict.CLEAR
+            return LinkVerdict.CONGESTED
+        return LinkVerdict.BUILDING if value >= building else LinkVerdict.CLEAR
 
 
-_NEVER = Border(math.inf, math.inf)
+_NEVER = Hysteresis(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class CongestionRules:
-    # Long paths lose up to 0.1% without being full, and BBR carries on: that stays clear. From 0.5%
-    # on a loss-based sender is down to a few Mbit/s at WAN distances.
-    loss: Ladder = Ladder(Border(0.0015, 0.0008), Border(0.005, 0.0025))
+    # Long paths lose up to 0.1% without being full, and BBR keeps its rate: this stays clear. From
+    # 0.5% on, a loss-based sender is down to a few Mbit/s at WAN distances.
+    loss: Ladder = Ladder(Hysteresis(0.0015, 0.0008), Hysteresis(0.005, 0.0025))
     # Queueing delay as a share of the minimum RTT. A quarter is a queue that is being built; a
     # whole RTT is a full bandwidth-delay product that stands in a buffer.
-    queueing: Ladder = Ladder(Border(0.25, 0.15), Border(1.0, 0.6))
-    # Short paths double their RTT by scheduling noise alone: this much is added to the minimum
-    # before a share of it is taken.
+    queueing: Ladder = Ladder(Hysteresis(0.25, 0.15), Hysteresis(1.0, 0.6))
+    # Scheduling noise can double the RTT of a short path. This much is added to the minimum RTT
+    # before the share is taken.
     rtt_noise_s: float = 0.02
-    # The queueing delay is the least of this long: one late acknowledgement is no standing queue.
+    # The queueing delay is the minimum over this time: one late acknowledgement is not a standing
+    # queue.
     standing_s: float = 0.9
-    # BBR halts for 0.2 s every 10 s to measure the empty path, and a process on the path may stop
-    # for a few tenths of a second: less than this is no evidence. Two seconds are felt in a
-    # request's time to first token.
-    waiting_s: Ladder = Ladder(Border(0.75, 0.4), Border(2.0, 1.2))
-    # A full link is no congestion yet, so this signal alone never says so. Above 85% the wait for
-    # a shared link grows steeply (at random arrivals, as 1 / (1 - utilisation)).
-    utilisation: Ladder = Ladder(Border(0.85, 0.75), _NEVER)
-    # Loss and utilisation are averaged over so long: one odd report turns nothing, a real change
-    # shows after two.
+    # BBR pauses for 0.2 s every 10 s to measure the empty path, and a process on the path may stop
+    # for a few tenths of a second: a shorter wait is not evidence. A wait of two seconds is visible
+    # in a request's time to first token.
+    waiting_s: Ladder = Ladder(Hysteresis(0.75, 0.4), Hysteresis(2.0, 1.2))
+    # A full link is not congested yet, so this signal never gives that verdict. Above 85% the wait
+    # for a shared link grows steeply (with random arrivals, as 1 / (1 - utilisation)).
+    utilisation: Ladder = Ladder(Hysteresis(0.85, 0.75), _NEVER)
+    # Averaging time of loss and utilisation: one unusual report changes no verdict, a real change
+    # shows after two reports.
     smoothing_s: float = 0.5
-    # A recovery takes a few round trips, and BBR probes for bandwidth every 8: calm must outlast
-    # both at WAN distances.
+    # A loss recovery takes a few round trips, and BBR probes for bandwidth every 8 round trips. The
+    # calm time must be longer than both at WAN distances.
     calm_s: float = 2.0
-    # Shares are taken of no fewer segments: one lost packet on a near-idle link is no trend.
+    # The loss is a share of at least this many segments: one lost packet on a nearly idle link is
+    # not a trend.
     least_segments: float = 500.0
     segment_bytes: float = 1448.0  # MTU 1500 less headers and time stamps
-    # The minimum RTT creeps towards the present one, so that a longer route is accepted in time,
-    # and a busy quarter of an hour is not.
+    # The minimum RTT drifts towards the present RTT with this time constant, so that a longer route
+    # becomes the new minimum in time, and a busy quarter of an hour does not.
     min_rtt_memory_s: float = 3600.0
-    # Nothing was heard for so long: what was calm before counts for nothing.
+    # After a gap of this length between reports, the calm time starts again.
     silence_s: float = 5.0
-    # Reports may overtake each other; a clock that is further back belongs to a new sender.
+    # Reports may arrive out of order. A time that is further back comes from a restarted sender.
     reordering_s: float = 10.0
 
 
@@ -105,23 +110,24 @@ DEFAULT_RULES = CongestionRules()
 
 @dataclass(frozen=True, slots=True)
 class LinkHealth:
-    """What is remembered of a link between reports. A new link is clear."""
+    """The state of a link between reports. A new link is clear."""
 
-    verdict: Verdict = Verdict.CLEAR
+    verdict: LinkVerdict = LinkVerdict.CLEAR
     cause: str = ""  # the signal that holds the verdict; empty when clear
     changed_at_s: float | None = None
     at_s: float | None = None
     min_rtt_s: float | None = None
     rtts: tuple[tuple[float, float], ...] = ()  # time and RTT of the reports within `standing_s`
-    loss: float | None = None  # smoothed, as the next
+    loss: float | None = None  # smoothed, as is `utilisation`
     utilisation: float | None = None
-    # Since when no signal has held this verdict; None while one does, and before the first report.
+    # Since when no signal has held this verdict. None while a signal holds it, and before the first
+    # report.
     below_building_since_s: float | None = None
     below_congested_since_s: float | None = None
 
     @property
     def described(self) -> str:
-        """For people: the verdict and the signal that holds it."""
+        """The verdict and the signal that holds it, for people."""
         verdict = self.verdict.name.lower()
         return f"{verdict} ({self.cause})" if self.cause else verdict
 
@@ -132,15 +138,15 @@ def judge(
     capacity_bps: float | None,
     rules: CongestionRules = DEFAULT_RULES,
 ) -> LinkHealth:
-    """The state after one more report. What a report does not know plays no part. A report that is
-    no newer than the last one changes nothing; one from a restarted sender starts anew."""
+    """The state after one more report. A signal that the report lacks is ignored. A report that is
+    not newer than the last one changes nothing. A report of a restarted sender resets the state."""
     if state.at_s is not None and stats.at_s <= state.at_s:
         if stats.at_s > state.at_s - rules.reordering_s:
             return state
         state = LinkHealth()
-    seen = _observe(state, stats, capacity_bps, rules)
-    signals = _signals(seen, stats, rules)
-    return _conclude(seen, signals, stats.at_s, rules, state.at_s)
+    health = _observe(state, stats, capacity_bps, rules)
+    signals = _signals(health, stats, rules)
+    return _decide(health, signals, stats.at_s, rules, state.at_s)
 
 
 def _observe(
@@ -150,7 +156,7 @@ def _observe(
 
     def smooth(old: float | None, new: float | None, over_s: float) -> float | None:
         if old is None or new is None or elapsed_s is None:
-            return new  # the first is taken as it is
+            return new  # the first value is not smoothed
         return old + (new - old) * -math.expm1(-elapsed_s / over_s)
 
     loss = _loss(stats, elapsed_s, rules)
@@ -186,12 +192,12 @@ def _min_rtt(
 def _recent_rtts(
     known: tuple[tuple[float, float], ...], stats: LinkStats, rules: CongestionRules
 ) -> tuple[tuple[float, float], ...]:
-    # An idle connection keeps the RTT of its last packets, however long ago that was.
+    # An idle connection reports the RTT of its last packets, however old they are.
     if stats.rtt_s is None or (stats.backlog_bytes == 0 and stats.in_flight_bytes == 0):
         return ()
-    # The newest that is older than the window stays: it says how long the RTT has been so.
-    newer = [one for one in known if one[0] > stats.at_s - rules.standing_s]
-    older = [one for one in known if one[0] <= stats.at_s - rules.standing_s]
+    # The newest entry older than the window stays: it shows that the entries cover the window.
+    newer = [entry for entry in known if entry[0] > stats.at_s - rules.standing_s]
+    older = [entry for entry in known if entry[0] <= stats.at_s - rules.standing_s]
     return (*older[-1:], *newer, (stats.at_s, stats.rtt_s))
 
 
@@ -200,35 +206,35 @@ def _utilisation(stats: LinkStats, capacity_bps: float | None) -> float | None:
 
 
 def _signals(
-    seen: LinkHealth, stats: LinkStats, rules: CongestionRules
+    health: LinkHealth, stats: LinkStats, rules: CongestionRules
 ) -> list[tuple[str, float, Ladder]]:
     signals = []
-    if seen.loss is not None:
-        signals.append(("loss", seen.loss, rules.loss))
-    if seen.rtts and seen.min_rtt_s is not None:
-        before, *within = seen.rtts
+    if health.loss is not None:
+        signals.append(("loss", health.loss, rules.loss))
+    if health.rtts and health.min_rtt_s is not None:
+        before, *within = health.rtts
         stands = stats.at_s - before[0] >= rules.standing_s
-        standing_s = min(rtt_s for _, rtt_s in within) if stands else seen.min_rtt_s
-        queueing = (standing_s - seen.min_rtt_s) / (seen.min_rtt_s + rules.rtt_noise_s)
+        standing_s = min(rtt_s for _, rtt_s in within) if stands else health.min_rtt_s
+        queueing = (standing_s - health.min_rtt_s) / (health.min_rtt_s + rules.rtt_noise_s)
         signals.append(("queueing", queueing, rules.queueing))
     signals.append(("waiting", stats.waited_s, rules.waiting_s))
-    if seen.utilisation is not None and stats.waited_s > 0:
-        signals.append(("utilisation", seen.utilisation, rules.utilisation))
+    if health.utilisation is not None and stats.waited_s > 0:
+        signals.append(("utilisation", health.utilisation, rules.utilisation))
     return signals
 
 
-def _conclude(
-    seen: LinkHealth,
+def _decide(
+    health: LinkHealth,
     signals: list[tuple[str, float, Ladder]],
     now_s: float,
     rules: CongestionRules,
-    heard_at_s: float | None,
+    last_report_s: float | None,
 ) -> LinkHealth:
     entered, entered_by = _worst([(ladder.entered(value), name) for name, value, ladder in signals])
     held, held_by = _worst([(ladder.not_left(value), name) for name, value, ladder in signals])
-    silent = heard_at_s is not None and now_s - heard_at_s > rules.silence_s
+    silent = last_report_s is not None and now_s - last_report_s > rules.silence_s
 
-    def below(level: Verdict, since_s: float | None) -> float | None:
+    def below(level: LinkVerdict, since_s: float | None) -> float | None:
         if held >= level:
             return None
         return now_s if since_s is None or silent else since_s
@@ -236,28 +242,28 @@ def _conclude(
     def calm(since_s: float | None) -> bool:
         return since_s is not None and now_s - since_s >= rules.calm_s
 
-    below_building_s = below(Verdict.BUILDING, seen.below_building_since_s)
-    below_congested_s = below(Verdict.CONGESTED, seen.below_congested_since_s)
+    below_building_s = below(LinkVerdict.BUILDING, health.below_building_since_s)
+    below_congested_s = below(LinkVerdict.CONGESTED, health.below_congested_since_s)
     if calm(below_building_s):
-        best = Verdict.CLEAR
+        best = LinkVerdict.CLEAR
     else:
-        best = Verdict.BUILDING if calm(below_congested_s) else Verdict.CONGESTED
-    verdict = max(entered, min(seen.verdict, best))
-    if verdict is Verdict.CLEAR:
+        best = LinkVerdict.BUILDING if calm(below_congested_s) else LinkVerdict.CONGESTED
+    verdict = max(entered, min(health.verdict, best))
+    if verdict is LinkVerdict.CLEAR:
         cause = ""
     elif entered is verdict:
         cause = entered_by
     else:
-        cause = held_by if held >= verdict else seen.cause
+        cause = held_by if held >= verdict else health.cause
     return replace(
-        seen,
+        health,
         verdict=verdict,
         cause=cause,
-        changed_at_s=seen.changed_at_s if verdict is seen.verdict else now_s,
+        changed_at_s=health.changed_at_s if verdict is health.verdict else now_s,
         below_building_since_s=below_building_s,
         below_congested_since_s=below_congested_s,
     )
 
 
-def _worst(found: list[tuple[Verdict, str]]) -> tuple[Verdict, str]:
-    return max(found, key=lambda pair: pair[0], default=(Verdict.CLEAR, ""))
+def _worst(found: list[tuple[LinkVerdict, str]]) -> tuple[LinkVerdict, str]:
+    return max(found, key=lambda pair: pair[0], default=(LinkVerdict.CLEAR, ""))

@@ -1,8 +1,9 @@
-"""What prefills, hand-offs and copies cost on this deployment: the numbers routing weighs.
+"""What prefills, hand-offs and copies cost on this deployment: the numbers that routing compares.
 
-Made of the planner's own parts, so that a prediction here and the planner's `exact` reading agree.
-Fixed for the life of a deployment, except for the correction of its clusters' profiles
-(`scheduler/long_term/profile_correction.py`). Lookups only: routing asks several times per request.
+The costs come from the planner's parts, so that a prediction here and the planner's `exact` reading
+agree. They are fixed for a deployment, except for the correction of its clusters' profiles
+(`scheduler/long_term/profile_correction.py`). Every function is a lookup, because routing calls
+them several times per request.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ PrefillSeconds = Callable[[int, int], float]  # new tokens, cached tokens
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    prefill_s: Mapping[ClusterId, PrefillSeconds]  # as observed: the profile's, times the pace
-    stated_s: Mapping[ClusterId, PrefillSeconds]  # as the profiles say
-    paces: Mapping[ClusterId, float]  # where it is not 1
+    prefill_s: Mapping[
+        ClusterId, PrefillSeconds
+    ]  # as observed: the stated time multiplied by the pace
+    stated_s: Mapping[ClusterId, PrefillSeconds]  # as the profiles state
+    paces: Mapping[ClusterId, float]  # observed over stated time, where not 1
     bytes_per_token: int
-    closing_bytes: Callable[[int], float]  # windows and states after so many tokens
-    fabric: Mapping[ClusterId, Path]  # within a cluster, per node
+    closing_bytes: Callable[[int], float]  # of windows and states, by prompt length
+    fabric: Mapping[ClusterId, Path]  # network within a cluster, per node
     t_decode_s: float
-    mean_hold_s: float  # a decode slot is taken for about so long
+    mean_hold_s: float  # mean time for which a request takes a decode slot
 
     def fabric_bps(self, cluster: ClusterId) -> float:
-        """Where no fabric is stated, what stays within a cluster costs nothing, as in planning."""
+        """Infinite where no fabric is stated: local transfers are then free, as in planning."""
         path = self.fabric.get(cluster)
         return math.inf if path is None else path.bps
 
     def paced(self, paces: Mapping[ClusterId, float]) -> Costs:
+        """The same costs with prefill times corrected by `paces`."""
         times = {
-            cluster: _slowed(stated_s, paces.get(cluster, 1.0))
+            cluster: _scale(stated_s, paces.get(cluster, 1.0))
             for cluster, stated_s in self.stated_s.items()
         }
         return replace(self, prefill_s=times, paces=paces)
@@ -48,24 +52,24 @@ class Costs:
     def exposed_s(
         self, prompt_tokens: int, transfer_tokens: int, prefill_s: float, bps: float
     ) -> float:
-        """What of a hand-off is left to wait for when the prefill ends (`planner/latency.py`)."""
+        """The part of a hand-off that remains when the prefill ends (`planner/latency.py`)."""
         growing_s = transfer_tokens * self.bytes_per_token * 8 / bps
         return max(growing_s - prefill_s, 0.0) + self.closing_bytes(prompt_tokens) * 8 / bps
 
 
-def _slowed(stated_s: PrefillSeconds, factor: float) -> PrefillSeconds:
+def _scale(stated_s: PrefillSeconds, factor: float) -> PrefillSeconds:
     if factor == 1.0:
         return stated_s
     return lambda new_tokens, cached_tokens: factor * stated_s(new_tokens, cached_tokens)
 
 
-def costs_of(problem: Problem, max_tokens: int) -> Costs:
-    """`max_tokens`: the longest prompt whose time is looked up; longer ones are computed."""
+def build_costs(problem: Problem, max_tokens: int) -> Costs:
+    """`max_tokens`: prefill times up to this length are tabulated, longer ones are computed."""
     tables = {pool.profile: pool.profile.table(max_tokens) for pool in problem.pools}
     local = problem.local
     fabrics = [(remote.pool, remote.fabric) for remote in problem.remotes]
     fabrics.append((local.pool, local.fabric))
-    # Windows fill within a few hundred or thousand tokens; from then on one number serves.
+    # Windows are full after a few hundred or thousand tokens; after that the size is constant.
     short = problem.spec.closing_bytes(np.arange(problem.spec.window_tokens + 1.0)).tolist()
 
     def closing_bytes(tokens: int) -> float:

@@ -1,6 +1,6 @@
-"""Why a request would go where it goes: every alternative with its predicted time to first token.
+"""Explains the route of a request: every alternative with its predicted time to first token.
 
-Computed when somebody asks; `route` itself does not build this.
+This is computed on demand; `route` itself does not build it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from prfaas.scheduler.adaptive import alternatives
 from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
-from prfaas.scheduler.short_term import reachable, route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.short_term import reachable_remotes, route
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
@@ -28,12 +28,12 @@ class Alternative(NamedTuple):
 
 class Explanation(NamedTuple):
     chosen: Route | Hold
-    threshold_tokens: float  # that counts now, the short-term factor included
-    alternatives: tuple[Alternative, ...]  # soonest first token first
+    threshold_tokens: float  # in effect now, with the short-term factor
+    alternatives: tuple[Alternative, ...]  # ordered by predicted time to first token
 
 
-def explain(request: Request, view: View, plan: Plan, state: State) -> Explanation:
-    options = alternatives(request, view, state, reachable(request, view))
+def explain(request: Request, view: View, plan: Plan, state: ShortTermState) -> Explanation:
+    options = alternatives(request, view, state, reachable_remotes(request, view))
     found = [
         Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
         for o in options

@@ -1,16 +1,16 @@
-"""When a request would have its first token, if it took one option now. Pure.
+"""Predicts when a request would have its first token, if it took one option now. Pure.
 
 Every policy that compares options compares these predictions: `adaptive` for each request, `paper`
-where its threshold is raised. The rates of links are those that `adjust` believes.
+where its threshold is raised. The bandwidths of links are those that `adjust` estimates.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from prfaas.scheduler.options import Option, decode_node, handoff_bps
+from prfaas.scheduler.options import Option, choose_decode_node, handoff_bps
 from prfaas.scheduler.request import Request
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 
 
@@ -19,7 +19,7 @@ class Forecast(NamedTuple):
 
     wait_s: float
     prefill_s: float
-    transfer_s: float  # exposed, round trip included
+    transfer_s: float  # exposed transfer time, with the round trip
     decode_s: float  # wait for a slot, and one step
 
     @property
@@ -27,11 +27,11 @@ class Forecast(NamedTuple):
         return sum(self)
 
 
-def forecast(request: Request, option: Option, view: View, state: State) -> Forecast:
-    """What the request would see if it went this way now."""
+def forecast(request: Request, option: Option, view: View, state: ShortTermState) -> Forecast:
+    """Predicts the time to first token if the request takes this option now."""
     costs, now = view.costs, view.now_s
     bps = handoff_bps(option, view, state)
-    placed = decode_node(request, view, bps)
+    placed = choose_decode_node(request, view, bps)
     held = 0
     slot_s = 0.0
     if placed is not None:
@@ -43,7 +43,7 @@ def forecast(request: Request, option: Option, view: View, state: State) -> Fore
     exposed = costs.exposed_s(request.prompt_tokens, transfer_tokens, option.prefill_s, bps)
     if option.cluster != view.local.cluster:
         link = view.links[option.cluster, view.local.cluster]
-        # All that is promised to the link already goes first, or shares it.
+        # The bytes already dispatched to the link go first, or share it.
         nbytes = costs.handoff_bytes(request.prompt_tokens, transfer_tokens)
         drained = now + (link.pending_bytes + nbytes) * 8 / bps
         exposed = max(exposed, drained - end) + link.rtt_s

@@ -1,8 +1,8 @@
-"""How much of a prompt the prefill side hands off, and where it saves a state on the way.
+"""How much of a prompt the prefill side hands off, and where it saves a checkpoint on the way.
 
 The decode side must compute at least the last token, and a linear state is usable only at exactly
 the length it was saved at. A hand-off at a block boundary can be kept as a prefix; one at N - 1
-leaves the least to compute again.
+leaves the least to recompute.
 
     |==== block ====|==== block ====|== tail ==|
     0                            boundary      N
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Computing so many tokens again costs one decode-sized step; a reusable state is worth that.
+# To recompute this many tokens costs one decode-sized step. A reusable state is worth that.
 MAX_TAIL_TOKENS = 128
 
 
 class Handoff(NamedTuple):
-    handoff_tokens: int  # the prefill's length; 0: nothing to hand off, the decode node does it all
-    checkpoint_tokens: int | None  # states wanted at this boundary as well
+    handoff_tokens: int  # length of the prefill; 0: no hand-off, the decode node does it all
+    checkpoint_tokens: int | None  # states are also saved at this boundary
 
 
-def handoff(prompt_tokens: int, block_tokens: int, *, resumable: bool) -> Handoff:
-    """`resumable`: this prefix was seen before, or the request belongs to a conversation, so that
-    somebody is likely to resume at its last boundary."""
+def choose_handoff(prompt_tokens: int, block_tokens: int, *, resumable: bool) -> Handoff:
+    """`resumable`: the prefix was seen before, or the request belongs to a conversation, so that
+    another request is likely to resume at its last boundary."""
     latest = prompt_tokens - 1
     boundary = latest // block_tokens * block_tokens
     if boundary and prompt_tokens - boundary <= MAX_TAIL_TOKENS:

@@ -1,8 +1,8 @@
-"""The ways a request can go, each with its predicted times: what policies choose from.
+"""The options that a policy chooses from, each with its predicted times.
 
-An `Option` is the best node of one cluster, given which cached prefixes may be used there. All
-times are absolute; nothing is reserved. A prefix that another node holds can be copied first, over
-the cluster's fabric or, where the caller allows it, over a link between clusters.
+An `Option` is the best prefill node of one cluster, given the cached prefixes that may be used
+there. All times are absolute; nothing is reserved. A prefix that another node holds can be copied
+first, over the cluster's fabric or, where the caller allows it, over a link between clusters.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from prfaas.scheduler.request import CacheCopy, Request, Route
-from prfaas.scheduler.state import State
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId
 
 NO_COPIES: tuple[CacheCopy, ...] = ()
 
 
-class Prefix(NamedTuple):
-    """The longest prefix that can be brought to a cluster's nodes, and how."""
+class PrefixSource(NamedTuple):
+    """The longest prefix that can be copied to a cluster's nodes, and from where."""
 
     tokens: int
     source: NodeId
     bps: float
     rtt_s: float
-    crosses: bool
+    crosses: bool  # whether the copy uses a link between clusters
 
 
 class Option(NamedTuple):
@@ -40,9 +40,9 @@ class Option(NamedTuple):
         return self.start_s + self.prefill_s
 
 
-def cluster_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
-    """The longest prefix any living node of the cluster can resume from (the paper's l_pd and
-    l_prfaas), whatever its role."""
+def longest_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
+    """The longest prefix that a usable node of the cluster, of any role, can resume from (the
+    paper's l_pd and l_prfaas)."""
     best, holder = 0, None
     cached = view.cached
     for node in cluster.nodes:
@@ -52,39 +52,41 @@ def cluster_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
     return best, holder
 
 
-def within(cluster: ClusterView, view: View) -> Prefix | None:
-    """What the cluster itself holds, reachable over its fabric."""
+def prefix_within(cluster: ClusterView, view: View) -> PrefixSource | None:
+    """The longest prefix that the cluster itself holds, to be copied over its fabric."""
     if not view.cached:
         return None
-    tokens, holder = cluster_hit(cluster, view)
+    tokens, holder = longest_hit(cluster, view)
     if holder is None:
         return None
-    return Prefix(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
+    return PrefixSource(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
 
 
-def across(source: ClusterView, target: ClusterView, view: View, state: State) -> Prefix | None:
-    """What another cluster holds, where a link leads from it that is not cut."""
+def prefix_across(
+    source: ClusterView, target: ClusterView, view: View, state: ShortTermState
+) -> PrefixSource | None:
+    """The longest prefix of another cluster, if the link from there is up."""
     link_id = (source.cluster, target.cluster)
     link = view.links.get(link_id)
     if link is None or not link.up or not view.cached:
         return None
-    tokens, holder = cluster_hit(source, view)
+    tokens, holder = longest_hit(source, view)
     if holder is None:
         return None
-    return Prefix(tokens, holder, believed_bps(link_id, link, state), link.rtt_s, True)
+    return PrefixSource(tokens, holder, estimated_bps(link_id, link, state), link.rtt_s, True)
 
 
 def best_option(
-    request: Request, cluster: ClusterView, view: View, prefix: Prefix | None
+    request: Request, cluster: ClusterView, view: View, prefix: PrefixSource | None
 ) -> Option | None:
-    """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`;
-    None when nobody there can prefill."""
+    """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`.
+    None if no node of the cluster can prefill."""
     now = view.now_s
     seconds = view.costs.prefill_s[cluster.cluster]
     tokens = request.prompt_tokens
     cached = view.cached
     if not cached:
-        # Every prefill takes the same time: the node that is free first.
+        # Every prefill takes the same time, so the node that is free first is best.
         first: NodeView | None = None
         for node in cluster.nodes:
             if (
@@ -111,24 +113,25 @@ def best_option(
             skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
             nbytes = view.costs.handoff_bytes(prefix.tokens, prefix.tokens - skip)
             copy_s = nbytes * 8 / prefix.bps + prefix.rtt_s
-            there = now + copy_s
+            copied_at = now + copy_s
             copied = min(prefix.tokens, tokens - 1)
             copied_s = seconds(tokens - copied, copied)
-            copied_start = there if there > start else start
+            copied_start = copied_at if copied_at > start else start
             if copied_start + copied_s < start + prefill_s:
                 start, prefill_s, own = copied_start, copied_s, copied
                 copies = (CacheCopy(prefix.source, node.node, prefix.tokens, nbytes, copy_s),)
         end = start + prefill_s
-        # Of equal ones the node that has the prefix already: a copy takes memory twice.
+        # Among equals, the node that already has the prefix: a copy takes memory twice.
         if end < best_end or (end == best_end and best is not None and best.copies and not copies):
             best_end = end
             best = Option(cluster.cluster, node.node, own, start, prefill_s, copies)
     return best
 
 
-def decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
-    """Where to decode, and how many tokens it holds already: the node with a free slot and memory
-    whose hand-off over `bps` is shortest, the least busy of equals. None: nobody decodes."""
+def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
+    """The decode node of least cost, and the number of prompt tokens it already holds. The cost is
+    the time of a step and the wait for a slot and memory, less the transfer over `bps` that the
+    held tokens save. None if no node decodes."""
     best: NodeView | None = None
     best_cost = float("inf")
     best_held = 0
@@ -154,26 +157,26 @@ def decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int
     return None if best is None else (best, best_held)
 
 
-def believed_bps(link_id: LinkId, link: LinkView, state: State) -> float:
-    """The link's bandwidth as it last showed under load, else as configured."""
+def estimated_bps(link_id: LinkId, link: LinkView, state: ShortTermState) -> float:
+    """The link's bandwidth as last observed under load, otherwise as configured."""
     known = state.links.get(link_id)
     return link.capacity_bps if known is None or known.bps is None else known.bps
 
 
-def handoff_bps(option: Option, view: View, state: State) -> float:
-    """Of the way from the option's cluster to where it is decoded."""
+def handoff_bps(option: Option, view: View, state: ShortTermState) -> float:
+    """Bandwidth from the option's cluster to the decode cluster."""
     if option.cluster == view.local.cluster:
         return view.costs.fabric_bps(option.cluster)
     link_id = (option.cluster, view.local.cluster)
-    return believed_bps(link_id, view.links[link_id], state)
+    return estimated_bps(link_id, view.links[link_id], state)
 
 
-def as_route(
-    request: Request, option: Option, view: View, state: State, reason: str
+def make_route(
+    request: Request, option: Option, view: View, state: ShortTermState, reason: str
 ) -> Route | None:
-    """The decode node is chosen last: the way there decides what its cache is worth. None when
-    nobody decodes."""
-    placed = decode_node(request, view, handoff_bps(option, view, state))
+    """Completes an option with a decode node, which is chosen last because the bandwidth to it
+    decides what its cache is worth. None if no node decodes."""
+    placed = choose_decode_node(request, view, handoff_bps(option, view, state))
     if placed is None:
         return None
     decode, held = placed

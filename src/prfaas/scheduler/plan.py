@@ -1,7 +1,7 @@
-"""What routing follows until the next plan: threshold, roles, shares, and what they rest on.
+"""The plan that routing follows: threshold, roles and shares, and the problem they were solved for.
 
-Plain data. `first_plan` solves a deployment's stated traffic; `long_term.replan` follows what is
-observed. Knows nothing of requests or queues. Paper: sections 3.4.2 and 3.4.3.
+Plain data. `first_plan` solves for a deployment's stated traffic; `long_term.replan` follows the
+observed traffic. This module does not know requests or queues. Paper: sections 3.4.2 and 3.4.3.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from prfaas.config.deployment import ReplanSection
-from prfaas.planner.curves import Atoms, WorkCurves, cut
-from prfaas.planner.optimise import optimise, rates
+from prfaas.planner.curves import Atoms, WorkCurves, cut_workload
+from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Pool, Problem
 from prfaas.types import ClusterId, NodeId
 
@@ -20,7 +20,7 @@ Role: TypeAlias = Literal["prefill", "decode"]
 
 
 class Optimum(NamedTuple):
-    """Threshold and split of largest throughput, true mean service times counted."""
+    """Threshold and split of largest throughput, under the planner's exact reading."""
 
     threshold_tokens: int
     n_prefill: int
@@ -30,16 +30,16 @@ class Optimum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A wish, not a state: a node that is to change its role drains first."""
+    """The target, not the present state: a node drains before it changes its role."""
 
-    rules: ReplanSection  # how the next plan may differ from this one
-    problem: Problem  # the hardware that lives, and the traffic this plan was solved for
+    rules: ReplanSection  # limits of the next change of plan
+    problem: Problem  # the live hardware and the traffic that this plan was solved for
     threshold_tokens: int  # a request with more uncached tokens than this is offloaded
     roles: Mapping[NodeId, Role]  # of every node of the PD cluster
     shares: tuple[float, ...]  # of the offloaded requests, one per `problem.remotes`
     capacity_rps: float
     made_s: float
-    converted_s: Mapping[NodeId, float]  # when nodes that changed their role last did so
+    converted_s: Mapping[NodeId, float]  # time of each node's latest change of role
     reason: str
 
     @property
@@ -54,14 +54,14 @@ class Plan:
 def first_plan(
     problem: Problem, nodes: Sequence[NodeId], rules: ReplanSection, now_s: float = 0.0
 ) -> Plan:
-    """The optimum for the traffic the deployment file states, on the hardware that the policy uses
-    (`hardware_for`). `nodes`: of the PD cluster."""
-    return staffed(
+    """The optimum for the traffic that the deployment file states, on the hardware that the policy
+    uses (`hardware_for`). `nodes` are those of the PD cluster."""
+    return plan_for_nodes(
         problem, dict.fromkeys(nodes), rules, now_s, reason="the deployment's stated traffic"
     )
 
 
-def staffed(
+def plan_for_nodes(
     problem: Problem,
     roles: Mapping[NodeId, Role | None],
     rules: ReplanSection,
@@ -69,19 +69,19 @@ def staffed(
     *,
     reason: str,
 ) -> Plan:
-    """A plan for the nodes that are there: those with a role keep it, the others get what the best
-    split lacks, prefill first."""
+    """A plan for the live nodes. A node with a role keeps it; the others get the roles that the
+    best split lacks, prefill first."""
     assert len(roles) == problem.local.pool.instances
     solver = Solver(problem)
     best = solver.best()
-    lacking = best.n_prefill - sum(role == "prefill" for role in roles.values())
+    missing = best.n_prefill - sum(role == "prefill" for role in roles.values())
     given: dict[NodeId, Role] = {}
     for node, role in roles.items():
         if role is None:
-            role = "prefill" if lacking > 0 else "decode"
-            lacking -= role == "prefill"
+            role = "prefill" if missing > 0 else "decode"
+            missing -= role == "prefill"
         given[node] = role
-    if lacking:  # more prefill than wanted, or nobody new to take it
+    if missing:  # more prefill nodes than the best split has, or too few new nodes
         best = solver.best(sum(role == "prefill" for role in given.values()))
     return Plan(
         rules=rules,
@@ -97,15 +97,15 @@ def staffed(
 
 
 def hardware_for(policy: str, problem: Problem) -> Problem:
-    """What a plan for `policy` counts on. Under `local` the PD cluster prefills everything itself,
-    so its split is that of the PD cluster alone, as if there were no PrfaaS cluster. Every other
-    policy uses all clusters."""
+    """The hardware that a plan for `policy` uses. Under `local` the PD cluster prefills every
+    request, so its split is planned as if there were no PrfaaS cluster. Every other policy uses all
+    clusters."""
     return replace(problem, remotes=()) if policy == "local" else problem
 
 
 def with_instances(problem: Problem, remotes: Sequence[int], local: int) -> Problem:
-    """The problem with the instances that answer. They may also be more than before: nodes come
-    back, and others join. One that is alone decodes, whatever split is fixed."""
+    """The problem with the live instances. There may also be more than before: nodes return, and
+    others join. A single local instance decodes, whatever split is fixed."""
     pools = tuple(
         replace(remote, pool=replace(remote.pool, instances=live))
         for remote, live in zip(problem.remotes, remotes, strict=True)
@@ -119,7 +119,7 @@ def with_instances(problem: Problem, remotes: Sequence[int], local: int) -> Prob
 
 
 def with_paces(problem: Problem, paces: Mapping[ClusterId, float]) -> Problem:
-    """The problem with prefill times as observed: a factor per cluster, 1 where none is given."""
+    """The problem with observed prefill times: a factor per cluster, 1 where none is given."""
 
     def paced(pool: Pool) -> Pool:
         return replace(pool, profile=pool.profile.paced(paces.get(ClusterId(pool.cluster), 1.0)))
@@ -131,26 +131,27 @@ def with_paces(problem: Problem, paces: Mapping[ClusterId, float]) -> Problem:
     )
 
 
-def best_for(problem: Problem) -> Optimum:
+def find_optimum(problem: Problem) -> Optimum:
+    """The best threshold and split."""
     return Solver(problem).best()
 
 
 class Solver:
-    """One problem, with every split that is asked for."""
+    """Solves one problem, for the best split or for a given one."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         work = problem.workload
-        self._curves = WorkCurves(cut(work), Atoms(work, problem.spec), reading="exact")
+        self._curves = WorkCurves(cut_workload(work), Atoms(work, problem.spec), reading="exact")
 
     def best(self, n_prefill: int | None = None) -> Optimum:
-        """With `n_prefill` the split is given, and only the threshold is chosen."""
+        """With `n_prefill` the split is given, and only the threshold is optimised."""
         problem, curves = self._problem, self._curves
         if n_prefill is not None:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
         choice = optimise(problem, curves)
-        at = rates(problem, curves, choice)
-        # Dead PrfaaS clusters alone: no share of nothing.
+        at = stage_rates(problem, curves, choice)
+        # Without a live PrfaaS node, every share is 0.
         shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
         threshold = int(curves.cuts.threshold[choice.row])
         return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)

@@ -1,5 +1,5 @@
-"""What the router is asked, and what it answers. Plain data; named tuples, because one of each is
-made per request and the simulator makes millions."""
+"""The input and the output of routing. Plain data; named tuples, because one of each is made per
+request and the simulator makes millions."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from prfaas.types import ClusterId, NodeId
 
 
 class Request(NamedTuple):
-    """One request as far as routing cares. Cached lengths are not its own: the view has them."""
+    """One request, with the fields that routing uses. Cached lengths are in the view."""
 
     id: int
     prompt_tokens: int
     arrived_s: float = 0.0
     prompt_logprobs: bool = False
-    adapter: str = ""  # a LoRA; empty: the base model
+    adapter: str = ""  # name of a LoRA adapter; empty: the base model
     multimodal: bool = False
-    unhandable: bool = False  # a hand-off of it was refused by the engine that was to go on
+    decode_only: bool = False  # the decode engine refused its hand-off
 
 
 class CacheCopy(NamedTuple):
-    """Before the prefill: bring a prefix of `tokens` tokens from one node's cache to another's."""
+    """A copy of a prefix from one node's cache to another's, made before the prefill."""
 
     source: NodeId
     target: NodeId
     tokens: int
-    nbytes: int  # what the target lacks of it, states and windows included
-    seconds: float  # it is expected to take
+    nbytes: int  # that the target lacks, with states and windows
+    seconds: float  # expected duration
 
 
 class Route(NamedTuple):
-    """Where a request goes. `reason` is for people: logs, `explain`, the timeline."""
+    """The nodes that serve a request. `reason` is for people: logs, `explain`, the timeline."""
 
     cluster: ClusterId  # of the prefill node
     prefill: NodeId
     decode: NodeId
-    offloaded: bool  # prefilled outside the cluster that decodes
+    offloaded: bool  # the prefill runs outside the cluster that decodes
     cached_tokens: int  # the prefill resumes after these, once `copies` are made
-    transfer_tokens: int  # growing KV of so many tokens is handed off; the decode node has the rest
-    nbytes: int  # of the hand-off: those tokens, and every window and state
-    prefill_s: float  # what the prefill is expected to take, without waiting
+    transfer_tokens: int  # tokens whose growing KV is handed off; the decode node has the rest
+    nbytes: int  # size of the hand-off: those tokens, and every window and state
+    prefill_s: float  # expected duration of the prefill, without waiting
     copies: tuple[CacheCopy, ...]
     reason: str
 
 
-def offloadable(request: Request) -> bool:
-    """Whether another cluster may prefill it."""
-    return stays_because(request) is None
+def is_offloadable(request: Request) -> bool:
+    """Whether another cluster may prefill the request."""
+    return local_only_reason(request) is None
 
 
-def stays_because(request: Request) -> str | None:
-    """Why a request must be prefilled where it is decoded; None when it need not."""
+def local_only_reason(request: Request) -> str | None:
+    """Why the decode cluster must prefill the request; None if another cluster may."""
     if request.prompt_logprobs:
-        return "prompt log-probabilities are made by the prefill, and only KV travels"
+        return "the prefill makes prompt log-probabilities, and a hand-off transfers only KV"
     if request.adapter:
-        return "remote clusters serve the base model"
+        return "remote clusters serve only the base model"
     if request.multimodal:
-        return "image embeddings do not travel"
-    if request.unhandable:
-        return "its decode engine makes other tokens of it than the gateway"
+        return "image embeddings are not transferred"
+    if request.decode_only:
+        return "the decode engine tokenised this chat differently from the gateway"
     return None

@@ -1,24 +1,31 @@
-"""Short-term routing: who prefills and who decodes a request, starting from which cached prefix.
+"""Short-term routing: which nodes prefill and decode a request, and from which cached prefix.
 
 Pure; the gateway and the simulator both call `route` for every request and `adjust` after every
-round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `adaptive` (its own
-file). Knows nothing of HTTP, sockets or clocks.
+round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `adaptive` (in
+`adaptive.py`). This module does not know HTTP, sockets or clocks.
 
     bandwidth scarce      each cluster counts only its own cache
-    bandwidth abundant    the best cache anywhere counts; a prefix is copied to where it is used
+    bandwidth abundant    the best cache of any cluster counts, and its prefix is copied
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.scheduler.adaptive import cheapest, is_behind_the_line, wait_for
-from prfaas.scheduler.congestion import DEFAULT_RULES, Verdict, judge
+from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
+from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
-from prfaas.scheduler.options import Option, Prefix, across, as_route, best_option, within
+from prfaas.scheduler.options import (
+    Option,
+    PrefixSource,
+    best_option,
+    make_route,
+    prefix_across,
+    prefix_within,
+)
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, Route, offloadable, stays_because
-from prfaas.scheduler.state import LinkState, State
+from prfaas.scheduler.request import Request, Route, is_offloadable, local_only_reason
+from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
@@ -27,15 +34,15 @@ _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
 
 
-def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hold:
-    """Where `request` goes, or that it had better wait. Reserves nothing: whoever acts on it tells
-    the board, or puts it into the waiting room."""
-    remotes = reachable(request, view)
+def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
+    """The route of `request`, or the hold under which it waits. Reserves nothing: the caller
+    records a route on the board, and puts a held request into the waiting room."""
+    remotes = reachable_remotes(request, view)
     match state.rules.policy:
         case "paper":
             option, reason = _paper(request, view, plan, state, remotes)
         case "adaptive":
-            option, reason = cheapest(request, view, plan, state, remotes)
+            option, reason = choose_cheapest(request, view, plan, state, remotes)
         case "local":
             option, reason = _first(request, view, [view.local, *remotes], "policy local")
         case "remote":
@@ -46,17 +53,19 @@ def route(request: Request, view: View, plan: Plan, state: State) -> Route | Hol
         if option.start_s - view.now_s > state.rules.adaptive.queue_s and not has_room(
             option.cluster, view, state
         ):
-            return wait_for(request, option, view, state, "every queue there is long enough")
-        if is_behind_the_line(request, option, view, state):
-            return wait_for(request, option, view, state, "other requests have waited longer")
-    way = as_route(request, option, view, state, reason)
-    return Hold("no node decodes", None, 0.0, request.arrived_s) if way is None else way
+            return make_hold(
+                request, option, view, state, "every prefill queue of the cluster is long enough"
+            )
+        if others_are_overdue(request, option, view, state):
+            return make_hold(request, option, view, state, "other requests have waited longer")
+    chosen = make_route(request, option, view, state, reason)
+    return Hold("no node decodes", None, 0.0, request.arrived_s) if chosen is None else chosen
 
 
-def has_room(cluster: ClusterId, view: View, state: State) -> bool:
-    """Whether asking again for those held for `cluster` is worth it now."""
-    seen = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
-    wait_s = shortest_wait_s(seen, view.now_s)
+def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
+    """Whether a prefill queue of `cluster` is short enough to retry the requests held for it."""
+    found = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
+    wait_s = shortest_wait_s(found, view.now_s)
     return wait_s is not None and wait_s <= state.rules.adaptive.queue_s
 
 
@@ -64,22 +73,22 @@ def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
     return next(remote for remote in remotes if remote.cluster == cluster)
 
 
-def reachable(request: Request, view: View) -> list[ClusterView]:
-    """PrfaaS clusters that may prefill this request and whose link is not cut."""
-    if not offloadable(request):
+def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
+    """PrfaaS clusters that may prefill this request and whose link is up."""
+    if not is_offloadable(request):
         return []
     to = view.local.cluster
     return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
 
 
 def _paper(
-    request: Request, view: View, plan: Plan, state: State, remotes: Sequence[ClusterView]
+    request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
     """Short requests stay local, long ones are offloaded (section 3.4.3). A raised threshold keeps
     a request local only if its forecast TTFT there is at most the forecast of the remote option
-    that the plan's own threshold would have chosen. So raising the threshold never makes a request
-    later than leaving it alone would, whatever made the loop raise it."""
-    prefixes: dict[ClusterId, Prefix | None] = {}
+    that the plan's threshold would have chosen. So a raised threshold never makes a request later
+    than the plan's threshold would, whatever made the loop raise it."""
+    prefixes: dict[ClusterId, PrefixSource | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
     uncached = request.prompt_tokens - counted
     if uncached <= plan.threshold_tokens:
@@ -101,48 +110,51 @@ def _preferred(
     view: View,
     wanted: Sequence[ClusterView],
     other: Sequence[ClusterView],
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
     reason: str,
 ) -> tuple[Option | None, str]:
-    """The soonest option of the wanted clusters. Locality is a preference, never a reason to
-    refuse: where no wanted cluster can prefill, the soonest option of the others."""
+    """The soonest option of the wanted clusters. Locality is a preference and never a reason to
+    refuse: where no wanted cluster can prefill, this is the soonest option of the others."""
     found = _soonest(request, view, wanted, prefixes)
     if found is not None:
         return found, reason
     found = _soonest(request, view, other, prefixes)
     if found is None:
         return None, "no node prefills"
-    return found, stays_because(request) or f"{reason}, but no node there can take it"
+    return found, local_only_reason(request) or f"{reason}, but no node there can take it"
 
 
 def _count_prefixes(
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
     view: View,
-    state: State,
+    state: ShortTermState,
     remotes: Sequence[ClusterView],
 ) -> int:
-    """Fills in what each cluster may resume from; the cached length that counts against the
-    threshold. A scarce link is not spent on moving prefixes: then each counts only its own."""
+    """Fills in the prefix that each cluster may resume from. Returns the cached length that counts
+    against the threshold. A scarce link is not used for copies of prefixes: then each cluster
+    counts only its own."""
     home = view.local
-    best = within(home, view)
+    best = prefix_within(home, view)
     for remote in remotes:
         abundant = _clear((remote.cluster, home.cluster), state)
         if abundant:
-            best = _longer(best, across(remote, home, view, state))
+            best = _longer(best, prefix_across(remote, home, view, state))
         prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=abundant)
     prefixes[home.cluster] = best
     return 0 if best is None else best.tokens
 
 
-def _prefix_at(remote: ClusterView, view: View, state: State, *, abundant: bool) -> Prefix | None:
+def _prefix_at(
+    remote: ClusterView, view: View, state: ShortTermState, *, abundant: bool
+) -> PrefixSource | None:
     """The best prefix for a prefill at `remote`."""
-    own = within(remote, view)
+    own = prefix_within(remote, view)
     if abundant and _clear((view.local.cluster, remote.cluster), state):
-        return _longer(own, across(view.local, remote, view, state))
+        return _longer(own, prefix_across(view.local, remote, view, state))
     return own
 
 
-def _longer(one: Prefix | None, other: Prefix | None) -> Prefix | None:
+def _longer(one: PrefixSource | None, other: PrefixSource | None) -> PrefixSource | None:
     if one is None or other is None:
         return one or other
     return other if other.tokens > one.tokens else one
@@ -152,7 +164,7 @@ def _soonest(
     request: Request,
     view: View,
     clusters: Sequence[ClusterView],
-    prefixes: dict[ClusterId, Prefix | None],
+    prefixes: dict[ClusterId, PrefixSource | None],
 ) -> Option | None:
     best: Option | None = None
     for cluster in clusters:
@@ -166,57 +178,59 @@ def _first(
     request: Request, view: View, clusters: Sequence[ClusterView], reason: str
 ) -> tuple[Option | None, str]:
     for cluster in clusters:
-        option = best_option(request, cluster, view, within(cluster, view))
+        option = best_option(request, cluster, view, prefix_within(cluster, view))
         if option is not None:
             return option, reason
     return None, "no node prefills"
 
 
-def _clear(link: LinkId, state: State) -> bool:
+def _clear(link: LinkId, state: ShortTermState) -> bool:
     known = state.links.get(link)
-    return known is None or known.health.verdict is Verdict.CLEAR
+    return known is None or known.health.verdict is LinkVerdict.CLEAR
 
 
-# The loop's memory -------------------------------------------------------------------------------
+# State of the loop -------------------------------------------------------------------------------
 
 
-def adjust(state: State, view: View, now_s: float) -> State:
-    """The state after a round of reports: a verdict on every link, and the threshold raised while
-    PrfaaS' egress or queue surges, back to the plan's when it is calm."""
-    links = {link_id: _heard(link_id, link, state) for link_id, link in view.links.items()}
+def adjust(state: ShortTermState, view: View, now_s: float) -> ShortTermState:
+    """The state after a round of reports: a verdict on every link, and the factor of the threshold,
+    which rises while PrfaaS' egress or queue surges and returns to 1 afterwards."""
+    links = {link_id: _update_link(link_id, link, state) for link_id, link in view.links.items()}
     factor, cause = _factor(state, links, view, now_s)
     if factor == state.threshold_factor:
-        return State(state.rules, links, factor, state.changed_s, state.cause)
-    return State(state.rules, links, factor, now_s, cause)
+        return ShortTermState(state.rules, links, factor, state.changed_s, state.cause)
+    return ShortTermState(state.rules, links, factor, now_s, cause)
 
 
-def _heard(link_id: LinkId, link: LinkView, state: State) -> LinkState:
+def _update_link(link_id: LinkId, link: LinkView, state: ShortTermState) -> LinkState:
     known = state.links.get(link_id) or LinkState()
     stats = link.stats
     if stats is None or stats.at_s == known.health.at_s:
         return known
     health = judge(known.health, stats, link.capacity_bps)
     if stats.delivery_bps is not None:
-        # What is delivered while bytes stand waiting is what the link can carry.
+        # While bytes wait, the delivery rate is the link's bandwidth.
         return LinkState(health, stats.delivery_bps, stats.at_s)
     if not stats.goodput_bps and health.cause == "waiting" and stats.waited_s > 0:
-        # Nothing arrives although bytes wait: had the link carried more than this, it would have.
+        # Nothing arrives although bytes wait: with more than this bandwidth, the backlog would have
+        # arrived by now.
         most_bps = stats.backlog_bytes * 8 / stats.waited_s
         bps = most_bps if known.bps is None else min(known.bps, most_bps)
         return LinkState(health, bps, stats.at_s)
-    # A slow link is not forgotten in the first quiet second: it is believed to be slow until the
-    # verdict is clear and nothing has stood waiting for as long as a verdict needs to improve.
+    # One quiet second does not clear a slow link. The estimate stays until the verdict is clear and
+    # no bytes have waited for as long as a verdict needs to improve.
     if known.bps_at_s is not None and (
-        health.verdict is not Verdict.CLEAR or stats.at_s - known.bps_at_s < DEFAULT_RULES.calm_s
+        health.verdict is not LinkVerdict.CLEAR
+        or stats.at_s - known.bps_at_s < DEFAULT_RULES.calm_s
     ):
         return LinkState(health, known.bps, known.bps_at_s)
     return LinkState(health)
 
 
 def _factor(
-    state: State, links: dict[LinkId, LinkState], view: View, now_s: float
+    state: ShortTermState, links: dict[LinkId, LinkState], view: View, now_s: float
 ) -> tuple[float, str]:
-    """What the plan's threshold is multiplied by, and why."""
+    """The factor of the plan's threshold, and the reason for it."""
     rules = state.rules.paper
     if state.rules.policy != "paper" or rules.limit == 1 or now_s < state.changed_s + rules.hold_s:
         return state.threshold_factor, state.cause
@@ -224,7 +238,7 @@ def _factor(
     surging = [
         remote.cluster
         for remote in view.remotes
-        if links[remote.cluster, to].health.verdict is not Verdict.CLEAR
+        if links[remote.cluster, to].health.verdict is not LinkVerdict.CLEAR
     ]
     waits = [
         wait for remote in view.remotes if (wait := shortest_wait_s(remote, now_s)) is not None
@@ -246,6 +260,6 @@ def _factor(
 
 
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
-    """Until a node of the cluster can start another prefill; None when none ever will."""
+    """Seconds until a node of the cluster can start another prefill; None if no node prefills."""
     free = [n.free_at_s for n in cluster.nodes if n.usable and n.role == "prefill"]
     return max(0.0, min(free) - now_s) if free else None

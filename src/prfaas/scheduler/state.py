@@ -1,4 +1,4 @@
-"""The short-term loop's memory: verdicts on links, a raised threshold. `adjust` makes the next."""
+"""The state of the short-term loop: verdicts on links, a raised threshold. `adjust` updates it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from prfaas.scheduler.view import LinkId
 @dataclass(frozen=True, slots=True)
 class LinkState:
     health: LinkHealth = LinkHealth()
-    # What the link delivered while bytes stood waiting; None: there is no reason to doubt the
+    # Bandwidth that the link delivered while bytes waited. None: there is no evidence against the
     # configured bandwidth.
     bps: float | None = None
-    bps_at_s: float | None = None  # when that was last seen
+    bps_at_s: float | None = None  # time of the report that `bps` comes from
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """`SchedulerSection` names the policy and holds its constants."""
+class ShortTermState:
+    """`rules` names the policy and holds its constants."""
 
     rules: SchedulerSection
     links: Mapping[LinkId, LinkState] = field(default_factory=dict)
-    threshold_factor: float = 1.0  # the plan's threshold times this counts
+    threshold_factor: float = 1.0  # the effective threshold is the plan's times this
     changed_s: float = float("-inf")  # when the factor last changed
-    cause: str = ""  # why it changed then
+    cause: str = ""  # why the factor last changed

@@ -1,8 +1,9 @@
-"""What the router knows of the world: a frozen snapshot, the same for gateway and simulator.
+"""The router's view of the deployment: a frozen snapshot, the same for gateway and simulator.
 
-Last reports plus what this router has dispatched since, so that polling does not herd; `board`
-keeps it up to date. A hit on a *prefill* node saves compute, one on the *decode* node saves bytes:
-the view carries both. Named tuples, because one node's view is replaced several times a request.
+It combines the latest reports with this router's dispatches since then, so that requests between
+two reports do not all choose the same node. `board` keeps it up to date. A hit on a *prefill* node
+saves compute, a hit on the *decode* node saves bytes: the view has both. The types are named
+tuples, because each request replaces a node's view several times.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ LinkId: TypeAlias = tuple[ClusterId, ClusterId]  # from, to
 
 
 class CachedPrefix(Protocol):
-    """What one node holds of the prompt at hand (`cache.NodeMatch` is one)."""
+    """What one node holds of the prompt to be routed (`cache.NodeMatch` implements it)."""
 
     @property
     def tokens(self) -> int:
-        """A prefill can resume here: every kind of state is there."""
+        """A prefill can resume after this many tokens: every kind of state is present."""
 
     @property
     def attention_tokens(self) -> int:
-        """Growing KV of so many tokens is there: a hand-off to this node can leave it out."""
+        """Growing KV of this many tokens is present: a hand-off to this node can omit it."""
 
 
 class NodeView(NamedTuple):
-    """One node. Every node can prefill and decode; its role says what it is given."""
+    """One node. Every node can prefill and decode; its role decides which work it gets."""
 
     node: NodeId
     role: Role
-    usable: bool  # alive, and not draining towards another role
-    free_at_s: float  # when it will have prefilled all it was given; in the past: idle
-    queued: int  # prefills given to it and not finished
-    active: int  # requests it decodes, or that are on their way to be decoded there
-    slots: int  # decode batch limit
-    free_kv_bytes: float  # decode memory not promised to anybody
+    usable: bool  # live, and not draining before a change of role
+    free_at_s: float  # when its prefills will have ended; in the past: idle
+    queued: int  # prefills dispatched to it and not finished
+    active: int  # requests that it decodes or will decode
+    slots: int  # limit of its decode batch
+    free_kv_bytes: float  # decode memory that is not reserved
 
 
 class ClusterView(NamedTuple):
@@ -55,23 +56,23 @@ class LinkView(NamedTuple):
     capacity_bps: float  # as configured
     rtt_s: float
     stats: LinkStats | None  # the last report
-    pending_bytes: float  # of own dispatches whose arrival is not known yet, produced or not
+    pending_bytes: float  # of own dispatches whose hand-off is not in place yet
 
 
 class View(NamedTuple):
-    """`cached` is of the prompt to be routed; nodes that hold nothing of it are left out."""
+    """`cached` concerns the prompt to be routed and omits nodes that hold nothing of it."""
 
     now_s: float
-    local: ClusterView  # decodes, and prefills what stays
+    local: ClusterView  # decodes every request, and prefills those that are not offloaded
     remotes: tuple[ClusterView, ...]  # prefill only, in the order of the plan's `shares`
     links: Mapping[LinkId, LinkView]
     costs: Costs
     cached: Mapping[NodeId, CachedPrefix]
-    held: Mapping[ClusterId, HeldWork]  # what the router holds back, per cluster it is for
+    held: Mapping[ClusterId, HeldWork]  # prefill work in the waiting room, per cluster
 
 
-def without(view: View, nodes: Collection[NodeId]) -> View:
-    """The same world, had these nodes no use: for a request that has failed there."""
+def exclude_nodes(view: View, nodes: Collection[NodeId]) -> View:
+    """The same view with these nodes not usable: for a request that has failed on them."""
     if not nodes:
         return view
     local, *remotes = [

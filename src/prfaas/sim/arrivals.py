@@ -1,7 +1,8 @@
-"""Who arrives when: Poisson, bursty (Markov-modulated) or a trace replayed. All chance is in here.
+"""Requests and their arrival times: Poisson, bursty (Markov-modulated) or replayed from a trace.
 
-Mooncake's clock ticks every 3 s: the seed spreads each bucket's requests over it, and draws where a
-window of the trace begins. Two runs with one seed see the same requests at the same times.
+All randomness of a run is in here. The clock of a Mooncake trace ticks every 3 s: the seed spreads
+the requests of a tick over those seconds, and draws the start of a window of the trace. Two runs
+with the same seed see the same requests at the same times.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrivals:
-    """Columns, ascending in time. `cached_tokens` of a prompt are held by every node (workloads
-    state it so); with `hashes` it is the simulated caches that say."""
+    """Columns, ascending in time. Every node holds `cached_tokens` of a prompt, as workloads state
+    it. With `hashes`, the simulated caches determine the cached length instead."""
 
     at_s: Array
     prompt_tokens: Counts
@@ -53,7 +54,7 @@ class Arrivals:
 
 def poisson(workload: Workload, rps: float, requests: int, seed: int) -> Arrivals:
     rng = np.random.default_rng(seed)
-    return _lengths(workload, np.cumsum(rng.exponential(1 / rps, requests)), rng)
+    return _draw_lengths(workload, np.cumsum(rng.exponential(1 / rps, requests)), rng)
 
 
 def bursty(
@@ -70,7 +71,7 @@ def bursty(
     calms last exponentially long, `burst_s` and `calm_s` on average; `rps` is the mean."""
     rng = np.random.default_rng(seed)
     calm_rps = rps * (burst_s + calm_s) / (peak * burst_s + calm_s)
-    # In operational time the process is Poisson of rate 1; each stretch runs at its own rate.
+    # In operational time the process is Poisson with rate 1. Each stretch has another rate.
     marks = np.cumsum(rng.exponential(1.0, requests))
     edges_s, edges_mark = [0.0], [0.0]
     slopes: list[float] = []
@@ -80,7 +81,7 @@ def bursty(
         slopes.append(calm_rps * (peak if bursting else 1.0))
         edges_s.append(edges_s[-1] + length_s)
         edges_mark.append(edges_mark[-1] + length_s * slopes[-1])
-    return _lengths(workload, np.interp(marks, edges_mark, edges_s), rng)
+    return _draw_lengths(workload, np.interp(marks, edges_mark, edges_s), rng)
 
 
 def replay(
@@ -91,10 +92,10 @@ def replay(
     bucket_s: float = 3.0,
     window_s: float | None = None,
 ) -> Arrivals:
-    """A trace's requests. `window_s` (of the trace's own time) takes a part of it, begun where the
-    seed says; `bucket_s` is the width over which equal time stamps are spread."""
+    """A trace's requests. `window_s` (in the trace's time) selects a part of the trace whose start
+    the seed draws. `bucket_s` is the width over which equal time stamps are spread."""
     if not rows:
-        raise InputError("the trace holds no request")
+        raise InputError("the trace has no requests")
     rng = np.random.default_rng(seed)
     stamps = np.array([row.timestamp for row in rows]) / 1e3
     backwards = np.flatnonzero(np.diff(stamps) < 0)
@@ -123,8 +124,8 @@ def replay(
     )
 
 
-def _lengths(workload: Workload, at_s: Array, rng: np.random.Generator) -> Arrivals:
-    """Output lengths are whole tokens with the workload's mean and spread."""
+def _draw_lengths(workload: Workload, at_s: Array, rng: np.random.Generator) -> Arrivals:
+    """Draws lengths. Output lengths are whole tokens with the workload's mean and variance."""
     atoms = rng.choice(len(workload.new), len(at_s), p=workload.weight / workload.weight.sum())
     cached = np.ceil(workload.cached[atoms]).astype(np.int64)
     new = np.ceil(workload.new[atoms]).astype(np.int64)

@@ -1,9 +1,9 @@
 """Prefix caches of the simulated nodes: the real pool for prefills, the real index at the router.
 
-Bookkeeping only, no bytes. What a node stores or evicts reaches the index `event_lag_s` later, so
-the router may count on what is gone already, as a live one may. A prefill pins what it resumes from
-and leaves its checkpoints; what is handed to a decode node lands on its `shelf`: attention blocks,
-and states where the hand-off ends on a block boundary.
+Bookkeeping only, without bytes. Stored and evicted blocks reach the index `event_lag_s` later, so
+the router may count on a block that is evicted already, as a live router may. A prefill pins the
+prefix it resumes from and stores its checkpoints. A decode node stores the hand-offs it receives in
+its `DecodeCache`: attention blocks, and states where the hand-off ends on a block boundary.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import choose_layout
+from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import PrefillProfile
-from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.handoff import choose_handoff
 from prfaas.sim.config import CacheConfig
+from prfaas.sim.decode_cache import DecodeCache
 from prfaas.sim.events import Events
-from prfaas.sim.shelf import Shelf
 from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId, NotNow
 
 Hashes = Sequence[BlockHash]
 
 
 class _Cache:
-    """One node's memory and its unsent events. It fills the pool or the shelf, as its role is."""
+    """One node's memory and its unsent events. The node fills the part that its role uses."""
 
-    __slots__ = ("journal", "next_seq", "pool", "shelf")
+    __slots__ = ("handoffs", "journal", "next_seq", "pool")
 
-    def __init__(self, pool: HybridPrefixPool, shelf: Shelf, journal: Journal) -> None:
+    def __init__(self, pool: HybridPrefixPool, handoffs: DecodeCache, journal: Journal) -> None:
         self.pool = pool
-        self.shelf = shelf
+        self.handoffs = handoffs
         self.journal = journal
         self.next_seq = 0
 
@@ -64,50 +65,51 @@ class Caches:
             self.join(node)
 
     def match(self, hashes: Hashes) -> Mapping[NodeId, NodeMatch]:
-        """As the router's index has it."""
+        """The cached prefixes by node, as the router's index has them."""
         return self._index.match({self._config.block_tokens: hashes})
 
     def join(self, node: NodeId) -> None:
-        """A node (re)appears with an empty cache."""
+        """A node joins, or returns, with an empty cache."""
         cluster, profile = self._nodes[node]
         self._index.join(NodeInfo(node, cluster, self._config.block_tokens, self._rules))
         size, journal = self._config.bytes_per_node, Journal()
         pool = HybridPrefixPool(
             self._spec,
             self._config.block_tokens,
-            self._layout,
-            capacity_pages=None if math.isinf(size) else int(size // self._layout.page_bytes),
+            PoolStorage(
+                self._layout,
+                None if math.isinf(size) else int(size // self._layout.page_bytes),
+            ),
             eviction=CostAware(
                 self._rules, self._layout, self._config.block_tokens, profile.marginal_s
             ),
             checkpoints=checkpoint_policy(self._config.checkpoints, self._config.block_tokens),
             journal=journal,
         )
-        shelf = Shelf(
+        handoffs = DecodeCache(
             self._rules, self._layout.unit_bytes, self._config.block_tokens, size, journal
         )
-        self._caches[node] = _Cache(pool, shelf, journal)
+        self._caches[node] = _Cache(pool, handoffs, journal)
 
     def leave(self, node: NodeId) -> None:
-        """A node is gone, and with it all it held."""
+        """A node is lost, with all it held."""
         self._index.leave(node)
         del self._caches[node]
 
     def open(
         self, node: NodeId, hashes: Hashes, checkpoint_tokens: tuple[int, ...] | None = None
     ) -> Lease | None:
-        """Pins what the node has of the prompt and reserves the rest; None when it does not fit.
-        Checkpoints are the pool's choice unless given."""
+        """Pins the prefix that the node holds and reserves the rest of the prompt. Returns None if
+        the prompt does not fit. The pool chooses the checkpoints unless they are given."""
         if not hashes:
             return None
         lease = self._caches[node].pool.reserve(
             hashes,
             len(hashes) * self._config.block_tokens,
             now=self._events.now_s,
-            ttl_s=math.inf,
             checkpoint_tokens=checkpoint_tokens,
         )
-        self._publish(node)  # something may have been evicted for it
+        self._publish(node)  # the reservation may have evicted blocks
         return None if isinstance(lease, NotNow) else lease
 
     def commit(self, node: NodeId, lease: Lease) -> None:
@@ -117,48 +119,48 @@ class Caches:
     def release(self, node: NodeId, lease: Lease) -> None:
         self._caches[node].pool.release(lease.id, self._events.now_s)
 
-    def copied(self, node: NodeId, hashes: Hashes) -> None:
-        """A prefix has arrived whole, its state with it."""
+    def store_copy(self, node: NodeId, hashes: Hashes) -> None:
+        """Stores a copied prefix, with its state."""
         lease = self.open(node, hashes, (len(hashes) * self._config.block_tokens,))
         if lease is not None:
             self.commit(node, lease)
             self.release(node, lease)
 
     def held_tokens(self, node: NodeId, hashes: Hashes) -> int:
-        """What a hand-off to this node can leave out."""
-        return self._caches[node].shelf.attention_tokens(hashes)
+        """The number of tokens that a hand-off to this node can leave out."""
+        return self._caches[node].handoffs.attention_tokens(hashes)
 
-    def handed(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
-        """A prompt's KV has arrived at the node that decodes it."""
+    def store_handoff(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
+        """Stores a prompt's KV at the node that decodes it."""
         size = self._config.block_tokens
-        length = handoff(prompt_tokens, size, resumable=False).handoff_tokens
+        length = choose_handoff(prompt_tokens, size, resumable=False).handoff_tokens
         on_boundary = length % size == 0
-        self._caches[node].shelf.put(hashes[: length // size], states=on_boundary)
+        self._caches[node].handoffs.put(hashes[: length // size], states=on_boundary)
         self._publish(node)
 
     def holds(self, node: NodeId, hashes: Hashes) -> bool:
-        """Whether a copy of the whole prefix can be made from it, in truth."""
+        """Whether the node really holds the whole prefix, so that it can be copied."""
         cache = self._caches.get(node)
         if cache is None:
             return False
         whole = len(hashes) * self._config.block_tokens
-        return cache.pool.match(hashes).tokens == whole or cache.shelf.can_resume(hashes)
+        return cache.pool.match(hashes).tokens == whole or cache.handoffs.can_resume(hashes)
 
     def check(self) -> None:
         self._index.check()
         for cache in self._caches.values():
             cache.pool.check()
-            cache.shelf.check()
+            cache.handoffs.check()
 
     def _publish(self, node: NodeId) -> None:
         cache = self._caches[node]
-        told = cache.journal.take(node, self._config.block_tokens, cache.next_seq)
-        if told:
-            cache.next_seq += len(told)
-            self._events.at(self._events.now_s + self._lag_s, self._hear, (cache, told))
+        sent = cache.journal.take(node, self._config.block_tokens, cache.next_seq)
+        if sent:
+            cache.next_seq += len(sent)
+            self._events.at(self._events.now_s + self._lag_s, self._deliver, (cache, sent))
 
-    def _hear(self, message: tuple[_Cache, list[HashEvent]]) -> None:
-        cache, told = message
-        if self._caches.get(told[0].node) is cache:  # else it died after saying so
-            for event in told:
+    def _deliver(self, message: tuple[_Cache, list[HashEvent]]) -> None:
+        cache, sent = message
+        if self._caches.get(sent[0].node) is cache:  # otherwise the node was lost in the meantime
+            for event in sent:
                 self._index.apply(event)

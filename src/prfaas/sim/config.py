@@ -1,7 +1,7 @@
-"""What a simulated run assumes beyond the deployment: delays of knowledge, caches, faults.
+"""What a simulated run assumes beyond the deployment: delays of reports, caches, faults.
 
-Nothing in here is random: a run is determined by its problem, its arrivals and this. Whoever wants
-faults at random times draws them with the seed that drew the arrivals.
+Nothing in here is random: a run is determined by its problem, its arrivals and this config. A
+caller that needs faults at random times draws them with the seed that drew the arrivals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RateChange(NamedTuple):
 
 
 class NodeFault(NamedTuple):
-    """A node dies with all it holds, and comes back empty (never: infinity)."""
+    """A node fails, loses all it holds, and returns empty at `until_s` (infinity: never)."""
 
     node: NodeId
     at_s: float
@@ -45,21 +45,21 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class SimConfig:
     scheduler: SchedulerSection = SchedulerSection()  # the policy and its constants
-    cache: CacheConfig | None = None  # None: arrivals say how much is cached, the same everywhere
+    cache: CacheConfig | None = None  # None: arrivals state cached lengths, alike at all nodes
     replans: bool = False  # whether the long-term loop runs
-    report_interval_s: float = 1.0  # nodes and links report so often ...
-    report_lag_s: float = 0.05  # ... and the router hears it so much later
-    event_lag_s: float = 0.2  # the router's index learns of cached and evicted blocks this late
+    report_interval_s: float = 1.0  # between two reports of a node or link
+    report_lag_s: float = 0.05  # from a report until the router has it
+    event_lag_s: float = 0.2  # from a cache event until the router's index has it
     role_switch_s: float = 10.0  # between the end of the drain and the first work of the new role
-    decode_kv_bytes: float = math.inf  # KV memory of a decode node, promised from the grant on
+    decode_kv_bytes: float = math.inf  # KV memory of a decode node, reserved from the grant on
     links: Mapping[LinkId, tuple[RateChange, ...]] = field(default_factory=dict)  # ascending
     faults: tuple[NodeFault, ...] = ()
     sample_s: float = 1.0  # width of a bin of the time series
-    timeline: bool = False  # keep every span
+    timeline: bool = False  # whether the result keeps every span
 
 
 def local_nodes(problem: Problem) -> tuple[NodeId, ...]:
-    """Names of the PD cluster's nodes, in the order in which a first plan gives them roles."""
+    """Names of the PD cluster's nodes, in the order in which the first plan assigns roles."""
     return node_names(problem.local.pool.cluster, problem.local.pool.instances)
 
 

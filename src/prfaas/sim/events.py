@@ -1,6 +1,6 @@
-"""The event heap: things that happen later, in order of time; of equal times, as they were planned.
+"""The event heap: callbacks in order of time, and at equal times in the order of scheduling.
 
-A run is deterministic because nothing else decides what comes first.
+A run is deterministic because nothing else decides the order of events.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 
 class Events:
-    __slots__ = ("_heap", "_planned", "now_s")
+    __slots__ = ("_heap", "_scheduled", "now_s")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._planned = 0
+        self._scheduled = 0
         self.now_s = 0.0
 
     def at(self, when_s: float, do: Callable[[Any], None], what: Any = None) -> None:
-        """`do(what)` at `when_s`, which is not in the past."""
-        self._planned += 1
-        heappush(self._heap, (when_s, self._planned, do, what))
+        """Schedules `do(what)` at `when_s`, which must not be in the past."""
+        self._scheduled += 1
+        heappush(self._heap, (when_s, self._scheduled, do, what))
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
     def run_before(self, when_s: float) -> None:
-        """Everything due before `when_s`; the clock then stands at `when_s` or, with infinity, at
-        the last event."""
+        """Runs every event due before `when_s`. The clock then shows `when_s` or, for infinity, the
+        time of the last event."""
         heap = self._heap
         while heap and heap[0][0] < when_s:
             self.now_s, _, do, what = heappop(heap)

@@ -1,15 +1,15 @@
 """A link between clusters as a fluid: concurrent transfers share its bandwidth fairly.
 
-A hand-off has two lives. While its prefill runs, KV of finished tokens is *produced* at a steady
-rate and leaves as fast as its share allows; what does not leave is its backlog. When the prefill
-ends, the rest (backlog, windows, states) *drains*.
+A hand-off has two phases. While its prefill runs, KV of finished tokens is *produced* at a steady
+rate and leaves as fast as its share allows; the rest is its backlog. When the prefill ends, the
+backlog, windows and states *drain*.
 
     share level f:   sum over producing min(rate, f) + (backlogged + draining) * f = bandwidth
 
-All that drain get the same share at all times, so one counter of bits per flow serves them all, and
-a heap says who is done next: the cost of an event does not grow with the number of transfers. Only
-producing flows, at most one per prefill node, are looked at one by one.
-Knows nothing of requests or nodes; rates change by `set_bps` (a trace, an outage).
+All draining transfers get the same share at all times. So one counter of bits per transfer serves
+all of them, and a heap yields the next one that ends: the cost of an event does not grow with the
+number of transfers. Only producing transfers, at most one per prefill node, are visited one by one.
+This module does not know requests or nodes; rates change by `set_bps` (a trace, an outage).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from math import inf
 from prfaas.sim.events import Events
 from prfaas.types import LinkStats
 
-# Less than this is rounding, not a backlog: a clock of 10^6 s is exact to 10^-10 s, in which a link
-# of 10^11 bits per second carries ten bits.
+# Fewer bits than this are a rounding error and not a backlog: a clock of 10^6 s is exact to 10^-10
+# s, and a link of 10^11 bits per second carries ten bits in that time.
 _LEAST_BITS = 100.0
-# As in `transport.delivery`: what arrives is a rate of the link only while bytes wait this long.
+# As in `transport.delivery`: the arrival rate measures the link only while bytes wait this long.
 STANDING_S = 0.2
 
 
-class Flow:
+class LinkTransfer:
     """One transfer on a link."""
 
     __slots__ = ("backlog_bits", "done", "ended", "finish_at", "rate_bps")
@@ -37,7 +37,7 @@ class Flow:
         self.done = done  # called when the last bit has left; the caller adds the round trip
         self.rate_bps = 0.0
         self.backlog_bits = 0.0
-        self.finish_at = 0.0  # of the shared counter
+        self.finish_at = 0.0  # value of the shared counter
         self.ended = False
 
 
@@ -47,57 +47,57 @@ class FluidLink:
         self.carried_bits: list[float] = []  # per bin of `bin_s`
         self._events = events
         self._bin_s = bin_s
-        self._producing: list[Flow] = []
-        self._draining: list[tuple[float, int, Flow]] = []
-        self._drain_count = 0  # without those cancelled
+        self._producing: list[LinkTransfer] = []
+        self._draining: list[tuple[float, int, LinkTransfer]] = []
+        self._drain_count = 0  # cancelled transfers are not counted
         self._drain_bits = 0.0
-        self._served_bits = 0.0  # per draining flow, since the beginning
-        self._level = inf  # share of every flow that wants more
-        self._flow_bps = 0.0  # of all flows together
+        self._served_bits = 0.0  # per draining transfer, since the start
+        self._level = inf  # bandwidth of each transfer that its share limits
+        self._total_bps = 0.0  # of all transfers together
         self._at_s = 0.0
-        self._wake = 0  # only the newest wake-up counts
+        self._wake = 0  # number of the newest wake-up; older ones are ignored
         self._serial = 0
         self._reported_s = 0.0
         self._reported_bits = 0.0
         self._total_bits = 0.0
-        self._empty_s = events.now_s  # of the last report without a backlog
+        self._empty_s = events.now_s  # time of the last report without a backlog
 
     # Transfers ------------------------------------------------------------------------------------
 
-    def produce(self, bits: float, seconds: float, done: Callable[[], None]) -> Flow:
-        """A prefill begins: `bits` become ready evenly over `seconds`. `drain` ends that."""
-        flow = Flow(done)
-        flow.rate_bps = bits / seconds if seconds > 0 else 0.0
+    def produce(self, bits: float, seconds: float, done: Callable[[], None]) -> LinkTransfer:
+        """A prefill begins: `bits` become ready evenly over `seconds`."""
+        transfer = LinkTransfer(done)
+        transfer.rate_bps = bits / seconds if seconds > 0 else 0.0
         self._advance()
-        self._producing.append(flow)
+        self._producing.append(transfer)
         self._share()
-        return flow
+        return transfer
 
-    def drain(self, flow: Flow, closing_bits: float) -> None:
-        """The prefill of `flow` has ended: what is left, and what is final only now, remains."""
+    def drain(self, transfer: LinkTransfer, closing_bits: float) -> None:
+        """The prefill has ended: the backlog and `closing_bits` are left to send."""
         self._advance()
-        self._producing.remove(flow)
-        self._start_draining(flow, flow.backlog_bits + closing_bits)
+        self._producing.remove(transfer)
+        self._start_draining(transfer, transfer.backlog_bits + closing_bits)
         self._share()
 
-    def send(self, bits: float, done: Callable[[], None]) -> Flow:
-        """A transfer whose bits are all there, such as a copy of a cached prefix."""
-        flow = Flow(done)
+    def send(self, bits: float, done: Callable[[], None]) -> LinkTransfer:
+        """Starts a transfer whose bits are all ready, such as a copy of a cached prefix."""
+        transfer = LinkTransfer(done)
         self._advance()
-        self._start_draining(flow, bits)
+        self._start_draining(transfer, bits)
         self._share()
-        return flow
+        return transfer
 
-    def cancel(self, flow: Flow) -> None:
-        if flow.ended:
+    def cancel(self, transfer: LinkTransfer) -> None:
+        if transfer.ended:
             return
         self._advance()
-        flow.ended = True
-        if flow in self._producing:
-            self._producing.remove(flow)
+        transfer.ended = True
+        if transfer in self._producing:
+            self._producing.remove(transfer)
         else:
             self._drain_count -= 1
-            self._drain_bits -= flow.finish_at - self._served_bits
+            self._drain_bits -= transfer.finish_at - self._served_bits
         self._share()
 
     def set_bps(self, bps: float) -> None:
@@ -105,25 +105,25 @@ class FluidLink:
         self.bps = bps
         self._share()
 
-    # Asking ---------------------------------------------------------------------------------------
+    # Queries --------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         return not self._producing and not self._drain_count
 
     def report(self, peer: str, rtt_s: float) -> LinkStats:
-        """Since the last report. A link that carries nothing at all has lost its connections."""
+        """Statistics since the last report. A link without bandwidth has lost its connections."""
         self._advance()
         now = self._events.now_s
         elapsed = now - self._reported_s
         goodput = (self._total_bits - self._reported_bits) / elapsed if elapsed > 0 else 0.0
         self._reported_s, self._reported_bits = now, self._total_bits
-        backlog_bits = self._drain_bits + sum(flow.backlog_bits for flow in self._producing)
+        backlog_bits = self._drain_bits + sum(transfer.backlog_bits for transfer in self._producing)
         waiting = backlog_bits > _LEAST_BITS
         waited_s = 0.0
         if waiting:
-            # The oldest bit has waited no longer than it takes to carry the backlog, nor than since
-            # the last report that found none.
+            # The oldest bit has waited at most as long as the backlog takes to send, and at most
+            # since the last report without a backlog.
             waited_s = now - self._empty_s
             if self.bps > 0:
                 waited_s = min(waited_s, backlog_bits / self.bps)
@@ -142,46 +142,46 @@ class FluidLink:
         )
 
     def settle(self) -> None:
-        """Accounts for everything up to now."""
+        """Counts everything carried up to now."""
         self._advance()
 
-    # Inside ---------------------------------------------------------------------------------------
+    # Internals ------------------------------------------------------------------------------------
 
-    def _start_draining(self, flow: Flow, bits: float) -> None:
+    def _start_draining(self, transfer: LinkTransfer, bits: float) -> None:
         self._serial += 1
-        flow.finish_at = self._served_bits + bits
-        heappush(self._draining, (flow.finish_at, self._serial, flow))
+        transfer.finish_at = self._served_bits + bits
+        heappush(self._draining, (transfer.finish_at, self._serial, transfer))
         self._drain_count += 1
         self._drain_bits += bits
 
     def _advance(self) -> None:
-        """Moves the fluid up to now at the rates that held since the last change."""
+        """Advances every transfer up to now, at the rates that held since the last change."""
         now = self._events.now_s
         elapsed = now - self._at_s
         if elapsed <= 0:
             return
         level = self._level
-        for flow in self._producing:
-            if flow.backlog_bits > 0 or flow.rate_bps > level:
-                left = flow.backlog_bits + (flow.rate_bps - level) * elapsed
-                flow.backlog_bits = left if left > _LEAST_BITS else 0.0
+        for transfer in self._producing:
+            if transfer.backlog_bits > 0 or transfer.rate_bps > level:
+                left = transfer.backlog_bits + (transfer.rate_bps - level) * elapsed
+                transfer.backlog_bits = left if left > _LEAST_BITS else 0.0
         if self._drain_count:
             self._served_bits += level * elapsed
             self._drain_bits -= level * elapsed * self._drain_count
-        if self._flow_bps > 0:
+        if self._total_bps > 0:
             self._carry(self._at_s, now)
         self._at_s = now
 
     def _share(self) -> None:
-        """Shares the bandwidth anew, and plans when the next flow changes its nature."""
+        """Shares the bandwidth anew, and schedules the next end of a transfer or of a backlog."""
         bandwidth = self.bps
         greedy = self._drain_count
         capped = []
-        for flow in self._producing:
-            if flow.backlog_bits > 0:
+        for transfer in self._producing:
+            if transfer.backlog_bits > 0:
                 greedy += 1
             else:
-                capped.append(flow.rate_bps)
+                capped.append(transfer.rate_bps)
         capped.sort()
         left, sharers = bandwidth, greedy + len(capped)
         for rate in capped:
@@ -191,12 +191,12 @@ class FluidLink:
             sharers -= 1
         level = left / sharers if sharers else inf
         self._level = level
-        self._flow_bps = bandwidth if sharers else bandwidth - left
+        self._total_bps = bandwidth if sharers else bandwidth - left
         now = self._events.now_s
         next_s = inf
-        for flow in self._producing:
-            if flow.backlog_bits > 0 and flow.rate_bps < level:
-                next_s = min(next_s, flow.backlog_bits / (level - flow.rate_bps))
+        for transfer in self._producing:
+            if transfer.backlog_bits > 0 and transfer.rate_bps < level:
+                next_s = min(next_s, transfer.backlog_bits / (level - transfer.rate_bps))
         while self._draining and self._draining[0][2].ended:
             heappop(self._draining)
         if self._draining and level > 0:
@@ -212,18 +212,18 @@ class FluidLink:
         finished = []
         served = self._served_bits + _LEAST_BITS
         while self._draining and (self._draining[0][2].ended or self._draining[0][0] <= served):
-            flow = heappop(self._draining)[2]
-            if not flow.ended:
-                flow.ended = True
+            transfer = heappop(self._draining)[2]
+            if not transfer.ended:
+                transfer.ended = True
                 self._drain_count -= 1
-                self._drain_bits -= flow.finish_at - self._served_bits
-                finished.append(flow)
+                self._drain_bits -= transfer.finish_at - self._served_bits
+                finished.append(transfer)
         if not self._drain_count:
-            self._drain_bits = self._served_bits = 0.0  # small numbers keep their digits
+            self._drain_bits = self._served_bits = 0.0  # small numbers are more exact
             self._draining.clear()
         self._share()
-        for flow in finished:
-            flow.done()
+        for transfer in finished:
+            transfer.done()
 
     def _carry(self, start_s: float, end_s: float) -> None:
         bits = self.carried_bits
@@ -231,7 +231,7 @@ class FluidLink:
         first, last = int(start_s / width), int(end_s / width)
         if len(bits) <= last:
             bits.extend([0.0] * (last + 1 - len(bits)))
-        rate = self._flow_bps
+        rate = self._total_bps
         self._total_bits += rate * (end_s - start_s)
         if first == last:
             bits[first] += rate * (end_s - start_s)

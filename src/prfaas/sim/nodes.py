@@ -1,8 +1,8 @@
 """A simulated node: one prefill at a time, first come first served, and a decode batch.
 
-The batch steps as its profile says for its present size; its requests advance together, so one
-counter of tokens serves them all and a heap says who ends next. Where every step takes the same
-time, the end is known from the start.
+The time of a batch step comes from the profile, for the batch's present size. The requests of a
+batch advance together, so one counter of tokens serves all of them, and a heap yields the request
+that ends next. Where every step takes the same time, the end is known at the start.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from heapq import heappop, heappush
 
 from prfaas.planner.profile import DecodeRate
 from prfaas.scheduler.plan import Role
+from prfaas.sim.attempt import Attempt
 from prfaas.sim.events import Events
-from prfaas.sim.job import Job
 from prfaas.types import ClusterId, NodeId
 
 
 class Batch:
-    """Decode slots of one node. `ended(job)` is called after the last token."""
+    """Decode slots of one node. `ended(attempt)` is called after the last token."""
 
     __slots__ = (
         "_at_s",
@@ -34,44 +34,44 @@ class Batch:
         "running",
     )
 
-    def __init__(self, events: Events, rate: DecodeRate, ended: Callable[[Job], None]) -> None:
+    def __init__(self, events: Events, rate: DecodeRate, ended: Callable[[Attempt], None]) -> None:
         self._events = events
         self._ended = ended
-        # One step per batch size, looked up; equal ones need no counting.
+        # Step time by batch size. Where all are equal, no tokens need counting.
         self._step_s = [rate.step_s(batch) for batch in range(rate.bs_max + 1)]
         constant = len(set(self._step_s)) == 1
         self._constant_s = self._step_s[0] if constant else None
         self.running = 0
-        self._tokens = 0.0  # each running request has got so many since the node began
+        self._tokens = 0.0  # that a request running since the start of the node would have
         self._at_s = 0.0
-        self._ends: list[tuple[float, int, Job]] = []
+        self._ends: list[tuple[float, int, Attempt]] = []
         self._serial = 0
         self._wake = 0
 
-    def start(self, job: Job, tokens: int) -> float:
-        """Takes a slot; the time of the first token."""
+    def start(self, attempt: Attempt, tokens: int) -> float:
+        """Takes a slot. Returns the time of the first token."""
         now = self._events.now_s
         if self._constant_s is not None:
             self.running += 1
-            self._events.at(now + tokens * self._constant_s, self._on_end, job)
+            self._events.at(now + tokens * self._constant_s, self._on_end, attempt)
             return now + self._constant_s
         self._advance()
         self.running += 1
         self._serial += 1
-        heappush(self._ends, (self._tokens + tokens, self._serial, job))
-        self._plan()
+        heappush(self._ends, (self._tokens + tokens, self._serial, attempt))
+        self._schedule_next_end()
         return now + self._step_s[self.running]
 
     def clear(self) -> None:
-        """The node is lost; whoever was running is over."""
+        """Drops every request: the node is lost."""
         self.running = 0
         self._ends.clear()
         self._wake += 1
 
-    def _on_end(self, job: Job) -> None:
-        if not job.over:
+    def _on_end(self, attempt: Attempt) -> None:
+        if not attempt.is_over:
             self.running -= 1
-            self._ended(job)
+            self._ended(attempt)
 
     def _advance(self) -> None:
         now = self._events.now_s
@@ -79,7 +79,7 @@ class Batch:
             self._tokens += (now - self._at_s) / self._step_s[self.running]
         self._at_s = now
 
-    def _plan(self) -> None:
+    def _schedule_next_end(self) -> None:
         self._wake += 1
         if self._ends:
             left = max(0.0, self._ends[0][0] - self._tokens)
@@ -94,9 +94,9 @@ class Batch:
         while self._ends and self._ends[0][0] <= self._tokens + 1e-6:
             finished.append(heappop(self._ends)[2])
         self.running -= len(finished)
-        self._plan()
-        for job in finished:
-            self._ended(job)
+        self._schedule_next_end()
+        for attempt in finished:
+            self._ended(attempt)
 
 
 class SimNode:
@@ -124,24 +124,26 @@ class SimNode:
         self.cluster = cluster
         self.role: Role = role
         self.alive = True
-        self.switching = False  # drained, and on its way to another role
+        self.switching = False  # drained, and changing its role
         self.batch = batch
         self.free_kv_bytes = kv_bytes
-        self.queue: deque[Job] = deque()  # waiting to be prefilled here
+        self.queue: deque[Attempt] = deque()  # attempts that wait for their prefill
         self.queued_s = 0.0
-        self.running: Job | None = None
-        self.for_slot: deque[Job] = deque()  # KV is here, no slot is free
-        self.for_memory: deque[Job] = deque()  # not granted yet
-        # Attempts that depend on this node, in order: what a failure ends.
-        self.prefills: dict[Job, None] = {}
-        self.decodes: dict[Job, None] = {}
+        self.running: Attempt | None = None
+        self.for_slot: deque[Attempt] = (
+            deque()
+        )  # attempts whose KV is here and that wait for a slot
+        self.for_memory: deque[Attempt] = deque()  # attempts that wait for their grant
+        # Attempts that depend on this node, in order. A failure of the node ends them.
+        self.prefills: dict[Attempt, None] = {}
+        self.decodes: dict[Attempt, None] = {}
 
     @property
     def drained(self) -> bool:
         return not self.prefills and not self.decodes
 
     def work_s(self, now_s: float) -> float:
-        """Prefill work, queued (as the router expects it) and left of the running one."""
+        """Prefill work: the queue, as the router estimated it, and the rest of the running one."""
         left = max(0.0, self.queued_s)
         if self.running is not None:
             left += self.running.started_s + self.running.service_s - now_s

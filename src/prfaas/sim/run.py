@@ -8,12 +8,13 @@ from math import inf
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig, link_id
-from prfaas.sim.faults import schedule
+from prfaas.sim.faults import schedule_changes
 from prfaas.sim.results.result import Result
 from prfaas.sim.world import World
 
-_STEPS = 200  # of progress
-_HOPELESS_S = 3600.0  # nothing ended for so long, and nothing is going to change
+_PROGRESS_STEPS = 200
+# A run ends when no request has ended for this long and no change is scheduled any more.
+_HOPELESS_S = 3600.0
 
 
 def simulate(
@@ -23,12 +24,12 @@ def simulate(
     *,
     progress: Callable[[float], None] | None = None,
 ) -> Result:
-    """`progress` hears the share of requests that have arrived. The run goes on after the last
-    arrival until every request has ended, or nothing can happen any more."""
+    """`progress` is called with the share of requests that have arrived. The run continues after
+    the last arrival until every request has ended, or until no event can end the rest."""
     world = World(problem, arrivals, config)
-    schedule(world, float(arrivals.at_s[-1]))
+    schedule_changes(world, float(arrivals.at_s[-1]))
     count = len(arrivals)
-    every = max(1, count // _STEPS)
+    every = max(1, count // _PROGRESS_STEPS)
     run_before, arrive = world.events.run_before, world.arrive
     for index, at_s in enumerate(arrivals.at_s.tolist()):
         run_before(at_s)
@@ -46,27 +47,28 @@ def simulate(
     return Result(
         requests=world.columns.requests(),
         series=world.samples.series(
-            world.events.now_s, {way: world.links[way].carried_bits for way in egress}
+            world.events.now_s, {name: world.links[name].carried_bits for name in egress}
         ),
-        roles=world.load.roles(roles),
-        stages=world.load.stages(),
+        roles=world.stages.roles(roles),
+        stages=world.stages.stages(),
         plans=tuple(world.plans),
         copies=world.copies,
         copied_bytes=world.copied_bytes,
         spans=world.spans,
-        window_s=(world.load.start_s, world.load.stop_s),
+        window_s=(world.stages.start_s, world.stages.stop_s),
     )
 
 
 def _finish(world: World) -> None:
-    """Until every request has ended. A deployment that can never answer some (all that prefill are
-    dead for good) would tick for ever, so a long silence after the last upheaval ends it, too."""
+    """Runs until every request has ended. A deployment that can never answer some requests (every
+    prefill node is lost for good) would report for ever. Therefore the run also ends when no
+    request has ended for a long time after the last scheduled change."""
     events, config = world.events, world.config
-    changes = [change.at_s for schedule in config.links.values() for change in schedule]
+    changes = [change.at_s for timed in config.links.values() for change in timed]
     recoveries = [fault.until_s for fault in config.faults if fault.until_s < inf]
-    heard_s = max([events.now_s, *changes, *recoveries])
+    progress_s = max([events.now_s, *changes, *recoveries])
     left = world.in_flight
-    while world.in_flight and events.now_s < heard_s + _HOPELESS_S:
+    while world.in_flight and events.now_s < progress_s + _HOPELESS_S:
         events.run_before(events.now_s + config.report_interval_s)
         if world.in_flight != left:
-            left, heard_s = world.in_flight, max(heard_s, events.now_s)
+            left, progress_s = world.in_flight, max(progress_s, events.now_s)

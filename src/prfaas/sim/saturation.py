@@ -7,22 +7,23 @@ from dataclasses import replace
 import numpy as np
 
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for, hardware_for
+from prfaas.scheduler.plan import find_optimum, hardware_for
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
 
-# Offered over planned load. Enough for a backlog at every stage throughout; much more would part a
-# conversation's turns from the answers they follow, and their prefixes would not be there yet.
+# Offered load over planned capacity. It is enough for a backlog at every stage throughout the run.
+# With much more, the turns of a conversation would arrive before the turns that they follow are
+# served, and their prefixes would not be cached yet.
 _OVERLOAD = 1.1
 
 
 def saturated_rps(problem: Problem, arrivals: Arrivals, config: SimConfig) -> float:
-    """All of `arrivals`, faster than they can be served, over the time until the last first token.
-    That counts the slowest stage's whole work: a stage that ran dry early gains nothing. Without
-    faults."""
+    """All of `arrivals`, offered faster than they can be served, over the time until the last first
+    token. This counts the whole work of the slowest stage: a stage that runs dry early gains
+    nothing. The run is without faults."""
     planned = hardware_for(config.scheduler.policy, problem)
-    offered_rps = _OVERLOAD * best_for(planned).capacity_rps
+    offered_rps = _OVERLOAD * find_optimum(planned).capacity_rps
     flooded = arrivals.scaled(offered_rps / arrivals.mean_rps)
     calm = replace(config, links={}, faults=(), timeline=False)
     rows = simulate(problem, flooded, calm).requests

@@ -1,7 +1,7 @@
-"""Trouble to hold policies against: a link that sags, a burst, a lost node, a hot prefix.
+"""Stress cases for comparing policies: a slow link, a burst, a lost node, a hot prefix.
 
-Each takes the calm run's arrivals and config and gives those of the troubled one; when trouble
-comes is drawn from `rng`, so paired runs see the same.
+Each function takes the arrivals and config of the calm run and returns those of the stressed run.
+The time of the stress is drawn from `rng`, so paired runs see the same stress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stress: TypeAlias = Callable[
 def sagging_link(
     problem: Problem, arrivals: Arrivals, config: SimConfig, rng: np.random.Generator
 ) -> tuple[Arrivals, SimConfig]:
-    """Every link from a PrfaaS cluster carries a tenth for 60 s of every 300 s."""
+    """Every link from a PrfaaS cluster has a tenth of its bandwidth for 60 s of every 300 s."""
     first_s = float(rng.uniform(0, 300))
     starts = np.arange(first_s, float(arrivals.at_s[-1]), 300.0).tolist()
     changes = tuple(
@@ -38,8 +38,8 @@ def sagging_link(
 def burst(
     problem: Problem, arrivals: Arrivals, config: SimConfig, rng: np.random.Generator
 ) -> tuple[Arrivals, SimConfig]:
-    """For 30 s somewhere between a fifth and a half of the run requests come five times as fast;
-    what follows moves up, so that the traffic before and after is what it was."""
+    """For 30 s, starting between a fifth and a half of the run, requests come five times as fast.
+    Later arrivals move up, so that the rate before and after the burst is unchanged."""
     at = arrivals.at_s
     start = float(rng.uniform(0.2, 0.5)) * float(at[-1])
     pulled = np.minimum(np.maximum(at - start, 0.0), 5 * 30.0) * (1 - 1 / 5)
@@ -49,7 +49,7 @@ def burst(
 def node_lost(
     problem: Problem, arrivals: Arrivals, config: SimConfig, rng: np.random.Generator
 ) -> tuple[Arrivals, SimConfig]:
-    """One node of the first PrfaaS cluster dies in the first half and stays away."""
+    """One node of the first PrfaaS cluster is lost in the first half and does not return."""
     pool = problem.remotes[0].pool
     names = node_names(pool.cluster, pool.instances)
     node = names[int(rng.integers(len(names)))]
@@ -60,15 +60,15 @@ def node_lost(
 def hot_prefix(
     problem: Problem, arrivals: Arrivals, config: SimConfig, rng: np.random.Generator
 ) -> tuple[Arrivals, SimConfig]:
-    """From the first third on, a third of all prompts begin with the same 24 blocks (12,288 tokens
-    of 512), put in front of what they were: a document everybody asks about."""
+    """After the first third of the run, a third of all prompts begin with the same 24 blocks of 512
+    tokens (12,288 tokens), put in front of the original prompt: a popular document."""
     assert arrivals.hashes is not None and config.cache is not None, "needs prefix caches"
     blocks = tuple(BlockHash(b"hot prefix %d" % index) for index in range(24))
     later = arrivals.at_s > float(arrivals.at_s[-1]) / 3
     chosen = later & (rng.random(len(arrivals)) < 1 / 3)
     extra = len(blocks) * config.cache.block_tokens
     hashes = [
-        # Names are chained: behind another beginning the same text has another name.
+        # Hashes are chained: after another beginning, the same text has other hashes.
         (*blocks, *(BlockHash(b"hot" + name) for name in names)) if hot else names
         for names, hot in zip(arrivals.hashes, chosen.tolist(), strict=True)
     ]

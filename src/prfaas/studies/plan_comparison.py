@@ -8,8 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from prfaas.config.strict import decode, parse_toml, read_text
-from prfaas.planner.plan import Comparison
-from prfaas.planner.report import SYSTEMS, plan_as_dict
+from prfaas.planner.report import SYSTEMS, comparison_as_dict
 
 
 class PublishedTheta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,9 +51,9 @@ def read_published(path: Path) -> Published:
     return decode(parse_toml(read_text(path), path), Published, path)
 
 
-def compare(plan: Comparison, published: Published) -> list[Row]:
+def compare(plan: DeploymentComparison, published: Published) -> list[Row]:
     """One row for every figure in the published file."""
-    ours = plan_as_dict(plan)
+    ours = comparison_as_dict(plan)
     rows = []
     for system in SYSTEMS:
         theirs = msgspec.to_builtins(getattr(published, system))

@@ -14,10 +14,10 @@ from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadS
 from prfaas.config.trace import read_trace
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
+from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.curves import Reading
-from prfaas.planner.plan import Comparison, Planner
 from prfaas.planner.problem import Problem, build_problem
-from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached
+from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached_requests
 
 
 class Study:
@@ -31,9 +31,9 @@ class Study:
         self._workloads: dict[bytes, Workload] = {}
         self._planners: dict[tuple[int, KVSpec], Planner] = {}
 
-    def plan(self, deployment: Deployment, load_rps: float | None = None) -> Comparison:
+    def plan(self, deployment: Deployment, load_rps: float | None = None) -> DeploymentComparison:
         problem = self.problem(deployment)
-        return self.planner(problem).plan(problem, load_rps)
+        return self.planner(problem).compare(problem, load_rps)
 
     def planner(self, problem: Problem) -> Planner:
         key = (
@@ -97,7 +97,7 @@ class Study:
         path = self._file.parent / section.path
         try:
             rows = read_trace(path, section.block_tokens)
-            requests = uncached(rows, section.block_tokens)
+            requests = uncached_requests(rows, section.block_tokens)
         except InputError as error:
             raise error.in_file(path) from None
         return empirical(requests, output_tokens=section.output_tokens)

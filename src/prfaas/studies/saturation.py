@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prfaas.planner.plan import DEFAULT_UTILISATION
+from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.sim.arrivals import Arrivals
-from prfaas.sim.results.service_level import Promise
-from prfaas.sim.results.summary import Spread, summarise
+from prfaas.sim.results.service_level import ServiceLevel
+from prfaas.sim.results.summary import TtftSpread, summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
 from prfaas.studies.plan_comparison import Published, PublishedSystem, read_published
@@ -26,8 +26,8 @@ class Saturated(NamedTuple):
     rps: float
     ratio: float  # PrfaaS-PD's throughput over this one's
     published_ratio: float | None
-    ttft_s: Spread  # at DEFAULT_UTILISATION of `rps`
-    ttft_without_queueing_s: Spread
+    ttft_s: TtftSpread  # at DEFAULT_UTILISATION of `rps`
+    ttft_without_queueing_s: TtftSpread
     published: PublishedSystem
 
 
@@ -35,7 +35,7 @@ def saturate(
     deployment: Path,
     cases: Mapping[str, Case],
     arrivals: Arrivals,
-    promises: Mapping[str, Promise],
+    levels: Mapping[str, ServiceLevel],
 ) -> list[Saturated]:
     """The first policy stands for PrfaaS-PD; plans stay as they are. Published figures come from
     the file of the deployment's name with `.published.toml`, where there is one."""
@@ -53,7 +53,8 @@ def saturate(
     for name, (problem, config) in systems.items():
         speed = DEFAULT_UTILISATION * rps[name] / arrivals.mean_rps
         loaded = summarise(
-            simulate(problem, arrivals.scaled(speed), config), promises.get(name, promises[first])
+            simulate(problem, arrivals.scaled(speed), config),
+            levels.get(name, levels[first]),
         )
         rows.append(
             Saturated(

@@ -18,12 +18,14 @@ import msgspec
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.clock import Clock
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, ResponseParams, encode
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import InputError, PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import LOOK_S, PREFILL_S
 from prfaas.http_client.client import HttpClient, open_client
-from prfaas.scheduler.handoff import handoff as handoff_length
-from prfaas.types import Compat, Grant, NotNow, OpenTransfer
+from prfaas.scheduler.handoff import choose_handoff
+from prfaas.types import Compat, Grant, NotNow
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class _SingleHandoff:
         if request.salt:  # vLLM refuses an empty one
             fields["cache_salt"] = request.salt
         compat = await _compat(self._receiver)
-        length = handoff_length(len(ids), compat.block_tokens, resumable=False).handoff_tokens
+        length = choose_handoff(len(ids), compat.block_tokens, resumable=False).handoff_tokens
         transfer: dict[str, Any] = {}
         self._began_s = self._clock.now()
         if length:
@@ -148,9 +150,7 @@ class _SingleHandoff:
             hashes = block_hashes(ids[:length], compat.block_tokens, salt=request.salt)
             grant = await self._open(OpenTransfer(tuple(hashes), length, sender))
             await self._transfer(grant, fields, length)
-            transfer = {
-                "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
-            }
+            transfer = {"kv_transfer_params": encode(RemotePrefill(grant.transfer_id))}
         with self._step("decode") as step:
             answer = await self._decode.complete(**fields, **transfer)
             step.note = f"{answer['usage']['completion_tokens']} tokens; {_cached(answer)}"
@@ -195,19 +195,17 @@ class _SingleHandoff:
             commit.nbytes, commit.note = sent.nbytes, "sent"
 
     async def _compute(self, grant: Grant, fields: dict[str, Any], length: int) -> None:
-        params = {
-            "do_remote_decode": True,
-            "grant": msgspec.to_builtins(grant),
-            "handoff_tokens": length,
-        }
+        params = encode(RemoteDecode(grant, length))
         prompt = fields["prompt"][:length]
         with self._step("prefill") as step:
             answer = await self._prefill.complete(
                 **{**fields, "prompt": prompt, "max_tokens": 1}, kv_transfer_params=params
             )
-            error = (answer.get("kv_transfer_params") or {}).get("error")
-            if error:
-                raise InputError(f"{error['code']}: {error['message']}", where=self._prefill.url)
+            found = msgspec.convert(answer.get("kv_transfer_params") or {}, ResponseParams)
+            if found.error:
+                raise InputError(
+                    f"{found.error.code}: {found.error.message}", where=self._prefill.url
+                )
             step.note = f"{length} tokens; {_cached(answer)}"
 
     async def _commit(self, grant: Grant) -> HandoffStep:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from prfaas.config import Deployment, parse_deployment
 from prfaas.errors import InputError
-from prfaas.planner.plan import Comparison
+from prfaas.planner.comparison import DeploymentComparison
 from prfaas.studies.problem_files import Study
 
 Point = tuple[Any, Deployment]
@@ -18,7 +18,7 @@ Point = tuple[Any, Deployment]
 
 class SweepPoint(NamedTuple):
     value: Any
-    plan: Comparison
+    plan: DeploymentComparison
 
 
 def run_sweep(

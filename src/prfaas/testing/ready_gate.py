@@ -19,8 +19,8 @@ from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import WireError
 from prfaas.kvd.engine_socket.messages import (
     Commit,
-    Frames,
-    Numbered,
+    FrameReader,
+    NumberedCall,
     Ready,
     Register,
     decode_call,
@@ -84,14 +84,14 @@ class ReadyGate:
                 thread.start()
 
     def _forward_calls(self, engine: socket.socket, kvd: socket.socket) -> None:
-        frames = Frames()
+        frames = FrameReader()
         with suppress(OSError, WireError):
             while data := engine.recv(_READ_BYTES):
                 passing = [self._filter(decode_call(body)) for body in frames.feed(data)]
                 kvd.sendall(b"".join(passing))
         _end(kvd)
 
-    def _filter(self, numbered: Numbered) -> bytes:
+    def _filter(self, numbered: NumberedCall) -> bytes:
         """Returns the bytes to forward: of this message, and of messages held before it."""
         call = numbered.call
         if isinstance(call, Ready) and self.holding:
@@ -107,7 +107,7 @@ class ReadyGate:
                 # Use the connection of the commit, so that the commit does not overtake them. The
                 # committing process owns the lease, although others may have written to it.
                 released = self._held.pop(call.lease_id, [])
-        return b"".join([*(frame(Numbered(0, ready)) for ready in released), frame(numbered)])
+        return b"".join([*(frame(NumberedCall(0, ready)) for ready in released), frame(numbered)])
 
     def _forward_responses(self, engine: socket.socket, kvd: socket.socket) -> None:
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Between text and token ids, as a Hugging Face checkpoint says: tokenizer, chat template, text
-that grows. No torch; knows nothing of requests. Gateways and nodes use the same, so that a prompt
-is the same tokens wherever it is read.
+"""Text to token ids and back, as a Hugging Face checkpoint defines it: tokenizer, chat template,
+incremental detokeniser. No torch; knows nothing of requests. Gateways and nodes use the same code,
+so that both get the same tokens from a prompt.
 """
 
 from prfaas.text.chat import Chat

@@ -1,4 +1,4 @@
-"""The fields of a chat request that make its prompt. Names and defaults are vLLM's."""
+"""The fields of a chat request that determine its prompt. Names and defaults are vLLM's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Chat(msgspec.Struct, frozen=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # the template has put everything around the text already
+    add_special_tokens: bool = False  # the template has already added them
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What a template sees beside the conversation."""
+        """The template's variables besides the conversation."""
         effort, asked = self.reasoning_effort, self.chat_template_kwargs or {}
         if effort is None:
             return asked

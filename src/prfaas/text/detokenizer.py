@@ -1,7 +1,7 @@
-"""Text as it grows: incremental detokenising, and stop strings that end it. Pure.
+"""Incremental detokenising, and stop strings that end the text. Pure.
 
-A token may end in the middle of a character, and a stop string may span tokens, so text is given
-out only when it can no longer change and no longer become part of a stop string.
+A token may end in the middle of a character, and a stop string may span tokens. So text is returned
+only when it can no longer change and can no longer become part of a stop string.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for part of a
 
 
 class Detokenizer:
-    """The pieces' concatenation is the decoded whole.
+    """Returns text piece by piece; the concatenation of the pieces is the decoded whole.
 
         ids   (dropped) | the last piece | held |
                                          ^ given
 
     Decoders may treat a first token specially (a leading space), so every piece is decoded
-    together with the one before it and cut off behind that.
+    together with the piece before it, whose text is then cut off.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -34,13 +34,13 @@ class Detokenizer:
         text, known = self._pending()
         if len(text) <= known or text.endswith(_UNFINISHED):
             return ""
-        # Only what a next piece still needs is kept: a long answer costs no more per token.
+        # Keep only the ids that the next piece needs: a long answer costs no more per token.
         self._ids = self._ids[self._given :]
         self._given = len(self._ids)
         return text[known:]
 
     def finish(self) -> str:
-        """What was held; an unfinished character stays a replacement character."""
+        """The rest of the text. An unfinished character stays a replacement character."""
         text, known = self._pending()
         return text[known:]
 
@@ -50,10 +50,10 @@ class Detokenizer:
 
 
 class AnswerText:
-    """The text of one answer: pieces to send, until a stop string ends it."""
+    """The text of one answer, in pieces to send, until a stop string ends it."""
 
     def __init__(self, decode: Decode | None, stops: Sequence[str] = ()) -> None:
-        """Without `decode` there are tokens only, and no text."""
+        """Without `decode` the answer has tokens and no text."""
         assert decode is not None or not stops
         self._detokenizer = Detokenizer(decode) if decode is not None else None
         self._stops = tuple(stops)

@@ -1,7 +1,7 @@
-"""Chat templates, rendered as transformers renders them: sandboxed Jinja with its few additions.
+"""Chat templates, rendered as transformers renders them: sandboxed Jinja with a few additions.
 
-A template is code of the model's author and its input comes from strangers: nothing but plain JSON
-values reaches it, and what it raises is a fault of the request.
+A template is code of the model's author and its input comes from untrusted clients. It gets plain
+JSON values only, and an exception that it raises is an error of the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: `bos_token` and the like. InputError: not a template."""
+        """`special_tokens` are `bos_token` and the like. InputError when `source` is not a
+        template."""
         self._special_tokens = special_tokens
         environment = _environment()
         try:
@@ -38,7 +39,7 @@ class ChatTemplate:
             raise InputError(f"not a chat template: {error}", where="chat_template") from None
 
     def render(self, chat: Chat) -> str:
-        """InputError: the template does not take it."""
+        """The prompt's text. InputError when the template refuses the chat."""
         messages = [_with_reasoning(message) for message in chat.messages]
         last = ""
         if chat.continue_final_message:
@@ -55,12 +56,16 @@ class ChatTemplate:
                 }
             )
         except RecursionError:
-            raise InputError("nested too deeply for the chat template", where="messages") from None
+            raise InputError(
+                "the messages are nested too deeply for the chat template", where="messages"
+            ) from None
         except Exception as error:
-            # The author's code on a stranger's input: raise_exception(), or whatever Python raises
-            # for a type that it cannot take.
-            said = str(error) or type(error).__name__
-            raise InputError(f"the chat template refuses it: {said}", where="messages") from None
+            # The author's code on a client's input: raise_exception(), or any error that Python
+            # raises for an unexpected type.
+            reason = str(error) or type(error).__name__
+            raise InputError(
+                f"the chat template refuses the messages: {reason}", where="messages"
+            ) from None
         return _cut(text, last) if chat.continue_final_message else text
 
 
@@ -79,7 +84,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationMarks(jinja2.ext.Extension):
-    """`{% generation %}`: marks the assistant's words for training; rendered, it is its body."""
+    """`{% generation %}` marks the assistant's text for training; it renders as its body."""
 
     tags = {"generation"}
 
@@ -100,7 +105,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML."""
+    """JSON without HTML escapes, unlike Jinja's filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -115,7 +120,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _TemplateDict:
-    """`dict(...)`, without the class."""
+    """`dict(...)` without access to the class."""
 
     def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
         return dict(*items, **named)
@@ -126,7 +131,7 @@ class _TemplateDict:
 
 class _TemplateNamespace(Namespace):
     def __init__(*arguments: Any, **named: Any) -> None:
-        # As Jinja's own: `self` is a name that a template may give.
+        # As in Jinja: a template may use `self` as a name.
         self, rest = arguments[0], arguments[1:]
         attributes = dict(*rest, **named)
         for name in attributes:
@@ -154,7 +159,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The last message with a mark behind it, at which the rendered text will be cut off."""
+    """The messages with a mark after the last one, at which the rendered text is cut off."""
     *before, final = messages or [{}]
     content = final.get("content")
     if isinstance(content, str):
@@ -167,7 +172,7 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
                 parts[index] = {**part, "text": part["text"] + _CONTINUE}
                 return [*before, {**final, "content": parts}], part["text"]
     raise InputError(
-        "the last message has no text to continue", where="continue_final_message", fix="add some"
+        "the last message has no text to continue", where="continue_final_message", fix="add text"
     )
 
 
@@ -179,13 +184,13 @@ def _cut(text: str, last: str) -> str:
             where="continue_final_message",
         )
     at = text.rindex(mark)
-    # A template that trims messages has trimmed the mark's space, and would have the text's own.
+    # A template that trims messages has trimmed the mark's space; it would trim the text's too.
     kept = text[at : at + len(_CONTINUE)] == _CONTINUE
     return text[:at] if kept else text[:at].rstrip()
 
 
 def _content_is_parts(template: nodes.Template) -> bool:
-    """Whether the template walks through `message.content` instead of writing it as text."""
+    """Whether the template iterates over `message.content` instead of writing it as text."""
     contents = {"content"}
     for assign in template.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, contents):

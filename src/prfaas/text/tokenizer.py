@@ -1,5 +1,5 @@
-"""What a checkpoint's folder says of text: `tokenizer.json`, `tokenizer_config.json` and the chat
-template in it or beside it (`chat_template.jinja`)."""
+"""Loads a checkpoint's `tokenizer.json`, `tokenizer_config.json` and chat template. The template is
+in the latter or in `chat_template.jinja`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class ModelTokenizer:
-    """Safe to use from several threads at once; encoding lets other threads run."""
+    """Safe to use from several threads at once. Encoding releases the GIL."""
 
     def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate]) -> None:
-        # A checkpoint may ask for truncated or padded batches; a prompt is what the client sent.
+        # A checkpoint may configure truncation or padding; a prompt is used as the client sent it.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._templates = templates
-        # Characters; no token stands for more, so a text has at least so many tokens.
+        # In characters. A text has at least len(text) / longest_token tokens.
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: with what the tokenizer puts around a text."""
+        """`add_special_tokens`: add the tokens that the tokenizer puts around a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """`chat` is as clients send it. InputError names the field."""
+        """The prompt of a client's chat request. InputError names the field."""
         return self.encode(self.render(chat), add_special_tokens=chat.add_special_tokens)
 
     def render(self, chat: Chat) -> str:
@@ -71,8 +71,8 @@ def _tokenizer(path: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"not a tokenizer: {error}", file=path) from None
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"the file is not a tokenizer: {error}", file=path) from None
 
 
 def _templates(directory: Path) -> dict[str, ChatTemplate]:
@@ -82,7 +82,9 @@ def _templates(directory: Path) -> dict[str, ChatTemplate]:
         try:
             config = msgspec.json.decode(read_text(path), type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise InputError(f"not a tokenizer's configuration: {error}", file=path) from None
+            raise InputError(
+                f"the file is not a tokenizer's configuration: {error}", file=path
+            ) from None
     special = _special_tokens(config)
     beside = directory / "chat_template.jinja"
     if beside.is_file():
@@ -98,7 +100,7 @@ def _templates(directory: Path) -> dict[str, ChatTemplate]:
 
 
 def _sources(templates: object) -> dict[str, str]:
-    """One template, or a list of named ones."""
+    """Templates by name, from one template or a list of named ones."""
     if isinstance(templates, str):
         return {_DEFAULT: templates}
     if isinstance(templates, list):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prfaas.cache.groups import unit_bytes
 from prfaas.cache.storage.arena import MAX_PADDING, Arena, choose_layout
 from prfaas.errors import InputError
-from prfaas.kvspec import GQA, MLA, Linear, Window, build_spec
+from prfaas.kvspec import GQA, MLA, Linear, WindowedGQA, build_spec
 from tests.cache.builders import SEEDED
 
 
@@ -37,7 +37,7 @@ def test_real_models_get_whole_memory_pages(block_tokens: int) -> None:
     for geometries in (
         (MLA(tuple(range(15)), 512, 64), Linear(tuple(range(42)), 64, 64, 128, 128, 4)),
         (MLA(tuple(range(7)), 512, 64), Linear(tuple(range(20)), 32, 32, 128, 128, 4)),
-        (GQA((0, 1), 4, 256, 256), Window((2, 3, 4), 4, 256, 256, 512)),
+        (GQA((0, 1), 4, 256, 256), WindowedGQA((2, 3, 4), 4, 256, 256, 512)),
     ):
         layout = choose_layout(unit_bytes(build_spec(geometries), block_tokens))
         assert layout.page_bytes % 4096 == 0

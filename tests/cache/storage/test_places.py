@@ -22,7 +22,7 @@ def test_a_page_table_leads_to_the_same_bytes_as_the_pool() -> None:
     os.ftruncate(fd, 500 * layout.page_bytes)
     pool_side, engine_side = (Arena(fd, layout.page_bytes, 500) for _ in range(2))
     pool = make_pool(SPEC, pages=500, arena=pool_side)
-    lease = pool.reserve(hashes_of(PROMPT), len(PROMPT), now=0.0, ttl_s=1.0)
+    lease = pool.reserve(hashes_of(PROMPT), len(PROMPT), now=0.0)
     assert isinstance(lease, Lease)
     assert not pool.tables(lease.id).readable
     written = dict(pool.tables(lease.id).writable)

@@ -1,4 +1,5 @@
-"""Every architecture: loads with transformers, is read by the catalog, and tells states apart."""
+"""Every architecture: loads with transformers, is read by the catalog, and its output depends on
+its state."""
 
 from __future__ import annotations
 
@@ -12,23 +13,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prfaas.catalog.hf_config import geometry_of
 from prfaas.engine.checkpoint.architectures import ARCHITECTURES, MAX_TOKENS, SIZES
-from prfaas.engine.checkpoint.make import Made, make_checkpoint
+from prfaas.engine.checkpoint.make import MadeCheckpoint, make_checkpoint
 from prfaas.engine.checkpoint.tokenizer import VOCAB_SIZE
 from prfaas.errors import InputError
-from prfaas.kvspec import MLA, Linear, Window
+from prfaas.kvspec import MLA, Linear, WindowedGQA
 
 NEW_TOKENS = 16
 PROMPT_TOKENS = 160  # beyond every window
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeCheckpoint]:
     folder = tmp_path_factory.mktemp("models")
     return {arch: make_checkpoint(folder / arch, arch) for arch in ARCHITECTURES}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_depend_on_the_whole_prompt(made: dict[str, Made], arch: str) -> None:
+def test_greedy_tokens_depend_on_the_whole_prompt(
+    made: dict[str, MadeCheckpoint], arch: str
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(made[arch].directory).eval()
     assert model.dtype == torch.float32
     assert model.config.vocab_size == VOCAB_SIZE
@@ -47,12 +50,12 @@ def test_greedy_tokens_depend_on_the_whole_prompt(made: dict[str, Made], arch: s
         )[:, PROMPT_TOKENS:].tolist()
     assert all(len(set(answer)) > NEW_TOKENS // 2 for answer in tokens), "repeats itself"
     matches = sum(a == b for a, b in zip(tokens[0], tokens[1], strict=True))
-    assert matches < NEW_TOKENS // 4, "says the same to everybody"
+    assert matches < NEW_TOKENS // 4, "the output does not depend on the prompt"
     assert tokens[2] != tokens[0], "has forgotten the beginning"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_catalog_reads_its_geometry(made: dict[str, Made], arch: str) -> None:
+def test_the_catalog_reads_its_geometry(made: dict[str, MadeCheckpoint], arch: str) -> None:
     config = json.loads((made[arch].directory / "config.json").read_text())
     found = geometry_of(config)
     layers = {layer for geometry in found.geometries for layer in geometry.layers}
@@ -60,11 +63,11 @@ def test_the_catalog_reads_its_geometry(made: dict[str, Made], arch: str) -> Non
     assert found.kv_dtype == found.state_dtype == "float32"
     assert made[arch].max_tokens >= MAX_TOKENS
     for geometry in found.geometries:
-        assert not isinstance(geometry, Window) or geometry.window <= PROMPT_TOKENS
+        assert not isinstance(geometry, WindowedGQA) or geometry.window <= PROMPT_TOKENS
 
 
 def test_the_default_model_has_three_kda_layers_to_one_of_latent_attention(
-    made: dict[str, Made],
+    made: dict[str, MadeCheckpoint],
 ) -> None:
     config = json.loads((made["kimi-linear"].directory / "config.json").read_text())
     kinds = {type(geometry): geometry.layers for geometry in geometry_of(config).geometries}
@@ -73,7 +76,9 @@ def test_the_default_model_has_three_kda_layers_to_one_of_latent_attention(
     assert min(kinds[MLA]) < made["kimi-linear"].layers // 2
 
 
-def test_text_comes_back_and_a_conversation_has_its_markers(made: dict[str, Made]) -> None:
+def test_text_comes_back_and_a_conversation_has_its_markers(
+    made: dict[str, MadeCheckpoint],
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made["kimi-linear"].directory)
     assert len(tokenizer) == VOCAB_SIZE
     for text in ("Hello, world!", " ünïcode 日本語 🙂\n\ttabs  and spaces ", "\x00\x7f", "don't"):
@@ -93,10 +98,12 @@ def test_text_comes_back_and_a_conversation_has_its_markers(made: dict[str, Made
     assert tokenizer.eos_token_id in range(256, VOCAB_SIZE)
 
 
-def test_the_same_seed_gives_the_same_bytes(made: dict[str, Made], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(
+    made: dict[str, MadeCheckpoint], tmp_path: Path
+) -> None:
     before = torch.random.get_rng_state()
     again = make_checkpoint(tmp_path / "again")
-    assert torch.equal(torch.random.get_rng_state(), before), "somebody else's generator moved"
+    assert torch.equal(torch.random.get_rng_state(), before), "the global generator changed"
     names = sorted(path.name for path in again.directory.iterdir())
     assert names == sorted(path.name for path in made["kimi-linear"].directory.iterdir())
     for name in names:
@@ -110,7 +117,7 @@ def test_the_same_seed_gives_the_same_bytes(made: dict[str, Made], tmp_path: Pat
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_small_one_is_larger(made: dict[str, Made], tmp_path: Path, arch: str) -> None:
+def test_a_small_one_is_larger(made: dict[str, MadeCheckpoint], tmp_path: Path, arch: str) -> None:
     small = make_checkpoint(tmp_path / arch, arch, "small")
     assert small.layers == 12
     assert small.parameters > 4 * made[arch].parameters
@@ -138,5 +145,5 @@ def test_names_nobody_knows(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "a", size="huge")  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot write"):
         make_checkpoint(tmp_path / "file")

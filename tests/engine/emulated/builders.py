@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from prfaas.engine.api import Limits
-from prfaas.engine.emulated import EmulatedEngine
-from prfaas.kvspec import GQA, MLA, KVSpec, Linear, Window, build_spec
+from prfaas.engine.api import EngineLimits
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
+from prfaas.kvspec import GQA, MLA, KVSpec, Linear, WindowedGQA, build_spec
 from prfaas.planner.profile import DecodeStep, PrefillProfile, PrefillTime
 
 LAYERS = 8
@@ -14,7 +14,7 @@ SPEC: KVSpec = build_spec(
     [
         GQA((3,), kv_heads=2, k_dim=8, v_dim=4),
         MLA((7,), kv_lora_rank=9, rope_dim=4),
-        Window((1, 5), kv_heads=1, k_dim=4, v_dim=4, window=16),
+        WindowedGQA((1, 5), kv_heads=1, k_dim=4, v_dim=4, window=16),
         Linear((0, 2, 4, 6), k_heads=2, v_heads=3, k_dim=4, v_dim=5, conv_kernel=4),
     ]
 )
@@ -23,6 +23,7 @@ PROFILE = PrefillProfile(
     provenance="measured: made up",
 )
 STEPS = (DecodeStep(1, 0.2), DecodeStep(8, 0.5))
+MODEL = EmulatedModel("made-up", SPEC, PROFILE, STEPS)
 
 
 def emulated(
@@ -33,7 +34,5 @@ def emulated(
     vocab_size: int = 256,
     **options: Any,
 ) -> EmulatedEngine:
-    limits = Limits(max_tokens, vocab_size, max_running, max_waiting)
-    return EmulatedEngine(
-        SPEC, PROFILE, STEPS, model="made-up", limits=limits, block_tokens=64, **options
-    )
+    limits = EngineLimits(max_tokens, vocab_size, max_running, max_waiting)
+    return EmulatedEngine(MODEL, limits=limits, block_tokens=64, **options)

@@ -57,5 +57,5 @@ def test_buffers_in_pieces_are_filled_and_checked_in_order() -> None:
         content.check(segment, views[::-1])
     with pytest.raises(EngineError, match="full0/3/10-20"):
         content.check(segment, views[:-1])
-    with pytest.raises(EngineError, match="room for 7 of"):
+    with pytest.raises(EngineError, match="the buffers have 7 of"):
         content.write(segment, views[:1])

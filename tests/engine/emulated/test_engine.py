@@ -6,15 +6,15 @@ import pytest
 
 from prfaas.engine.api import (
     Engine,
+    EngineLimits,
     Export,
     Finished,
-    Limits,
     Prefilled,
     Resume,
     Sampling,
     StepTiming,
 )
-from prfaas.engine.emulated import EmulatedEngine, Scales, scaled_spec
+from prfaas.engine.emulated import EmulatedEngine, EmulatedModel, Scales, scaled_spec
 from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import Segment
@@ -90,7 +90,7 @@ class Stepped:
     def move(self, seconds: float) -> None:
         """In seconds of the profile."""
         self.clock.advance(seconds * 1000.0)
-        self.engine.cancel("nobody")  # wakes it
+        self.engine.cancel("unknown")  # wakes the engine
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_prompt_takes_what_the_profile_says(stepped: Stepped) -> None:
 
 
 class Known:
-    """The state of the usual prompt, computed by nobody: what an engine would have exported."""
+    """The state of the usual prompt as an engine would have exported it, without computing it."""
 
     def __init__(self, tokens: int) -> None:
         from prfaas.engine.emulated.content import Content
@@ -219,9 +219,12 @@ def test_fewer_bytes_travel_and_are_still_checked(make_engine: MakeEngine) -> No
 
 
 def test_an_instance_without_decode_steps_only_prefills(make_engine: MakeEngine) -> None:
-    limits = Limits(1000, 256, max_running=0, max_waiting=4)
+    limits = EngineLimits(1000, 256, max_running=0, max_waiting=4)
     engine = EmulatedEngine(
-        SPEC, PROFILE, (), model="m", limits=limits, block_tokens=64, scales=Scales(time=1e-3)
+        EmulatedModel("m", SPEC, PROFILE, ()),
+        limits=limits,
+        block_tokens=64,
+        scales=Scales(time=1e-3),
     )
     try:
         assert len(Watched(engine, job(sampling=greedy(1))).tokens) == 1

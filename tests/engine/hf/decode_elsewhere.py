@@ -1,4 +1,4 @@
-"""A process of its own: loads a checkpoint, imports states that came as bytes, decodes.
+"""A separate process: loads a checkpoint, imports states that came as bytes, decodes.
 
 python -m tests.engine.hf.decode_elsewhere CHECKPOINT CASES ANSWERS
 """
@@ -9,7 +9,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from prfaas.engine.api import Job, Resume, Sampling
+from prfaas.engine.api import EngineJob, Resume, Sampling
 from prfaas.engine.hf import HFEngine, load_model
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import run
@@ -21,7 +21,7 @@ def main(directory: str, cases: str, answers: str) -> None:
     for prompt, length, dumped in pickle.loads(Path(cases).read_bytes()):
         state = MemorySegments.load(engine.spec, dumped)
         sampling = Sampling(max_tokens=64, ignore_eos=True)
-        job = Job("decode", prompt, sampling, resume=Resume(length, state))
+        job = EngineJob("decode", prompt, sampling, resume=Resume(length, state))
         tokens.append(run(engine, job).tokens)
     engine.close()
     Path(answers).write_bytes(pickle.dumps(tokens))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.engine.api import Export, Job, Sampling
+from prfaas.engine.api import EngineJob, Export, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import MemorySegments
@@ -44,7 +44,7 @@ def watched_prefill(loaded: LoadedModel, tokens: int, chunk_tokens: int) -> list
     try:
         sink = Watched(loaded.spec, order)
         prompt = [token % 256 for token in range(tokens)]
-        run(engine, Job("p", prompt, PREFILL_ONLY, export=Export(sink, tokens)))
+        run(engine, EngineJob("p", prompt, PREFILL_ONLY, export=Export(sink, tokens)))
     finally:
         engine.close()
         for hook in hooks:
@@ -94,10 +94,10 @@ def test_checkpoints_are_the_states_a_prefill_of_that_length_leaves(arch: str) -
     spec, prompt = models.loaded(arch).spec, models.prompt(arch, 150)
     sink = MemorySegments(spec)
     export = Export(sink, 150, checkpoint_tokens=(64, 128))
-    run(models.engine(arch, chunk_tokens=512), Job("p", prompt, PREFILL_ONLY, export=export))
+    run(models.engine(arch, chunk_tokens=512), EngineJob("p", prompt, PREFILL_ONLY, export=export))
     for length in (64, 128):
         alone = MemorySegments(spec)
-        job = Job("q", prompt[:length], PREFILL_ONLY, export=Export(alone, length))
+        job = EngineJob("q", prompt[:length], PREFILL_ONLY, export=Export(alone, length))
         run(models.engine(arch, chunk_tokens=64), job)
         for segment in alone.segments:
             expected = b"".join(alone.views(segment))
@@ -128,5 +128,5 @@ def test_pages_may_cut_tokens_and_states(arch: str, page_bytes: int) -> None:
     spec, prompt = models.loaded(arch).spec, models.prompt(arch, 100)
     whole, pages = MemorySegments(spec), Pages(spec, page_bytes)
     for sink in (whole, pages):
-        run(models.engine(arch), Job("p", prompt, PREFILL_ONLY, export=Export(sink, 100)))
+        run(models.engine(arch), EngineJob("p", prompt, PREFILL_ONLY, export=Export(sink, 100)))
     assert pages.dump() == whole.dump()

@@ -1,4 +1,4 @@
-"""What cannot be loaded says so in one line that names the directory and the fix."""
+"""Loading errors are one line that names the directory and the fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, Qwen3Config, Qwen3ForCausalLM
 
-from prfaas.engine.api import Job, Sampling
+from prfaas.engine.api import EngineJob, Sampling
 from prfaas.engine.hf import load_model
 from prfaas.engine.runner import run
 from prfaas.errors import InputError
@@ -50,23 +50,23 @@ def test_weights_missing_or_cut_short(tmp_path: Path) -> None:
     shutil.copytree(models.checkpoint("qwen3"), broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load it" in refused(broken)
+    assert "cannot load the checkpoint" in refused(broken)
     weights.unlink()
-    assert "cannot load it" in refused(broken)
+    assert "cannot load the checkpoint" in refused(broken)
 
 
 def test_a_cache_layer_of_another_kind(tmp_path: Path) -> None:
-    """DeepSeek-V3.2's indexer keeps keys of its own beside the latents."""
+    """DeepSeek-V3.2's indexer keeps separate keys beside the latents."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY["deepseek_v32"]))
     message = refused(path, random_weights=True)
-    assert "DynamicIndexedLayer, which this engine cannot move" in message
+    assert "DynamicIndexedLayer, which cannot be exported" in message
 
 
 def test_wrong_device_and_dtype() -> None:
     directory = models.checkpoint("qwen3")
     assert "use cpu, cuda or cuda:N" in refused(directory, device="tpu")
-    assert "CUDA devices here" in refused(directory, device=f"cuda:{torch.cuda.device_count()}")
+    assert "this host has" in refused(directory, device=f"cuda:{torch.cuda.device_count()}")
     assert "use one of: float32" in refused(directory, dtype="int3")
 
 
@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_model() -> None:
     engine = models.engine("qwen3")
     longest = engine.limits.max_tokens
     with pytest.raises(InputError, match=f"more than the model's {longest}"):
-        run(engine, Job("long", [1] * longest, Sampling(max_tokens=1)))
+        run(engine, EngineJob("long", [1] * longest, Sampling(max_tokens=1)))
 
 
 def test_revisions_tell_weights_apart(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_config_alone_builds_a_random_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", models.ALL)
 def test_the_spec_is_the_configs_own(arch: str) -> None:
-    """What the model's code caches is what `prfaas kv` says of the same config."""
+    """The model's code caches the bytes that `prfaas kv` prints for the same config."""
     from prfaas.catalog.hf_file import read_hf_config
 
     config = read_hf_config(models.checkpoint(arch))

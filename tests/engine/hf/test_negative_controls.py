@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from prfaas.engine.api import Export, Job, Resume, Sampling
+from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import run
 from prfaas.errors import EngineError
@@ -23,7 +23,8 @@ def state_of(arch: str) -> Dump:
     sink = MemorySegments(models.loaded(arch).spec)
     export = Export(sink, HANDOFF)
     run(
-        models.engine(arch), Job("prefill", prompt[:HANDOFF], Sampling(max_tokens=0), export=export)
+        models.engine(arch),
+        EngineJob("prefill", prompt[:HANDOFF], Sampling(max_tokens=0), export=export),
     )
     return sink.dump()
 
@@ -31,7 +32,7 @@ def state_of(arch: str) -> Dump:
 def resumed(arch: str, dump: Dump) -> GeneratedTokens:
     source = MemorySegments.load(models.loaded(arch).spec, dump)
     sampling = Sampling(max_tokens=16, ignore_eos=True, want_logits=True)
-    job = Job("decode", models.prompt(arch, LENGTH), sampling, resume=Resume(HANDOFF, source))
+    job = EngineJob("decode", models.prompt(arch, LENGTH), sampling, resume=Resume(HANDOFF, source))
     outcome = run(models.engine(arch), job)
     return GeneratedTokens(outcome.tokens, outcome.logits)
 
@@ -79,7 +80,7 @@ def test_a_linear_state_one_token_late_changes_tokens(arch: str) -> None:
     sound = state_of(arch)
     prompt = models.prompt(arch, LENGTH)
     sink = MemorySegments(models.loaded(arch).spec)
-    run(models.engine(arch), Job("late", prompt, Sampling(0), export=Export(sink, LENGTH)))
+    run(models.engine(arch), EngineJob("late", prompt, Sampling(0), export=Export(sink, LENGTH)))
     late = {
         name.replace(f"-{LENGTH}", f"-{HANDOFF}"): data
         for name, data in sink.dump().items()
@@ -94,7 +95,7 @@ def test_a_missing_segment_is_refused(arch: str) -> None:
     sound = state_of(arch)
     for gone in (next(iter(sound)), list(sound)[-1]):
         rest = {name: data for name, data in sound.items() if name != gone}
-        with pytest.raises(EngineError, match="is not there"):
+        with pytest.raises(EngineError, match="is missing"):
             resumed(arch, rest)
     assert (
         resumed(arch, sound).tokens == models.reference(arch, models.prompt(arch, 150), 16).tokens
@@ -110,6 +111,6 @@ def test_bytes_of_another_size_are_refused() -> None:
             return [view[:-4] for view in source.views(segment)]  # type: ignore[arg-type]
 
     prompt = models.prompt("kimi-linear", LENGTH)
-    job = Job("short", prompt, resume=Resume(HANDOFF, Short()))
-    with pytest.raises(EngineError, match="bytes of state where"):
+    job = EngineJob("short", prompt, resume=Resume(HANDOFF, Short()))
+    with pytest.raises(EngineError, match="bytes of state instead of"):
         run(models.engine("kimi-linear"), job)

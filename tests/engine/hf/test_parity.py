@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.engine.api import Export, Job, Resume, Sampling
+from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import Outcome, Running, run
+from prfaas.engine.runner import JobOutcome, RunningJob, run
 from prfaas.kvspec import FullAttention
 from prfaas.testing.token_identical import GeneratedTokens, assert_token_identical
 from tests.engine.hf import models
@@ -29,7 +29,7 @@ GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True, want_logits=True)
 ROOT = Path(__file__).parents[3]
 
 
-def generation(outcome: Outcome) -> GeneratedTokens:
+def generation(outcome: JobOutcome) -> GeneratedTokens:
     return GeneratedTokens(outcome.tokens, outcome.logits)
 
 
@@ -37,7 +37,7 @@ def exported(arch: str, prompt: list[int], tokens: int, **options: int) -> Memor
     """State after `tokens` tokens, as bytes that have been elsewhere."""
     spec = models.loaded(arch).spec
     sink = MemorySegments(spec)
-    job = Job("prefill", prompt[:tokens], Sampling(max_tokens=0), export=Export(sink, tokens))
+    job = EngineJob("prefill", prompt[:tokens], Sampling(max_tokens=0), export=Export(sink, tokens))
     outcome = run(models.engine(arch, **options), job)
     assert outcome.tokens == ()
     assert outcome.prefilled is not None
@@ -49,7 +49,7 @@ def exported(arch: str, prompt: list[int], tokens: int, **options: int) -> Memor
 @pytest.mark.parametrize("arch", models.archs(models.ALL, *models.PAPER))
 def test_chunked_prefill_and_decode(arch: str, length: int) -> None:
     prompt = models.prompt(arch, length)
-    outcome = run(models.engine(arch), Job("whole", prompt, GREEDY))
+    outcome = run(models.engine(arch), EngineJob("whole", prompt, GREEDY))
     assert outcome.tokens == models.reference(arch, prompt, NEW_TOKENS).tokens
 
 
@@ -62,7 +62,7 @@ def test_state_as_bytes_and_back(arch: str, length: int) -> None:
     prompt = models.prompt(arch, length)
     for handoff in {length - 1, length // 64 * 64} - {0, length}:
         state = exported(arch, prompt, handoff)
-        job = Job("decode", prompt, GREEDY, resume=Resume(handoff, state))
+        job = EngineJob("decode", prompt, GREEDY, resume=Resume(handoff, state))
         outcome = run(models.engine(arch), job)
         assert outcome.tokens == models.reference(arch, prompt, NEW_TOKENS).tokens, handoff
         assert outcome.prefilled is not None
@@ -97,7 +97,7 @@ def test_prefill_from_a_cached_prefix(arch: str, chunk_tokens: int) -> None:
     cached = exported(arch, prompt, prefix)
     sink = MemorySegments(spec)
     skip = {group.name: prefix for group in spec.groups if isinstance(group, FullAttention)}
-    job = Job(
+    job = EngineJob(
         "prefill",
         prompt[:-1],
         Sampling(max_tokens=0),
@@ -109,7 +109,7 @@ def test_prefill_from_a_cached_prefix(arch: str, chunk_tokens: int) -> None:
     assert outcome.prefilled.exported_bytes == spec.kv_bytes(handoff, prefix)
     # The receiver has the first tokens already, the rest has just come.
     both = MemorySegments.load(spec, {**cached.dump(), **sink.dump()})
-    resumed = Job("decode", prompt, GREEDY, resume=Resume(handoff, both))
+    resumed = EngineJob("decode", prompt, GREEDY, resume=Resume(handoff, both))
     tokens = run(models.engine(arch), resumed).tokens
     assert tokens == models.reference(arch, prompt, NEW_TOKENS).tokens
 
@@ -125,8 +125,8 @@ def test_in_a_batch_that_others_join_and_leave(arch: str, seed: int) -> None:
         for number in range(8):
             prompt = models.prompt(arch, shuffled.randint(1, 200), seed=100 * seed + number)
             count = shuffled.randint(5, 40)
-            job = Job(f"{number}", prompt, Sampling(count, ignore_eos=True, want_logits=True))
-            running.append((prompt, count, Running(engine, job)))
+            job = EngineJob(f"{number}", prompt, Sampling(count, ignore_eos=True, want_logits=True))
+            running.append((prompt, count, RunningJob(engine, job)))
         for prompt, count, job in running:
             outcome = job.result()
             assert len(outcome.tokens) == count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from prfaas.engine.api import Finished, Job, Sampling
+from prfaas.engine.api import EngineJob, Finished, Sampling
 from prfaas.engine.hf.sampling import Sampler
-from prfaas.engine.runner import Running, run
+from prfaas.engine.runner import RunningJob, run
 from tests.engine.hf import models
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.4]))
@@ -40,12 +40,14 @@ def test_a_seed_holds_in_any_company() -> None:
     engine = models.engine("qwen3")
     sampling = Sampling(max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
     prompt = models.prompt("qwen3", 20)
-    alone = run(engine, Job("alone", prompt, sampling)).tokens
+    alone = run(engine, EngineJob("alone", prompt, sampling)).tokens
     others = [
-        Running(engine, Job(f"{n}", models.prompt("qwen3", 10 + n), Sampling(12, 1.0, seed=n)))
+        RunningJob(
+            engine, EngineJob(f"{n}", models.prompt("qwen3", 10 + n), Sampling(12, 1.0, seed=n))
+        )
         for n in range(3)
     ]
-    assert run(engine, Job("again", prompt, sampling)).tokens == alone
+    assert run(engine, EngineJob("again", prompt, sampling)).tokens == alone
     for other in others:
         other.result()
 
@@ -53,11 +55,11 @@ def test_a_seed_holds_in_any_company() -> None:
 def test_stop_tokens_end_the_sequence_and_are_given() -> None:
     engine = models.engine("qwen3")
     prompt = models.prompt("qwen3", 20)
-    free = run(engine, Job("free", prompt, Sampling(max_tokens=12, ignore_eos=True))).tokens
+    free = run(engine, EngineJob("free", prompt, Sampling(max_tokens=12, ignore_eos=True))).tokens
     stop = free[5]
     outcome = run(
         engine,
-        Job("stop", prompt, Sampling(12, ignore_eos=True, stop_token_ids=frozenset({stop}))),
+        EngineJob("stop", prompt, Sampling(12, ignore_eos=True, stop_token_ids=frozenset({stop}))),
     )
     assert outcome.tokens == free[: free.index(stop) + 1]
     assert outcome.finished == Finished("stop")

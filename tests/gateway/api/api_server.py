@@ -16,15 +16,15 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment, parse_deployment
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import TenantKey
 from prfaas.gateway.process import GatewayOptions, serving
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
-from tests.node.surface import BYTES, Surfaced, surfaced
+from tests.node.local_api import BYTES, LocalApi, local_api
 from tests.waiting import HANG_S
 
 MAX_TOKENS = 4096
@@ -77,7 +77,7 @@ class _Answer:
 class OneNode:
     """A backend with one node."""
 
-    node: Surfaced
+    node: LocalApi
     stays_open: bool = False  # responses do not end after their last event
     requests: list[GatewayRequest] = field(default_factory=list)
     traces: list[RequestTrace] = field(default_factory=list)
@@ -157,7 +157,7 @@ async def api_server(
     engine = emulated(scales=scales, vocab_size=264, max_tokens=MAX_TOKENS, max_running=8)
     async with (
         asyncio.timeout(timeout_s),
-        surfaced(engine, BYTES) as node,
+        local_api(engine, BYTES) as node,
         aiohttp.ClientSession() as http,
     ):
         backend = OneNode(node)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.api_keys import TenantKey
 from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server
-from tests.node.surface import BYTES
+from tests.node.local_api import BYTES
 from tests.waiting import HANG_S
 
 KEYS = [TenantKey("sk-right", "acme")]
@@ -109,7 +109,7 @@ async def test_closing_a_stream_ends_its_job() -> None:
                 break
             await stream.close()
             await server.backend.ended.wait()
-            await server.backend.node.serving.drain(HANG_S)
+            await server.backend.node.runner.drain(HANG_S)
             assert "cancelled" in (await server.get("/metrics"))[1].decode()
 
 
@@ -122,7 +122,7 @@ async def test_cancelling_a_request_before_its_first_token_ends_its_job() -> Non
             await server.backend.arrived.wait()
             asking.cancel()
             await server.backend.ended.wait()
-            await server.backend.node.serving.drain(HANG_S)
+            await server.backend.node.runner.drain(HANG_S)
 
 
 async def test_text_requires_a_tokenizer_and_token_ids_do_not() -> None:

@@ -43,5 +43,5 @@ def test_whatever_becomes_of_requests_the_board_forgets_them(lives: list, random
     assert sorted(freed) == list(range(len(lives))), "each prefill node is free of it once"
     assert all(len(each) == 0 for each in work.values())
     for name in (LOCAL[0], REMOTE[0]):
-        board.emptied(name)
+        board.forget_work(name)
     assert board.view(0.0, {}, {}) == start

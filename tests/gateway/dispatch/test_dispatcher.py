@@ -14,7 +14,7 @@ from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.decision_log import replay
 from prfaas.gateway.request import GatewayRequest, RequestTrace
-from prfaas.scheduler.costs import costs_of
+from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route
 from prfaas.text import Chat, load_tokenizer
@@ -99,7 +99,7 @@ async def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -
     solved = problem(made)
     lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
     lines = record.read_bytes().splitlines()
-    replayed = list(replay(lines, costs_of(solved, 10_000), lent))
+    replayed = list(replay(lines, build_costs(solved, 10_000), lent))
     assert len(replayed) >= 48
     assert {taken.offloaded for d, taken in replayed if isinstance(taken, Route)} == {True, False}
     for decision, again in replayed:
@@ -252,7 +252,7 @@ async def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
         usage = json.loads(body)["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
         assert (story.attempts, story.prefill) == (2, story.decode)
-        assert "other tokens" in story.reason
+        assert "tokenised this chat differently" in story.reason
         await until(lambda: is_clean(back))
     assert "Is [gateway] tokenizer the engines' own?" in caplog.text
     await asyncio.to_thread(emulated.wait_until_idle)

@@ -10,11 +10,10 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import RequestTrace
-from prfaas.kvd.heartbeat import Heartbeat
-from prfaas.kvd.report import Report
 from prfaas.types import NodeId
 from tests.gateway.backs import (
     FAR,
@@ -95,7 +94,7 @@ async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -
     made = msgspec.structs.replace(made, clusters=unlisted)
 
     def beat(host: Any, cluster: str) -> Heartbeat:
-        report = msgspec.convert(host.stats(check=False), Report)
+        report = msgspec.convert(host.stats(check=False), KvdReport)
         return Heartbeat(host.kvd_url, cluster, report)
 
     async with serving(made) as back:

@@ -8,8 +8,15 @@ import msgspec
 import pytest
 
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
-from prfaas.kvd.engine_socket.messages import Flush, Frames, Numbered, Refused, decode_answer, frame
-from prfaas.kvd.process import KvdOptions, running
+from prfaas.kvd.engine_socket.messages import (
+    Flush,
+    FrameReader,
+    NumberedCall,
+    Refused,
+    decode_answer,
+    frame,
+)
+from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
 from prfaas.types import NotNow, TransferId
@@ -57,7 +64,7 @@ def test_a_prefix_outlives_the_engine_that_computed_it(host: Host) -> None:
     assert host.in_use() == (0, 0)
 
 
-def test_an_engine_that_does_not_fit_is_told_what_differs(host: Host) -> None:
+def test_an_engine_that_does_not_match_gets_the_differences(host: Host) -> None:
     with host.engine():
         other = msgspec.structs.replace(COMPAT, kv_dtype="float8", tensor_parallel=2)
         with pytest.raises(InputError, match="kv_dtype: bytes here, float8 there; tensor_parallel"):
@@ -70,7 +77,7 @@ def test_an_engine_that_does_not_fit_is_told_what_differs(host: Host) -> None:
             assert [e["processes"] for e in host.stats()["engines"]] == [1, 1]
 
 
-def test_nothing_half_written_is_committed(host: Host) -> None:
+def test_incomplete_state_is_not_committed(host: Host) -> None:
     with host.engine() as engine:
         lease = begun(engine.begin(names(PROMPT), 40))
         fill(lease, PROMPT, stop=32)
@@ -81,7 +88,7 @@ def test_nothing_half_written_is_committed(host: Host) -> None:
             assert found.tokens == 0
 
 
-def test_all_or_nothing(tmp_path: Path) -> None:
+def test_a_lease_is_reserved_whole_or_not_at_all(tmp_path: Path) -> None:
     with kvd(tmp_path, store=StoreOptions(memory_bytes=3_000)) as host, host.engine() as engine:
         before = host.stats()["pool"]["occupancy"]
         refused = engine.begin(names(prompt_of(400)), 400)
@@ -136,10 +143,10 @@ def test_pages_wait_for_the_last_process_that_writes(host: Host) -> None:
     wait_until(lambda: host.in_use() == (0, 0))
 
 
-def test_attaching_what_is_not_there(host: Host) -> None:
+def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
     with host.engine() as engine:
         with pytest.raises(TransferFailed, match="not known here"):
-            engine.attach(TransferId("nobody's"))
+            engine.attach(TransferId("unknown"))
         with pytest.raises(TransferFailed, match="not committed yet"):
             engine.attach(host.grant(PROMPT).transfer_id)
 
@@ -151,7 +158,9 @@ def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:
             lease.buffers(Segment("full0", 0, 40, 44))
         with pytest.raises(InputError, match="not part of this lease"):
             lease.views(Segment("full0", 0, 0, 4))
-        lease.ready(Segment("full0", 99, 0, 4))  # no layer of this model: logged, and no harm done
+        lease.ready(
+            Segment("full0", 99, 0, 4)
+        )  # not a layer of this model: the kvd logs it and ignores it
         engine.flush()
 
 
@@ -165,18 +174,18 @@ def test_without_a_kvd(tmp_path: Path) -> None:
         engine.pin([])
 
 
-def test_a_restarted_kvd_is_found_without_being_asked(tmp_path: Path) -> None:
+def test_a_client_reconnects_to_a_restarted_kvd_without_a_call(tmp_path: Path) -> None:
     with kvd(tmp_path) as host:
         engine = host.engine()
     with engine, kvd(tmp_path) as anew:
         wait_until(lambda: len(anew.stats()["engines"]) == 1)
 
 
-def test_strangers_on_the_socket(host: Host) -> None:
+def test_an_invalid_client_is_disconnected(host: Host) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(host.socket))
-        stranger.sendall(frame(Numbered(1, Flush())))
-        (body,) = Frames().feed(stranger.recv(4096))
+        stranger.sendall(frame(NumberedCall(1, Flush())))
+        (body,) = FrameReader().feed(stranger.recv(4096))
         answer = decode_answer(body).answer
         assert isinstance(answer, Refused) and "registration" in answer.problem
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -184,8 +193,8 @@ def test_strangers_on_the_socket(host: Host) -> None:
 
 
 async def test_a_socket_has_one_kvd(host: Host) -> None:
-    with pytest.raises(InputError, match="another process serves it"):
-        async with running(KvdOptions(socket=host.socket)):
+    with pytest.raises(InputError, match="another process listens on this socket"):
+        async with run_kvd(KvdOptions(socket=host.socket)):
             raise AssertionError("two kvds on one socket")
     with host.engine():  # the first one still serves
         pass

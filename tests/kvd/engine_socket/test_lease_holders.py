@@ -3,53 +3,53 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.kvd.engine_socket.lease_holders import Holds, Lost
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders, LeasesAfterExit
 
 PROCESSES = st.integers(1, 4)
-STEPS = st.tuples(st.sampled_from(["take", "join", "end", "gone"]), st.integers(1, 5), PROCESSES)
+STEPS = st.tuples(st.sampled_from(["add", "join", "end", "exit"]), st.integers(1, 5), PROCESSES)
 
 
 @given(st.lists(STEPS))
-def test_a_lease_ends_once_and_never_under_a_process_that_touches_it(
+def test_a_lease_ends_once_and_never_while_a_process_uses_it(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    holds = Holds()
+    holders = LeaseHolders()
     owner: dict[int, int | None] = {}
-    touching: dict[int, set[int]] = {}
+    using: dict[int, set[int]] = {}
     for step, lease, process in steps:
         match step:
-            case "take" if lease not in touching:
-                holds.take(lease, "write", process)
-                owner[lease], touching[lease] = process, {process}
+            case "add" if lease not in using:
+                holders.add(lease, "write", process)
+                owner[lease], using[lease] = process, {process}
             case "join":
-                joined = holds.join(lease, process)
-                assert joined == (lease in touching and owner[lease] is not None)
+                joined = holders.join(lease, process)
+                assert joined == (lease in using and owner[lease] is not None)
                 if joined:
-                    touching[lease].add(process)
+                    using[lease].add(process)
             case "end":
-                ended = holds.end(lease, process)
-                assert (ended is not None) == (lease in touching and owner[lease] == process)
+                ended = holders.end(lease, process)
+                assert (ended is not None) == (lease in using and owner[lease] == process)
                 if ended:
-                    del touching[lease]  # the owner vouches for those who joined
-            case "gone":
-                lost = holds.gone(process)
-                for held, processes in list(touching.items()):
+                    del using[lease]  # the owner ends it for the processes that joined
+            case "exit":
+                after = holders.process_exited(process)
+                for held, processes in list(using.items()):
                     if process in processes:
                         processes.discard(process)
                         owner[held] = None if owner[held] == process else owner[held]
-                        assert ((held, "write") in lost.ended) == (not processes)
-                        assert (held in lost.maimed) == bool(processes)
+                        assert ((held, "write") in after.ended) == (not processes)
+                        assert (held in after.incomplete) == bool(processes)
                         if not processes:
-                            del touching[held]
-        assert len(holds) == len(touching)
+                            del using[held]
+        assert len(holders) == len(using)
         for held in range(1, 6):
-            for someone in range(1, 5):
-                assert holds.touches(held, someone) == (someone in touching.get(held, ()))
+            for process in range(1, 5):
+                assert holders.uses(held, process) == (process in using.get(held, ()))
 
 
-def test_a_reader_that_goes_harms_nobody() -> None:
-    holds = Holds()
-    holds.take(1, "read", 7)
-    assert holds.join(1, 8)
-    assert holds.gone(8) == Lost((), ())
-    assert holds.gone(7) == Lost(((1, "read"),), ())
+def test_the_exit_of_a_reader_leaves_the_lease_complete() -> None:
+    holders = LeaseHolders()
+    holders.add(1, "read", 7)
+    assert holders.join(1, 8)
+    assert holders.process_exited(8) == LeasesAfterExit((), ())
+    assert holders.process_exited(7) == LeasesAfterExit(((1, "read"),), ())

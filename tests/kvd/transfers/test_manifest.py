@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InputError
 from prfaas.kvd.transfers.manifest import (
-    MAX_STRIPES,
+    MAX_PLANNED_SEGMENTS,
     Coverage,
     Span,
-    Spans,
+    SpanSet,
     mismatch,
-    owed,
-    stripes,
+    plan_segments,
+    required_state,
 )
 from prfaas.kvspec import FullAttention, KVSpec, Segment, segment_bytes
 from tests.cache.builders import BLOCK, SPECS
@@ -24,7 +24,7 @@ ALL = SPECS["all"]
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12))))
 def test_spans_are_a_set_of_tokens(pieces: list[tuple[int, int]]) -> None:
-    spans, tokens = Spans(), set()
+    spans, tokens = SpanSet(), set()
     for start, length in pieces:
         spans.add(Span(start, start + length))
         tokens.update(range(start, start + length))
@@ -42,7 +42,7 @@ def handoffs(draw: st.DrawFn) -> dict[str, object]:
     run = draw(st.integers(0, blocks))  # found by the sender
     hit = draw(st.integers(0, run))
     last = blocks * BLOCK
-    # What a receiver asks for: its own run, and perhaps the last boundary.
+    # The receiver lacks what follows its run, and may request the last boundary.
     skip = draw(st.integers(0, blocks)) * BLOCK
     promised = [last] if last and draw(st.booleans()) else []
     return {
@@ -56,9 +56,9 @@ def handoffs(draw: st.DrawFn) -> dict[str, object]:
 
 
 @given(handoffs())
-def test_stripes_are_exactly_what_the_receiver_is_owed(handoff: dict[str, object]) -> None:
-    pieces = stripes(ALL, BLOCK, **handoff)  # type: ignore[arg-type]
-    wanted = owed(
+def test_planned_segments_are_exactly_the_required_state(handoff: dict[str, object]) -> None:
+    pieces = plan_segments(ALL, BLOCK, **handoff)  # type: ignore[arg-type]
+    wanted = required_state(
         ALL,
         handoff["tokens"],  # type: ignore[arg-type]
         skip_tokens=handoff["skip_tokens"],  # type: ignore[arg-type]
@@ -76,21 +76,23 @@ def test_stripes_are_exactly_what_the_receiver_is_owed(handoff: dict[str, object
             assert piece.segment.stop <= handoff["found_tokens"]["full0"]  # type: ignore[index]
 
 
-def test_a_state_the_prefill_does_not_pass_cannot_be_promised() -> None:
+def test_a_state_before_the_resume_point_cannot_be_promised() -> None:
     with pytest.raises(InputError, match="resumes after 8"):
-        stripes(ALL, BLOCK, 12, skip_tokens={}, lengths=(4, 12), match_tokens=8, found_tokens={})
+        plan_segments(
+            ALL, BLOCK, 12, skip_tokens={}, lengths=(4, 12), match_tokens=8, found_tokens={}
+        )
 
 
-def test_long_prompts_travel_in_longer_stripes() -> None:
+def test_long_prompts_have_longer_segments() -> None:
     spec = KVSpec((FullAttention("full0", tuple(range(60)), 8),))
-    pieces = stripes(
+    pieces = plan_segments(
         spec, 64, 131_072, skip_tokens={}, lengths=(131_072,), match_tokens=0, found_tokens={}
     )
-    assert MAX_STRIPES // 2 < len(pieces) <= MAX_STRIPES
+    assert MAX_PLANNED_SEGMENTS // 2 < len(pieces) <= MAX_PLANNED_SEGMENTS
 
 
-def test_coverage_says_what_is_missing() -> None:
-    wanted = owed(ALL, 10, skip_tokens={"full0": 4}, lengths=(8, 10))
+def test_coverage_names_a_missing_segment() -> None:
+    wanted = required_state(ALL, 10, skip_tokens={"full0": 4}, lengths=(8, 10))
     there = Coverage(ALL, wanted)
 
     def owing() -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Prefixes brought from another kvd's pool: what travels, which way, behind whom, how long."""
+"""Prefixes pulled from another kvd's pool: what is sent, by which route, priority and timeout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from prfaas.config.address import Address, parse_address
+from prfaas.contracts.kvd_api import PULL_S, PullPrefix
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.kvd.transfers.prefix_pull import PULL_S, Pull
 from prfaas.transport.link import LinkOptions
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
@@ -25,14 +25,14 @@ from tests.waiting import PATIENCE_S, wait_until
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    """Who has prefixes, and who pulls them."""
+    """The kvd that has prefixes, and the kvd that pulls them."""
     with kvd(tmp_path, name="s") as here, kvd(tmp_path, name="t") as there:
         yield here, there
 
 
 @pytest.fixture
 def relay(pair: tuple[Host, Host]) -> Iterator[Relay]:
-    """In front of the one that pulls."""
+    """In front of the kvd that pulls."""
     data = parse_address(pair[1].data, "data")
     with closing(Relay(Address("127.0.0.1", 0), data, Conditions()).start()) as started:
         yield started
@@ -45,16 +45,16 @@ def keep(engine: KvdClient, prompt: list[int]) -> None:
     lease.commit()
 
 
-def test_only_missing_blocks_travel_and_the_states_at_the_end(pair: tuple[Host, Host]) -> None:
+def test_only_missing_blocks_and_the_states_at_the_end_are_sent(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(40)
     with here.engine() as source, there.engine() as target:
         keep(target, prompt[:16])
         keep(source, prompt)
-        status, body = there.post("/v1/pull", Pull(here.url, tuple(names(prompt))))
+        status, body = there.post("/v1/pull", PullPrefix(here.url, tuple(names(prompt))))
         assert status == 200, body
         found = json.loads(body)
-        missing = SPEC.kv_bytes(40, 16)  # attention behind 16 tokens; every window, every state
+        missing = SPEC.kv_bytes(40, 16)  # attention after 16 tokens; every window, every state
         assert found["tokens"] == 40 and found["granted_bytes"] >= missing
         assert there.received_bytes() == missing
         with begun(target.pin(names(prompt))) as state:
@@ -63,12 +63,12 @@ def test_only_missing_blocks_travel_and_the_states_at_the_end(pair: tuple[Host, 
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
-def test_what_is_here_already_does_not_come_again(pair: tuple[Host, Host]) -> None:
+def test_a_prefix_that_is_here_is_not_sent_again(pair: tuple[Host, Host]) -> None:
     here, there = pair
     prompt = prompt_of(40)
     with here.engine() as source, there.engine():
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)))
+        asked = PullPrefix(here.url, tuple(names(prompt)))
         assert there.post("/v1/pull", asked)[0] == 200
         before = there.received_bytes()
         again = json.loads(there.post("/v1/pull", asked)[1])
@@ -76,21 +76,21 @@ def test_what_is_here_already_does_not_come_again(pair: tuple[Host, Host]) -> No
         assert there.received_bytes() == before
 
 
-def test_a_pull_from_nobody_leaves_nothing_behind(pair: tuple[Host, Host]) -> None:
+def test_a_pull_from_an_unreachable_kvd_reserves_nothing(pair: tuple[Host, Host]) -> None:
     _, there = pair
     with there.engine():
-        nobody = Pull("http://127.0.0.1:1", tuple(names(prompt_of(8))))
-        status, body = there.post("/v1/pull", nobody)
+        unreachable = PullPrefix("http://127.0.0.1:1", tuple(names(prompt_of(8))))
+        status, body = there.post("/v1/pull", unreachable)
         assert status == 502 and b"127.0.0.1:1" in body
         assert there.in_use() == (0, 0)
 
 
-def test_it_comes_through_the_relay_that_is_named(pair: tuple[Host, Host], relay: Relay) -> None:
+def test_a_pull_uses_the_relay_that_it_names(pair: tuple[Host, Host], relay: Relay) -> None:
     here, there = pair
     prompt = prompt_of(40)
     with here.engine() as source, there.engine():
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)), via=str(relay.address))
+        asked = PullPrefix(here.url, tuple(names(prompt)), via=str(relay.address))
         status, body = there.post("/v1/pull", asked)
         assert status == 200, body
         assert there.received_bytes() == SPEC.kv_bytes(40)
@@ -98,13 +98,13 @@ def test_it_comes_through_the_relay_that_is_named(pair: tuple[Host, Host], relay
         wait_until(lambda: relay.stats.to_target_bytes > SPEC.kv_bytes(40))
 
 
-def test_what_does_not_come_in_time_is_given_up(pair: tuple[Host, Host], relay: Relay) -> None:
+def test_a_pull_times_out(pair: tuple[Host, Host], relay: Relay) -> None:
     here, there = pair
     prompt = prompt_of(40)
     relay.outage()
     with here.engine() as source, there.engine() as target:
         keep(source, prompt)
-        asked = Pull(here.url, tuple(names(prompt)), via=str(relay.address), within_s=0.2)
+        asked = PullPrefix(here.url, tuple(names(prompt)), via=str(relay.address), within_s=0.2)
         status, body = there.post("/v1/pull", asked)
         assert status == 502 and b"within 0.2 s" in body
         wait_until(lambda: there.in_use() == (0, 0))
@@ -113,13 +113,13 @@ def test_what_does_not_come_in_time_is_given_up(pair: tuple[Host, Host], relay: 
         assert begun(target.pin(names(prompt))).tokens == 0, "nothing half made is used"
 
 
-def test_a_pull_has_an_end(pair: tuple[Host, Host]) -> None:
+def test_a_pull_has_a_bounded_timeout(pair: tuple[Host, Host]) -> None:
     for within_s in (0.0, -1.0, PULL_S + 1):
-        status, _ = pair[1].post("/v1/pull", Pull("http://x", (b"x",), within_s=within_s))
+        status, _ = pair[1].post("/v1/pull", PullPrefix("http://x", (b"x",), within_s=within_s))
         assert status == 400
 
 
-def test_a_hand_off_that_comes_later_goes_first(
+def test_a_later_hand_off_is_sent_before_a_pull(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one small frame in flight at a time, a hand-off does not wait for the pull before it."""
@@ -136,7 +136,7 @@ def test_a_hand_off_that_comes_later_goes_first(
         source, _ = stack.enter_context(here.engine()), stack.enter_context(there.engine())
         thread = stack.enter_context(ThreadPoolExecutor(1))
         keep(source, pulled)
-        asked = Pull(here.url, tuple(names(pulled)), via=str(relay.address))
+        asked = PullPrefix(here.url, tuple(names(pulled)), via=str(relay.address))
         pulling = thread.submit(there.post, "/v1/pull", asked)
         wait_until(lambda: here.stats()["outgoing"]["sending"] == 1)
         granted = there.grant(urgent)

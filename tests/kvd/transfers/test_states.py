@@ -5,88 +5,94 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import TransferFailed
-from prfaas.kvd.transfers.states import IncomingLife, Sender, Stage, Writer, WritingLife
+from prfaas.kvd.transfers.states import (
+    IncomingStage,
+    IncomingState,
+    OutgoingState,
+    SendStage,
+    WriteStage,
+)
 
 DISPATCH_S = 10.0
 
 
 @given(st.lists(st.sampled_from(["over", "lost", "abort", "poll", "wait", "attach", "release"])))
-def test_an_incoming_transfer_ends_once_whatever_happens(steps: list[str]) -> None:
+def test_an_incoming_transfer_ends_exactly_once(steps: list[str]) -> None:
     """Plays the owner: steps that its rules do not allow are left out, as it leaves them out."""
-    life, now, freed = IncomingLife(DISPATCH_S), 0.0, 0
+    state, now, freed = IncomingState(DISPATCH_S), 0.0, 0
     for step in steps:
-        before = life.stage
+        before = state.stage
         match step:
-            case "over" if life.stage is Stage.GRANTED:
-                freed += not life.committed(now)
-            case "lost" if life.stage is Stage.GRANTED:
-                life.failed("lost")
+            case "over" if state.stage is IncomingStage.GRANTED:
+                freed += not state.commit(now)
+            case "lost" if state.stage is IncomingStage.GRANTED:
+                state.fail("lost")
                 freed += 1
-            case "abort" if life.stage is Stage.GRANTED:
-                life.aborting = "aborted"
-            case "abort" if life.stage is Stage.COMMITTED:
-                life.failed("aborted")
+            case "abort" if state.stage is IncomingStage.GRANTED:
+                state.aborting = "aborted"
+            case "abort" if state.stage is IncomingStage.COMMITTED:
+                state.fail("aborted")
                 freed += 1
             case "poll":
-                life.polled(now)
-                assert not life.expired(now)
+                state.renew(now)
+                assert not state.expired(now)
             case "wait":
                 now += 0.6 * DISPATCH_S
-                if life.expired(now):
-                    life.failed("expired")
+                if state.expired(now):
+                    state.fail("expired")
                     freed += 1
-            case "attach" if life.stage is Stage.COMMITTED:
-                life.attach()
+            case "attach" if state.stage is IncomingStage.COMMITTED:
+                state.attach()
             case "attach":
                 with pytest.raises(TransferFailed):
-                    life.attach()
-            case "release" if life.stage is Stage.ATTACHED:
-                life.release()
+                    state.attach()
+            case "release" if state.stage is IncomingStage.ATTACHED:
+                state.release()
                 freed += 1
-        assert freed == (life.stage in (Stage.RELEASED, Stage.FAILED))
-        if before in (Stage.RELEASED, Stage.FAILED):
-            assert life.stage is before
-        if life.stage is Stage.FAILED:
-            assert life.reason
-        if life.aborting is not None:
-            assert life.stage in (Stage.GRANTED, Stage.FAILED)
+        assert freed == (state.stage in (IncomingStage.RELEASED, IncomingStage.FAILED))
+        if before in (IncomingStage.RELEASED, IncomingStage.FAILED):
+            assert state.stage is before
+        if state.stage is IncomingStage.FAILED:
+            assert state.reason
+        if state.aborting is not None:
+            assert state.stage in (IncomingStage.GRANTED, IncomingStage.FAILED)
 
 
-def test_a_commit_waits_for_its_gateway_and_no_longer() -> None:
-    life = IncomingLife(DISPATCH_S)
-    assert not life.expired(1e9)  # until the commit the listener decides
-    life.committed(100.0)
-    assert not life.expired(109.0)
-    life.polled(109.0)
-    assert not life.expired(118.0)
-    assert life.expired(119.0)
-    life.attach()
-    assert not life.expired(1e9)
+def test_a_committed_transfer_expires_without_polls() -> None:
+    state = IncomingState(DISPATCH_S)
+    assert not state.expired(1e9)  # until the commit the listener decides
+    state.commit(100.0)
+    assert not state.expired(109.0)
+    state.renew(109.0)
+    assert not state.expired(118.0)
+    assert state.expired(119.0)
+    state.attach()
+    assert not state.expired(1e9)
 
 
-def test_attaching_says_why_not() -> None:
-    life = IncomingLife(DISPATCH_S)
+def test_a_refused_attach_names_the_reason() -> None:
+    state = IncomingState(DISPATCH_S)
     with pytest.raises(TransferFailed, match="not committed yet"):
-        life.attach()
-    life.failed("sender died")
+        state.attach()
+    state.fail("sender died")
     with pytest.raises(TransferFailed, match="sender died"):
-        life.attach()
+        state.attach()
 
 
 @given(st.booleans(), st.permutations(["writer", "sender"]), st.booleans(), st.booleans())
-def test_pages_are_free_when_writer_and_sender_are_done(
+def test_pages_are_free_when_writing_and_sending_have_ended(
     sending: bool, order: list[str], commits: bool, arrives: bool
 ) -> None:
-    life = WritingLife(sending=sending)
+    state = OutgoingState(sending=sending)
     for step in order:
-        assert not life.free
+        assert not state.free
         if step == "sender":
             if sending:
-                life.sent("" if arrives else "lost")
+                state.end_send("" if arrives else "lost")
         elif commits:
-            life.written()
+            state.commit_write()
         else:
-            assert life.aborted() == (life.sender is Sender.SENDING)
-        if not sending and life.writer is not Writer.WRITING:
+            assert state.abort_write() == (state.send is SendStage.SENDING)
+        if not sending and state.write is not WriteStage.WRITING:
             break
-    assert life.free
+    assert state.free

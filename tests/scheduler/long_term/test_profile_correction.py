@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.deployment import CorrectionSection
-from prfaas.scheduler.costs import costs_of
-from prfaas.scheduler.long_term.profile_correction import Paces, corrected
-from prfaas.scheduler.plan import best_for, with_paces
+from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.long_term.profile_correction import ProfileCorrection, next_factor
+from prfaas.scheduler.plan import find_optimum, with_paces
 from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
@@ -20,10 +20,10 @@ ratios = st.floats(0.01, 100.0)
 
 
 @given(st.floats(0.25, 4.0), st.lists(ratios, max_size=100))
-def test_the_factor_is_bounded_and_rests_once_it_fits(factor: float, seen: list[float]) -> None:
-    moved = corrected(factor, seen, RULES)
+def test_the_factor_is_bounded_and_stays_once_it_fits(factor: float, seen: list[float]) -> None:
+    moved = next_factor(factor, seen, RULES)
     assert 1 / RULES.limit <= moved <= RULES.limit
-    assert corrected(moved, seen, RULES) == moved
+    assert next_factor(moved, seen, RULES) == moved
     if len(seen) < RULES.least_prefills:
         assert moved == factor
 
@@ -34,38 +34,38 @@ def test_the_factor_is_bounded_and_rests_once_it_fits(factor: float, seen: list[
     strays=st.lists(ratios, max_size=8),
     start=st.floats(0.25, 4.0),
 )
-def test_a_minority_of_strays_changes_little(
+def test_a_minority_of_outliers_changes_little(
     true: float, noise: list[float], strays: list[float], start: float
 ) -> None:
     seen = [*(true * one for one in noise), *strays]
-    assert corrected(start, seen, RULES) == pytest.approx(true, rel=0.02 + RULES.step + 0.01)
+    assert next_factor(start, seen, RULES) == pytest.approx(true, rel=0.02 + RULES.step + 0.01)
 
 
 def test_it_can_be_turned_off() -> None:
     off = CorrectionSection(correct=False)
-    assert corrected(1.0, [2.0] * 50, off) == 1.0
+    assert next_factor(1.0, [2.0] * 50, off) == 1.0
 
 
 def answers(
-    paces: Paces, took_s: float, count: int, node: NodeId = A, stated_s: float = 1.0
+    paces: ProfileCorrection, took_s: float, count: int, node: NodeId = A, stated_s: float = 1.0
 ) -> None:
     for number in range(count):
         at_s = 100.0 * number
-        paces.answered(HOME, node, stated_s, at_s, at_s + took_s)
+        paces.record_prefill(HOME, node, stated_s, at_s, at_s + took_s)
 
 
 def test_the_first_prefills_of_a_process_do_not_count() -> None:
-    paces = Paces(RULES)
+    paces = ProfileCorrection(RULES)
     for _ in range(20):  # restarted again and again
-        paces.started(A)
+        paces.reset_node(A)
         answers(paces, 9.0, RULES.warmup_prefills)
     assert not paces.factors
     answers(paces, 1.5, RULES.least_prefills)
     assert paces.factors == {HOME: 1.5}
 
 
-def test_short_prefills_teach_nothing() -> None:
-    paces = Paces(RULES)
+def test_short_prefills_are_not_measured() -> None:
+    paces = ProfileCorrection(RULES)
     answers(paces, 1.0, 50, stated_s=RULES.least_s / 2)
     assert not paces.factors
 
@@ -73,16 +73,16 @@ def test_short_prefills_teach_nothing() -> None:
 @given(st.lists(st.floats(0.1, 5.0), min_size=30, max_size=30), st.floats(0.5, 3.0))
 def test_time_in_the_queue_is_not_prefill_time(works: list[float], slow: float) -> None:
     """All are sent at once; the node takes one after the other."""
-    paces = Paces(RULES)
+    paces = ProfileCorrection(RULES)
     now = 0.0
     for work in works:
         now += slow * work
-        assert paces.answered(HOME, A, work, 0.0, now) == pytest.approx(slow * work, abs=1e-6)
+        assert paces.record_prefill(HOME, A, work, 0.0, now) == pytest.approx(slow * work, abs=1e-6)
     assert paces.factors.get(HOME, 1.0) == pytest.approx(slow, rel=RULES.step + 1e-3)
 
 
 def test_nodes_of_a_cluster_share_a_factor() -> None:
-    paces = Paces(RULES)
+    paces = ProfileCorrection(RULES)
     answers(paces, 2.0, 20, A)
     before = paces.factors
     answers(paces, 2.0, 20, B)
@@ -91,7 +91,7 @@ def test_nodes_of_a_cluster_share_a_factor() -> None:
 
 def test_costs_and_problem_follow() -> None:
     stated = problem()
-    costs = costs_of(stated, 5000)
+    costs = build_costs(stated, 5000)
     (far, near) = (ClusterId(pool.cluster) for pool in stated.pools)
     slow = costs.paced({near: 1.5})
     assert slow.prefill_s[near](700, 0) == pytest.approx(1.5 * costs.prefill_s[near](700, 0))
@@ -110,7 +110,7 @@ def test_the_long_term_loop_plans_for_the_observed_pace() -> None:
     local = ClusterId(stated.local.pool.cluster)
     loop = Loop(stated, paces={local: 1.6})
     loop.serve(stated.workload, 3 * 3600.0)
-    best = best_for(replace(with_paces(stated, {local: 1.6}), workload=stated.workload))
+    best = find_optimum(replace(with_paces(stated, {local: 1.6}), workload=stated.workload))
     assert loop.plan.threshold_tokens == pytest.approx(best.threshold_tokens, rel=0.1)
     assert loop.plan.capacity_rps == pytest.approx(best.capacity_rps, rel=0.05)
     assert loop.plan.threshold_tokens != pytest.approx(loop.plans[0].threshold_tokens, rel=0.1)

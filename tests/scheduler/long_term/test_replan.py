@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
-from prfaas.planner.plan import Planner
+from prfaas.planner.comparison import Planner
 from prfaas.planner.workload import Workload, lognormal
-from prfaas.scheduler.plan import Solver, best_for
+from prfaas.scheduler.plan import Solver, find_optimum
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
@@ -49,7 +49,7 @@ def test_longer_answers_turn_prefill_nodes_into_decode_nodes() -> None:
     loop = Loop(CASE_STUDY)
     chatty = prompts(9.9, output_tokens=2000)
     loop.serve(chatty, HOUR_S, rps=2.0)
-    assert loop.plan.n_prefill == best_for(replace(CASE_STUDY, workload=chatty)).n_prefill
+    assert loop.plan.n_prefill == find_optimum(replace(CASE_STUDY, workload=chatty)).n_prefill
     assert loop.plan.n_prefill < loop.plans[0].n_prefill
 
 
@@ -57,7 +57,7 @@ def test_a_cached_prefix_counts() -> None:
     loop = Loop(CASE_STUDY)
     warm = prompts(9.9, cached_tokens=60_000)
     loop.serve(warm, HOUR_S)
-    best = best_for(replace(CASE_STUDY, workload=warm))
+    best = find_optimum(replace(CASE_STUDY, workload=warm))
     assert loop.plan.threshold_tokens == pytest.approx(best.threshold_tokens, rel=0.05)
     assert best.threshold_tokens != pytest.approx(loop.plans[0].threshold_tokens, rel=0.1)
 
@@ -115,14 +115,14 @@ def test_lost_and_recovered_prfaas_nodes_move_the_threshold_at_once() -> None:
     loop.serve(CASE_STUDY.workload, 120.0, live_remotes=(2,))
     assert loop.plan.threshold_tokens > before
     assert loop.plan.problem.remotes[0].pool.instances == 2
-    assert not loop.conversions, "an outage that ends soon converts nobody"
+    assert not loop.conversions, "an outage that ends soon converts no node"
     loop.serve(CASE_STUDY.workload, 120.0)
     assert loop.plan.threshold_tokens == pytest.approx(before, rel=0.15)
     loop.serve(CASE_STUDY.workload, HOUR_S, live_remotes=(1,))
     assert loop.conversions, "one that lasts does"
 
 
-def test_a_dead_node_keeps_its_role_but_does_not_count() -> None:
+def test_a_lost_node_keeps_its_role_but_does_not_count() -> None:
     loop = Loop(CASE_STUDY)
     dead = loop.nodes[0]
     assert loop.plan.roles[dead] == "prefill"
@@ -143,7 +143,7 @@ def test_steady_traffic_converts_no_node_twice(mu: float, output_tokens: float, 
     loop.serve(workload, 2 * HOUR_S)
     counts = Counter(loop.conversions)
     assert not counts or max(counts.values()) == 1
-    best = best_for(replace(CASE_STUDY, workload=workload))
+    best = find_optimum(replace(CASE_STUDY, workload=workload))
     here = Solver(replace(CASE_STUDY, workload=workload)).best(loop.plan.n_prefill)
     assert here.capacity_rps >= 0.95 * best.capacity_rps
 
@@ -154,7 +154,7 @@ def test_steady_traffic_converts_no_node_twice(mu: float, output_tokens: float, 
     remote=st.integers(0, 2),
     mu=st.floats(5.0, 8.0),
 )
-def test_any_hardware_gives_a_plan_for_what_lives_or_none(
+def test_any_hardware_gives_a_plan_for_the_live_nodes_or_none(
     alive: int, remote: int, mu: float
 ) -> None:
     small = problem(prfaas=2, pd=4)

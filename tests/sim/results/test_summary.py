@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from prfaas.sim.results.service_level import Promise
-from prfaas.sim.results.summary import Spread, summarise
+from prfaas.sim.results.service_level import ServiceLevel
+from prfaas.sim.results.summary import TtftSpread, summarise
 from tests.sim.made_results import result
 
-KEEPS = Promise(ttft_s=1.0, tpot_s=0.020)
+KEEPS = ServiceLevel(ttft_s=1.0, tpot_s=0.020)
 
 
 def test_the_figures_of_a_calm_run() -> None:
@@ -19,7 +19,7 @@ def test_the_figures_of_a_calm_run() -> None:
     )
     assert run.requests == 100
     assert run.throughput_rps == run.goodput_rps == pytest.approx(1.0, rel=0.02)
-    assert run.ttft_s == Spread(0.5, 0.5, 0.5, 0.5)
+    assert run.ttft_s == TtftSpread(0.5, 0.5, 0.5, 0.5)
     assert run.ttft_without_queueing_s.mean == pytest.approx(0.35)
     assert run.wait_s == pytest.approx(0.1)
     assert run.tpot_s == pytest.approx(0.020)
@@ -32,12 +32,12 @@ def test_the_figures_of_a_calm_run() -> None:
     assert run.stable and run.behind is None
 
 
-def test_goodput_needs_both_promises_per_request() -> None:
+def test_goodput_needs_both_limits_per_request() -> None:
     slow_half = [0.5, 1.5] * 50
     assert summarise(result(slow_half), KEEPS).goodput_rps == pytest.approx(0.5, rel=0.05)
-    each = Promise(np.array([0.4, 1.6] * 50), 0.020)
+    each = ServiceLevel(np.array([0.4, 1.6] * 50), 0.020)
     assert summarise(result(slow_half), each).goodput_rps == pytest.approx(0.5, rel=0.05)
-    assert summarise(result(slow_half), Promise(2.0, 0.019)).goodput_rps == 0.0
+    assert summarise(result(slow_half), ServiceLevel(2.0, 0.019)).goodput_rps == 0.0
 
 
 def test_an_unstable_run_names_the_stage_and_by_how_much() -> None:

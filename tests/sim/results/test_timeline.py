@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from prfaas.sim.results.result import Span
+from prfaas.sim.results.result import TimelineSpan
 from prfaas.sim.results.timeline import chrome_trace
 from tests.sim.made_results import result
 
 SPANS = (
-    Span("far-0", "prefill", 1.0, 2.5, 7, "long"),
-    Span("near-1", "decode", 2.5, 9.0, 7, ""),
-    Span("near-1", "decode", 3.0, 8.0, 8, ""),
+    TimelineSpan("far-0", "prefill", 1.0, 2.5, 7, "long"),
+    TimelineSpan("near-1", "decode", 2.5, 9.0, 7, ""),
+    TimelineSpan("near-1", "decode", 3.0, 8.0, 8, ""),
 )
 
 
@@ -30,7 +30,7 @@ def test_spans_become_balanced_pairs_on_named_tracks() -> None:
     assert Counter(e["ph"] for e in events)["i"] == 1  # the plan that was made under way
 
 
-def test_runs_are_processes_of_their_own() -> None:
+def test_each_run_is_a_separate_process() -> None:
     run = result([0.5] * 10, spans=SPANS)
     events = chrome_trace({"paper": run, "adaptive": run})["traceEvents"]
     spans = [event for event in events if event["ph"] == "b"]

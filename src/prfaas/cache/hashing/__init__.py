@@ -1,4 +1,4 @@
-"""Names of blocks: chained SHA-256 over token ids, and the way to them from an engine's events."""
+"""Block hashes: chained SHA-256 over token ids, and their derivation from an engine's events."""
 
 from prfaas.cache.hashing.chain import (
     PromptHashes,

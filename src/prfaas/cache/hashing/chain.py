@@ -1,14 +1,14 @@
-"""Block hashes: the name of a block says every token up to its end, the tenant and the adapter.
+"""Block hashes: a block's name depends on every token up to its end, the tenant and the adapter.
 
     seed = SHA-256(version, salt, adapter, block_tokens)
     h[0] = SHA-256(seed || tokens of block 0 || extra 0)
     h[i] = SHA-256(h[i-1] || tokens of block i || extra i)      tokens: little-endian uint32
 
-SHA-256, because a collision would serve one user another's KV. Chained over digests instead of one
-running hash, because an engine's event brings the new tokens and its parent's name only. `extra` is
-empty for text; anything else that changes a block's content (an image, embeddings) goes in there.
-Only whole blocks have a name; `tail_hash` tells apart what lies behind them. Hashes of different
-block sizes never meet: the seed holds the size.
+SHA-256, because a collision would serve one user another user's KV. Chained over digests instead of
+one running hash, because an engine's event has only the new tokens and the parent's name. `extra`
+is empty for text and holds anything else that changes a block's content (an image, embeddings).
+Only whole blocks have a name; `tail_hash` identifies the tokens after the last one. Hashes of
+different block sizes never collide, because the seed includes the size.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _MAX_TOKEN = 2**32 - 1
 
 
 def chain_seed(block_tokens: int, *, salt: str = "", adapter: str = "") -> BlockHash:
-    """What the first block of a prompt is chained to. Without the salt nobody can name a block."""
+    """The parent of a prompt's first block. Without the salt no block hash can be computed."""
     if block_tokens < 1:
-        raise InputError(f"block_tokens is {block_tokens}", fix="it must be at least 1")
+        raise InputError(f"block_tokens is {block_tokens}", fix="use at least 1")
     parts = msgspec.msgpack.encode((_VERSION, salt, adapter, block_tokens))
     return BlockHash(hashlib.sha256(parts).digest())
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Little-endian uint32, whatever holds the tokens. Arrays of uint32 cost one copy; lists one
-    pass (`array` is three times as fast at it as numpy)."""
+    """The tokens as little-endian uint32. Arrays of uint32 cost one copy, lists one pass (`array`
+    is three times as fast at it as numpy)."""
     if isinstance(tokens, np.ndarray):
         return _from_numpy(tokens)
     if not (isinstance(tokens, array) and tokens.typecode == "I"):
@@ -52,7 +52,7 @@ def token_bytes(tokens: Tokens) -> bytes:
             tokens = array("I", tokens)
         except (TypeError, OverflowError, ValueError) as error:
             raise InputError(
-                f"not token ids: {error}", fix="use integers of 0 to 2^32 - 1"
+                f"not token ids: {error}", fix="use integers from 0 to 2^32 - 1"
             ) from None
     if sys.byteorder == "big":
         tokens = tokens[:]
@@ -86,11 +86,11 @@ def tail_hash(
     salt: str = "",
     adapter: str = "",
 ) -> bytes:
-    """Name of what lies behind the last whole block of `tokens` (`hashes` are the whole blocks'),
-    bound to everything before it; empty when nothing does.
+    """Hash of the tokens after the last whole block (`hashes` are those of the whole blocks), bound
+    to everything before them; empty when the prompt ends at a block boundary.
 
-    No name of a block: nothing is found by it. Few tokens can be guessed from it by whoever knows
-    the block before, so it goes only where the state itself goes.
+    It is not a block hash: no cache is searched by it. A holder of the previous block's hash could
+    guess the few tokens from it, so it travels only together with the state itself.
     """
     rest = tokens[len(hashes) * block_tokens :]
     if not len(rest):
@@ -100,10 +100,10 @@ def tail_hash(
 
 
 class PromptHashes:
-    """One prompt's block hashes at every block size that somebody asks for, each computed once.
+    """One prompt's block hashes at every requested block size, each computed once.
 
-    Nodes choose their own block sizes (vLLM's depends on model and tensor parallelism), so a prompt
-    has one chain per size in use.
+    Nodes differ in block size (vLLM's depends on model and tensor parallelism), so a prompt has one
+    chain per size in use.
     """
 
     __slots__ = ("_at", "_data", "adapter", "salt")
@@ -127,7 +127,7 @@ class PromptHashes:
         return hashes
 
     def prefix(self, tokens: int) -> PromptHashes:
-        """The first `tokens` tokens as a prompt of their own; hashes known already are shared."""
+        """The first `tokens` tokens as a separate prompt that shares the hashes computed so far."""
         part = PromptHashes((), salt=self.salt, adapter=self.adapter)
         part._data = self._data[: tokens * TOKEN_BYTES]
         for size, hashes in self._at.items():
@@ -151,9 +151,8 @@ def _chain(
             digest = hashlib.sha256(digest + piece + extra).digest()
             hashes.append(digest)
         return cast(list[BlockHash], hashes)
-    # The same for text, which is most of what a gateway spends on a long prompt: cutting with
-    # numpy, copying an empty hash object and leaving out every call that can be left out take a
-    # third off.
+    # The same for text, on which a gateway spends most of its time with a long prompt. Cutting
+    # with numpy, copying an empty hash object and avoiding every avoidable call save a third.
     for piece in pieces:
         sha256 = fresh()
         sha256.update(digest + piece)
@@ -165,13 +164,13 @@ def _chain(
 def _from_numpy(tokens: npt.NDArray[np.integer[Any]]) -> bytes:
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(
-            f"not token ids: an array of {tokens.dtype} with {tokens.ndim} axes",
-            fix="use one axis of integers",
+            f"not token ids: an array of {tokens.dtype} with {tokens.ndim} dimensions",
+            fix="use a one-dimensional array of integers",
         )
     if tokens.dtype.newbyteorder("<") != np.dtype("<u4") and len(tokens):
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high > _MAX_TOKEN:
             raise InputError(
-                f"not token ids: values from {low} to {high}", fix="use integers of 0 to 2^32 - 1"
+                f"not token ids: values from {low} to {high}", fix="use integers from 0 to 2^32 - 1"
             )
     return tokens.astype("<u4", copy=False).tobytes()

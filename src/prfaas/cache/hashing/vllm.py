@@ -1,18 +1,18 @@
-"""From vLLM's KV events to `HashEvent`s: the tokens stay on the host, our names leave it.
+"""From vLLM's KV events to `HashEvent`s: the tokens stay on the host, only block hashes leave it.
 
-`hash_events` is a pure step over `EngineHashes`, its memory of which engine hash is which block. It
-runs beside the engine, in the kvd. Facts it relies on (vLLM 0.18 to 0.32):
+`hash_events` is a pure step over `EngineHashes`, which maps engine hashes to block hashes. It runs
+on the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
 
 - A payload is `[timestamp, [event, ...], rank]`; events are arrays before v0.24 and maps since.
 - One `BlockStored` per group. A full-attention event names every block of `token_ids`. A sparse one
-  (Mamba, windows) names only what is retained, possibly nothing, and does not say where: the same
-  engine hash in a full-attention event does.
+  (Mamba, windows) names only retained blocks, possibly none, without their position: the same
+  engine hash in a full-attention event has the position.
 - `extra_keys` of a block: LoRA name, then images as pairs, then (first block only) the cache salt,
   then embeddings as bytes.
-- `BlockRemoved` brings engine hashes only.
+- `BlockRemoved` has engine hashes only.
 
-What cannot be named is not claimed. What may have been a removal but cannot be read leaves a gap in
-our sequence numbers, so that every index asks for a snapshot.
+A block that cannot be named is not claimed. An event that cannot be read may have been a removal,
+so it leaves a gap in the sequence numbers, and the next reader of the events gets a snapshot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EngineHash: TypeAlias = int | bytes
 Action: TypeAlias = Literal["stored", "removed"]
 
 _LOG = logging.getLogger(__name__)
-_ON_DEVICE = (None, "GPU")  # offloaded copies are somebody else's to announce
+_ON_DEVICE = (None, "GPU")  # other components announce offloaded copies
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ _Event: TypeAlias = _Stored | _Removed | _Cleared
 
 
 class EngineHashes:
-    """What one engine holds, under its names and ours. Sequence numbers are ours and per node."""
+    """What one engine holds, by engine hash and block hash. Sequence numbers count per node."""
 
     def __init__(self, node: NodeId, group_names: Mapping[int, str], first_seq: int = 0) -> None:
         self.node = node
@@ -82,7 +82,7 @@ class EngineHashes:
         self._warned: set[str] = set()
 
     def holdings(self) -> dict[str, list[BlockHash]]:
-        """Everything held, per group: with `next_seq`, the snapshot an index asks for."""
+        """Everything held, per group: together with `next_seq`, a snapshot for an index."""
         held: dict[str, list[BlockHash]] = {name: [] for name in self._group_names.values()}
         for (group, _), hashes in self._held().items():
             held[self._group_names[group]] += hashes
@@ -91,7 +91,7 @@ class EngineHashes:
     def check(self) -> None:
         assert set(self._groups) <= set(self._names), "a held block without a name"
         assert all(self._groups.values()), "an entry that no group holds"
-        assert set(self._names) == set(self._groups), "a name kept for nothing"
+        assert set(self._names) == set(self._groups), "a name without a held block"
 
     def _event(
         self, group: int, block_tokens: int, hashes: Iterable[BlockHash], action: Action
@@ -115,10 +115,10 @@ class EngineHashes:
     def _unreadable(self, detail: object) -> None:
         self.malformed += 1
         self.next_seq += 1  # a gap: it may have been a removal
-        self._warn_once("unreadable event", detail)
+        self._warn_once("an event is unreadable", detail)
 
     def _name(self, event: _Stored) -> None:
-        """Learns our names of an event that names every block."""
+        """Computes the block hashes of an event that names every block."""
         size = event.block_size
         parent = None
         if event.parent_block_hash is not None:
@@ -141,7 +141,7 @@ class EngineHashes:
             name = self._names.get(key)
             if name is None:
                 self.unnamed += 1
-                self._warn_once("a block that cannot be named", f"group {group}")
+                self._warn_once("a block cannot be named", f"group {group}")
                 continue
             self._groups[key] = self._groups.get(key, 0) | 1 << group
             known.append(name)
@@ -185,9 +185,9 @@ class EngineHashes:
 
 
 def hash_events(engine: EngineHashes, payload: bytes) -> list[HashEvent]:
-    """Translates one payload. Never raises on what an engine sends: see the module's last rule."""
+    """Translates one payload. Never raises on an engine's data: see the module's last rule."""
     events = _decoded(engine, payload)
-    # Names first, in a pass of its own: a sparse group's event may precede the one that places it.
+    # Names in a first pass: a sparse group's event may precede the event with its position.
     for event in events:
         if isinstance(event, _Stored) and event.names_every_block:
             engine._name(event)
@@ -226,7 +226,7 @@ def _decoded(engine: EngineHashes, payload: bytes) -> list[_Event]:
                 not isinstance(event, _Cleared)
                 and (event.group_idx or 0) not in engine._group_names
             ):
-                raise ValueError(f"group {event.group_idx} is not of this engine")
+                raise ValueError(f"group {event.group_idx} does not belong to this engine")
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             engine._unreadable(error)
         else:
@@ -240,7 +240,7 @@ def _decoded_event(raw: object) -> _Event:
     elif isinstance(raw, list) and raw:
         tag = raw[0]
     else:
-        raise ValueError(f"an event is {type(raw).__name__}")
+        raise ValueError(f"an event is a {type(raw).__name__}")
     kind = _KINDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
         raise ValueError(f"unknown event {tag!r}")
@@ -249,16 +249,18 @@ def _decoded_event(raw: object) -> _Event:
     event = msgspec.convert(raw, kind)
     if isinstance(event, _Stored):
         if event.block_size < 1 or len(event.token_ids) % event.block_size:
-            raise ValueError(f"{len(event.token_ids)} tokens in blocks of {event.block_size}")
+            raise ValueError(
+                f"{len(event.token_ids)} tokens do not fill blocks of {event.block_size}"
+            )
         if len(event.block_hashes) * event.block_size > len(event.token_ids):
             raise ValueError("more hashes than blocks")
         if any(not 0 <= token < 2**32 for token in event.token_ids):
-            raise ValueError("a token id beyond 32 bits")
+            raise ValueError("a token id is larger than 32 bits")
     return event
 
 
 def _split_extra_keys(event: _Stored, adapter: str) -> tuple[str, list[bytes]]:
-    """The tenant's salt, and per block whatever else its content depends on."""
+    """The tenant's salt, and per block everything else its content depends on."""
     salt = ""
     extras: list[bytes] = []
     for position, keys in enumerate(event.extra_keys or ()):

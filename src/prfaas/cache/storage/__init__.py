@@ -1,1 +1,1 @@
-"""Where the bytes of cached blocks are: an arena of pages in memory, and a file on an SSD."""
+"""The bytes of cached blocks: an arena of pages in memory, a file on an SSD, and both tiers."""

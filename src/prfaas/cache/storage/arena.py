@@ -1,8 +1,8 @@
-"""Real bytes: uniform pages over a file descriptor that somebody else made.
+"""The arena: uniform pages of real bytes, mapped from the caller's file descriptor.
 
-A memfd that several processes map, or any file that will not shrink under us. All groups draw from
-the same pages: a logical block or a linear state is a *unit* and lies on k pages, which need not be
-neighbours. Knows nothing of hashes, groups or leases.
+The file is a memfd that several processes map, or any file that does not shrink while mapped. All
+groups use the same pages: a logical block or a linear state is a *unit* and lies on k pages, which
+need not be neighbours. Knows nothing of hashes, groups or leases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from prfaas.errors import InputError
 
 MAX_PADDING = 0.05
-# Whole memory pages first (direct I/O, shared mappings); tiny models need finer ones.
+# Whole memory pages first (direct I/O, shared mappings); tiny models need smaller steps.
 _ALIGNMENTS = (4096, 512, 64, 1)
 
 
@@ -48,15 +48,15 @@ def choose_layout(unit_bytes: Sequence[int]) -> PageLayout:
 
 
 class Arena:
-    """`pages` pages mapped from `fd`, which stays its owner's and must cover them all."""
+    """`pages` pages mapped from `fd`. The caller keeps the descriptor; its file must cover them."""
 
     def __init__(self, fd: int, page_bytes: int, pages: int) -> None:
         needed = page_bytes * pages
         size = os.fstat(fd).st_size
         if size < needed:
             raise InputError(
-                f"the arena's file has {size} bytes, {pages} pages of {page_bytes} need {needed}",
-                fix="truncate it to that size before mapping it",
+                f"the arena's file has {size} bytes; {pages} pages of {page_bytes} need {needed}",
+                fix="set the file's size before mapping it",
             )
         self.page_bytes = page_bytes
         self.pages = pages
@@ -66,12 +66,12 @@ class Arena:
     def ranges(
         self, pages: Sequence[int], offset: int = 0, nbytes: int | None = None
     ) -> list[tuple[int, int]]:
-        """Where in the file `nbytes` bytes from `offset` of the unit that lies on `pages` are:
-        (start, stop) of each run of neighbouring pages."""
+        """(start, stop) in the file of `nbytes` bytes from `offset` of the unit on `pages`: one
+        pair per run of neighbouring pages."""
         length = len(pages) * self.page_bytes
         stop = length if nbytes is None else offset + nbytes
         if not 0 <= offset <= stop <= length:
-            raise InputError(f"bytes {offset} to {stop} of a unit of {length}")
+            raise InputError(f"bytes {offset} to {stop} are outside a unit of {length} bytes")
         ranges: list[tuple[int, int]] = []
         start_byte = end_byte = -1  # of the run of neighbours being gathered
         while offset < stop:
@@ -92,17 +92,17 @@ class Arena:
         return ranges
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Writable, without copying."""
+        """A writable view, without copying."""
         return self._view[start:stop]
 
     def views(
         self, pages: Sequence[int], offset: int = 0, nbytes: int | None = None
     ) -> list[memoryview]:
-        """Writable views, without copying, of what `ranges` finds."""
+        """Writable views of the same `ranges`, without copying."""
         return [self._view[start:stop] for start, stop in self.ranges(pages, offset, nbytes)]
 
     def close(self) -> None:
-        """Unmaps. Every view handed out must have been released."""
+        """Unmaps the file. The caller has released every view."""
         self._view.release()
         self._map.close()
 

@@ -1,7 +1,7 @@
 """Where a segment's bytes lie in an arena, given which pages each unit is on. Pure arithmetic.
 
-The pool and everybody it gives page tables to (an engine in another process, a transfer's landing)
-share it. Knows nothing of leases: whoever asks brings the table.
+Used by every holder of a page table: an engine in another process, a transfer's landing. Knows
+nothing of leases: the caller brings the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PageTable: TypeAlias = Mapping[UnitKey, Sequence[int]]
 
 
 class LeaseTables(NamedTuple):
-    """The pages of a lease: what may be read now, and what may be written until it is committed."""
+    """The pages of a lease: those to read now, and those to write until the lease is committed."""
 
     readable: PageTable
     writable: PageTable

@@ -1,8 +1,8 @@
 """The second tier: units spilled to a file, page by page, with a digest of what was written.
 
-Read and written by position, never mapped: a file that somebody truncates would kill the process
-that touches its mapping. A short read, an I/O error or bytes that are not the ones written make the
-unit a miss. The file descriptor is its owner's.
+The file is read and written by position, never mapped: a truncated file would kill the process that
+touches its mapping. A short read, an I/O error or changed bytes make the unit a miss. The caller
+owns the file descriptor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Slot(NamedTuple):
 class SpillFile:
     def __init__(self, fd: int, page_bytes: int, pages: int) -> None:
         if page_bytes < 1 or pages < 0:
-            raise InputError(f"a spill file of {pages} pages of {page_bytes} bytes")
+            raise InputError(
+                f"a spill file cannot have {pages} pages of {page_bytes} bytes",
+                fix="use at least 1 byte per page",
+            )
         self._fd = fd
         self.page_bytes = page_bytes
         self.pages = pages
@@ -42,7 +45,7 @@ class SpillFile:
         return self.pages - self._fresh + len(self._returned)
 
     def write(self, views: Sequence[memoryview]) -> Slot | None:
-        """Stores a unit given as whole pages. None when it cannot: full, or the disk refuses."""
+        """Stores a unit given as whole pages. None when the file is full or the write fails."""
         nbytes = sum(view.nbytes for view in views)
         assert nbytes % self.page_bytes == 0, "a unit is whole pages"
         count = nbytes // self.page_bytes
@@ -62,8 +65,8 @@ class SpillFile:
         return slot
 
     def read(self, slot: Slot, views: Sequence[memoryview]) -> bool:
-        """Fills `views` with the unit. False when the bytes are not what was written; the views
-        then hold nothing of use."""
+        """Fills `views` with the unit. False when the bytes are not those written; the content of
+        the views is then undefined."""
         assert self._held.get(slot.pages) is slot, "not a slot of this file"
         try:
             for page, buffers in zip(slot.pages, _per_page(views, self.page_bytes), strict=True):
@@ -98,11 +101,11 @@ class SpillFile:
         return tuple(pages)
 
     def _failed(self, what: str, error: str) -> None:
-        # As text: a log record that held the exception would keep the pages' views alive.
+        # `error` is text: a log record with the exception would keep the pages' views alive.
         self.failures += 1
         if self.failures == 1:
             _LOG.warning(
-                "SSD tier: %s failed (%s); its blocks are misses; logged once", what, error
+                "SSD tier: %s failed (%s); the blocks count as misses; logged once", what, error
             )
 
 

@@ -1,2 +1,2 @@
-"""Small checkpoints of the architectures the paper is about, made on the spot for tests, benchmarks
-and the demo. `architectures` is data, `make` needs torch."""
+"""Makes small checkpoints of the paper's architectures for tests, benchmarks and the demo.
+`architectures` is data; `make` needs torch."""

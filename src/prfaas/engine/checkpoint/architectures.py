@@ -1,8 +1,8 @@
-"""Which small models can be made: their shapes, as data. Knows nothing of weights or tokenizers.
+"""The small models that can be made: their shapes, as data. Knows nothing of weights or tokenizers.
 
 `tiny` is for tests and the demo (a forward pass takes milliseconds), `small` for benchmarks (hidden
-size 256, 12 layers). Layers follow each family's own pattern; windows are short enough that a
-prompt of a few hundred tokens leaves them; mixtures of experts have a few experts.
+size 256, 12 layers). Layers follow each family's pattern; windows are short enough that a prompt of
+a few hundred tokens exceeds them; mixtures of experts have a few experts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Fields of transformers' config class, in its spelling: those of every size, and each size's.
+    """Fields of transformers' config class: those common to every size, and those of each size.
 
-    `embedding_std` is 1 unless the family multiplies embeddings by something. Where a layer's
-    experts are stacked input-first ([expert, in, out]) their fan-in is not the last axis.
+    `embedding_std` is 1 unless the family multiplies embeddings by a factor. Where a layer's
+    experts are stacked input-first ([expert, in, out]), their fan-in is not the last axis.
     """
 
     model_type: str
@@ -180,9 +180,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "small": {**_SMALL, "mamba_d_ssm": 512, "mamba_d_head": 64},
         },
     ),
-    # Embeddings serve as output weights too, and are multiplied by sqrt(hidden_size) on the way in:
-    # at a standard deviation of 1 the model would only ever repeat its input. Queries and keys are
-    # normalised, so that random ones attend to everything alike unless their product is scaled up.
+    # Embeddings also serve as output weights, and are multiplied by sqrt(hidden_size) at the input:
+    # with a standard deviation of 1 the model would only repeat its input. Queries and keys are
+    # normalised, so random ones attend to everything alike unless their product is scaled up.
     "gemma3": Architecture(
         "gemma3_text",
         {

@@ -1,4 +1,4 @@
-"""Makes a small checkpoint that transformers and vLLM load, and that tells states apart.
+"""Makes a small checkpoint that transformers and vLLM load, and whose output depends on its state.
 
 Knows nothing of the engine. The same architecture, size and seed give the same bytes.
 """
@@ -29,7 +29,7 @@ from prfaas.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeCheckpoint:
     directory: Path
     arch: str
     size: Size
@@ -47,9 +47,9 @@ def make_checkpoint(
     seed: int = DEFAULT_SEED,
     *,
     force: bool = False,
-) -> Made:
-    """Writes config, weights (float32), generation config and tokenizer into `directory`, which
-    must be new or empty, unless `force`: then a checkpoint in it is replaced."""
+) -> MadeCheckpoint:
+    """Writes config, weights (float32), generation config and tokenizer into `directory`. The
+    directory must be new or empty; with `force` a checkpoint in it is replaced."""
     if arch not in ARCHITECTURES:
         raise InputError(f"unknown architecture {arch!r}", fix=f"known: {', '.join(ARCHITECTURES)}")
     if size not in SIZES:
@@ -66,7 +66,7 @@ def make_checkpoint(
         dtype="float32",
     )
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)  # for the vectors, which the model's own code draws
+        torch.manual_seed(seed)  # for the vectors, which the model's code draws
         model = AutoModelForCausalLM.from_config(config)
     weights.draw(
         model,
@@ -82,7 +82,7 @@ def make_checkpoint(
     with _no_progress_bar():
         model.save_pretrained(directory)
     save_tokenizer(directory, max_tokens=config.max_position_embeddings)
-    return Made(
+    return MadeCheckpoint(
         directory=directory,
         arch=arch,
         size=size,
@@ -96,7 +96,7 @@ def make_checkpoint(
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers shows one, also where nobody waits."""
+    """transformers shows a progress bar even when its output is not a terminal."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -107,8 +107,8 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _make_room(directory: Path, *, force: bool) -> None:
-    """Weights of another model are removed, since loaders take every file of them; the rest is
-    overwritten, and what is no part of a checkpoint stays."""
+    """Removes weights of another model, because loaders read every weights file. Other files of a
+    checkpoint are overwritten; files that are not part of a checkpoint stay."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()) and not force:
@@ -119,5 +119,7 @@ def _make_room(directory: Path, *, force: bool) -> None:
             path.unlink()
     except OSError as error:
         raise InputError(
-            f"cannot be written: {error.strerror}", file=directory, fix="name another directory"
+            f"cannot write to the directory: {error.strerror}",
+            file=directory,
+            fix="name another directory",
         ) from None

@@ -1,8 +1,7 @@
 """A byte-level tokenizer with chat markers: token id b is byte b, special tokens follow.
 
-Needs no training and no download; every text becomes as many tokens as it has UTF-8 bytes, and
-comes back unchanged. Nothing is added around a text; a conversation's markers come from the
-template.
+It needs no training and no download. A text has as many tokens as UTF-8 bytes, and decoding returns
+it unchanged. The tokenizer adds nothing around a text; the template adds a conversation's markers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS, PAD, START, END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-# Three more make the vocabulary a multiple of 8: models need not pad theirs beyond the tokenizer's.
+# Three more make the vocabulary a multiple of 8, so that models need not pad theirs.
 SPECIAL_TOKENS = (BOS, EOS, PAD, START, END, "<|extra_0|>", "<|extra_1|>", "<|extra_2|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 CHAT_TEMPLATE = (
@@ -53,8 +52,8 @@ def save_tokenizer(directory: Path, *, max_tokens: int) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte: its own where it has
-    one, else one from 256 on (GPT-2's table, which `ByteLevel` uses)."""
+    """The printable character that byte-level tokenizers use for each byte: the byte's character if
+    that is printable, else one from 256 on (GPT-2's table, which `ByteLevel` uses)."""
     own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in own else chr(next(spare)) for byte in range(256)]

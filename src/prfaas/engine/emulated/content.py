@@ -1,7 +1,7 @@
-"""The bytes and tokens of an emulated sequence: a function of its token ids alone. Pure.
+"""The bytes and tokens of an emulated sequence, as a function of its token ids only. Pure.
 
 Every token's bytes depend on all tokens up to it, on the group and on the layer, as real state
-does; so whoever holds the prompt can tell whether state is that prompt's, complete and in place.
+does. So the prompt suffices to check that state is its own, complete and in place.
 
     prefix[i]     sum of mix(token j, j) over j <= i          (64 bits, wrapping)
     token i       (prefix[i] ^ salt(group, layer)) + k * STEP for its k-th eight bytes
@@ -43,13 +43,13 @@ class Content:
         return filled.view(np.uint8)[:, :width].reshape(-1)
 
     def write(self, segment: Segment, buffers: Sequence[memoryview]) -> int:
-        """Fills the buffers; how many bytes they were."""
+        """Fills the buffers and returns their size in bytes."""
         data, at = self.of(segment), 0
         for buffer in buffers:
             np.frombuffer(buffer, np.uint8)[:] = data[at : at + buffer.nbytes]
             at += buffer.nbytes
         if at != len(data):
-            raise EngineError(f"segment {segment.name}: room for {at} of {len(data)} bytes")
+            raise EngineError(f"segment {segment.name}: the buffers have {at} of {len(data)} bytes")
         return at
 
     def check(self, segment: Segment, views: Sequence[memoryview]) -> None:
@@ -62,7 +62,7 @@ class Content:
             raise EngineError(f"segment {segment.name}: {at} of {len(data)} bytes")
 
     def tokens(self, count: int, vocab_size: int, seed: int) -> list[int]:
-        """What is generated after the prompt; another seed gives another answer."""
+        """The tokens generated after the prompt. Another seed gives other tokens."""
         places = np.arange(1, count + 1, dtype=np.uint64) * STEP
         words = _mixed(
             places ^ _mixed(self._prefix[-1:] + np.array([seed % 2**64], dtype=np.uint64))

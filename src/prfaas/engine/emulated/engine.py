@@ -1,33 +1,33 @@
 """EmulatedEngine: the engines' contract at a profile's pace, on one thread, without torch.
 
 Prefill serves jobs one after another, in chunks; each layer's state becomes ready at its share of
-the chunk. Running sequences advance together, by one step between chunks. The schedule is absolute:
-work begins when the work before it was due to end, so that late wake-ups do not add up.
+the chunk. Running sequences advance together, one step between chunks. The schedule is absolute:
+work begins when the work before it was due to end (`schedule.py`).
 
     chunk     layer 0 | layer 1 | ... | layer L-1       layer i is ready at (i + 1) / L of the chunk
-    step      one token of every running sequence       T_decode of as many as there are
+    step      one token of every running sequence       T_decode of the number of them
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.engine.api import (
     Emit,
+    EngineJob,
+    EngineLimits,
     EngineStats,
-    Failed,
     Finished,
-    Job,
-    Limits,
-    StepTiming,
+    JobFailed,
     check_job,
 )
 from prfaas.engine.chunks import chunk_ends
 from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
-from prfaas.engine.emulated.sequence import Sequence
+from prfaas.engine.emulated.schedule import Schedule
+from prfaas.engine.emulated.sequence import EmulatedSequence
 from prfaas.engine.job_queue import JobQueue, as_ours
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
@@ -36,54 +36,62 @@ from prfaas.types import Compat, NotNow
 
 CLOSE_S = 60.0
 CHUNK_TOKENS = 8192
-# Layers that become ready within this time are handed over together: a dozen engines on two cores
-# must not spend them on waking up.
+# Layers that become ready within this time are exported together, so that a dozen engines on two
+# cores do not spend the cores on wake-ups.
 TOGETHER_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedModel:
+    """What is emulated: a model's state, and the times of one instance."""
+
+    name: str
+    spec: KVSpec
+    profile: PrefillProfile
+    decode_steps: Sequence[DecodeStep]
 
 
 class EmulatedEngine:
     def __init__(
         self,
-        spec: KVSpec,
-        profile: PrefillProfile,
-        decode_steps: Several[DecodeStep],
+        model: EmulatedModel,
         *,
-        model: str,
-        limits: Limits,
+        limits: EngineLimits,
         block_tokens: int,
         chunk_tokens: int = CHUNK_TOKENS,
         scales: Scales | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`limits.max_running` may be 0: an instance that only prefills, whose jobs get their first
+        """`limits.max_running` of 0 makes an instance that only prefills: a job gets its first
         token and no more."""
         scales = scales or Scales()
-        self._pace = Pace(profile, decode_steps, scales)
+        self._pace = Pace(model.profile, model.decode_steps, scales)
         if limits.max_running > self._pace.largest_batch:
             raise InputError(
-                f"{limits.max_running} sequences at once; the profile has decode steps of up to "
-                f"{self._pace.largest_batch}",
+                f"max_running is {limits.max_running}; the profile has decode steps of up to "
+                f"{self._pace.largest_batch} sequences",
                 where="max_running",
                 fix="measure larger batches or lower it",
             )
-        self._spec = scaled_spec(spec, scales.bytes)
-        self._layers = 1 + max(max(group.layers) for group in spec.groups)
+        self._spec = scaled_spec(model.spec, scales.bytes)
+        self._layers = 1 + max(max(group.layers) for group in model.spec.groups)
         self._limits = limits
         self._chunk_tokens = chunk_tokens
         self._clock = clock or MonotonicClock()
         self._compat = Compat(
-            model=model,
+            model=model.name,
             revision=f"bytes x {scales.bytes:g}",
             kv_dtype="bytes",
             state_dtype="bytes",
             block_tokens=block_tokens,
             layout="emulated",
         )
-        self._desk: JobQueue[Sequence] = JobQueue(limits.max_waiting)
-        self._prefilling: Sequence | None = None  # the thread's own, as are the next two;
-        self._running: list[Sequence] = []  # changed under the desk's lock, for `stats`
-        self._free_s = self._clock.now()  # when what was begun is due to end
-        self._timing = StepTiming()  # replaced as a whole, so that any thread may read it
+        self._queue: JobQueue[EmulatedSequence] = JobQueue(limits.max_waiting)
+        # The engine's thread owns these three. It changes the first two under the queue's lock,
+        # because `stats` reads them from other threads.
+        self._prefilling: EmulatedSequence | None = None
+        self._running: list[EmulatedSequence] = []
+        self._schedule = Schedule(self._clock)
         self._thread = threading.Thread(target=self._work, name="prfaas-emulated", daemon=True)
         self._thread.start()
 
@@ -96,118 +104,113 @@ class EmulatedEngine:
         return self._compat
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         return self._limits
 
-    def submit(self, job: Job, emit: Emit) -> NotNow | None:
+    def submit(self, job: EngineJob, emit: Emit) -> NotNow | None:
         check_job(job, self._spec, self._limits)
         if job.sampling.max_tokens > 1 and not self._limits.max_running:
             raise InputError(
-                f"{job.sampling.max_tokens} tokens of an engine that only prefills",
+                f"this engine only prefills and cannot generate {job.sampling.max_tokens} tokens",
                 where="max_tokens",
-                fix="give its profile decode steps",
+                fix="use a profile with decode steps",
             )
-        sequence = Sequence(job, emit, self._spec, self._clock.now())
-        return self._desk.put(sequence)
+        sequence = EmulatedSequence(job, emit, self._spec, self._clock.now())
+        return self._queue.put(sequence)
 
     def cancel(self, job_id: str) -> None:
-        self._desk.cancel(job_id)
+        self._queue.cancel(job_id)
 
     def stats(self) -> EngineStats:
-        with self._desk.changed:
+        with self._queue.changed:
             prefilling = [self._prefilling] if self._prefilling is not None else []
             return EngineStats(
-                waiting=len(self._desk.waiting),
+                waiting=len(self._queue.waiting),
                 prefilling=len(prefilling),
                 running=len(self._running),
                 kv_tokens=sum(sequence.tokens for sequence in (*self._running, *prefilling)),
-                timing=self._timing,
+                timing=self._schedule.timing,
             )
 
     def close(self) -> None:
-        self._desk.close()
+        self._queue.close()
         self._thread.join(CLOSE_S)
 
     # The engine's thread --------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._desk.wait_for_work(busy=bool(self._prefilling or self._running)):
+        while self._queue.wait_for_work(busy=bool(self._prefilling or self._running)):
             self._end_cancelled()
             self._admit()
             if self._prefilling is not None:
                 self._guarded_chunk(self._prefilling)
             if self._running:
                 self._step()
-        with self._desk.changed:
+        with self._queue.changed:
             ended = self._removed(lambda sequence: True)
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
-    def _sleep(self, until_s: float, chunk_of: Sequence | None = None) -> None:
-        """Until then, ending cancelled jobs as they come; shorter where the engine closes, or the
-        job whose chunk it is has ended."""
+    def _sleep(self, until_s: float, chunk_of: EmulatedSequence | None = None) -> None:
+        """Sleeps until then and ends cancelled jobs meanwhile. Returns early when the engine closes
+        or when the job of this chunk has ended."""
         while True:
             self._end_cancelled()
-            with self._desk.changed:
+            with self._queue.changed:
                 left_s = until_s - self._clock.now()
-                if self._desk.closing or left_s <= 0:
+                if self._queue.closing or left_s <= 0:
                     return
                 if chunk_of is not None and self._prefilling is not chunk_of:
                     return
-                if not self._desk.has_cancelled:
-                    self._desk.changed.wait(left_s)
+                if not self._queue.has_cancelled:
+                    self._queue.changed.wait(left_s)
 
     def _end_cancelled(self) -> None:
-        cancelled = self._desk.take_cancelled()
+        cancelled = self._queue.take_cancelled()
         if not cancelled:
             return
-        with self._desk.changed:
+        with self._queue.changed:
             ended = self._removed(lambda sequence: sequence.job.id in cancelled)
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
 
-    def _removed(self, which: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Takes jobs out of wherever they are; under the lock."""
-        ended = self._desk.remove(which)
+    def _removed(self, which: Callable[[EmulatedSequence], bool]) -> list[EmulatedSequence]:
+        """Removes jobs from the queue, the prefill and the batch. The caller holds the lock."""
+        ended = self._queue.remove(which)
         ended += [sequence for sequence in self._running if which(sequence)]
         self._running = [sequence for sequence in self._running if not which(sequence)]
         if self._prefilling is not None and which(self._prefilling):
             ended.append(self._abandon_prefill())
         return ended
 
-    def _abandon_prefill(self) -> Sequence:
-        with self._desk.changed:
+    def _abandon_prefill(self) -> EmulatedSequence:
+        with self._queue.changed:
             sequence, self._prefilling = self._prefilling, None
         assert sequence is not None
-        self._free_s = min(self._free_s, self._clock.now())  # the rest is not computed
+        self._schedule.abandon()
         return sequence
-
-    def _count_step(self, wanted_s: float) -> None:
-        """A chunk or a decode step, due to end at `_free_s`, has ended now."""
-        late_s = self._clock.now() - self._free_s
-        self._timing = self._timing.plus_step(wanted_s, late_s)
 
     # Prefill --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """First come, first served: the head of the queue begins when there is room for it."""
+        """Starts jobs in order of arrival: the head of the queue starts when it has room."""
         while (sequence := self._take_head()) is not None:
             try:
                 sequence.read_state()
-            except Exception as error:  # a job whose state is not its own fails alone
-                sequence.emit(Failed(as_ours(error)))
+            except Exception as error:  # state of another prompt fails this job only
+                sequence.emit(JobFailed(as_ours(error)))
                 continue
-            with self._desk.changed:
+            with self._queue.changed:
                 if self._rides(sequence):
                     self._running.append(sequence)
                 else:
                     self._prefilling = sequence
 
-    def _take_head(self) -> Sequence | None:
-        with self._desk.changed:
-            if not self._desk.waiting:
+    def _take_head(self) -> EmulatedSequence | None:
+        with self._queue.changed:
+            if not self._queue.waiting:
                 return None
-            sequence = self._desk.waiting[0]
+            sequence = self._queue.waiting[0]
             busy = len(self._running) + int(self._prefilling is not None)
             will_run = sequence.job.sampling.max_tokens > 1 or self._rides(sequence)
             if will_run and busy >= self._limits.max_running:
@@ -215,20 +218,20 @@ class EmulatedEngine:
             if self._prefilling is not None and not self._rides(sequence):
                 return None
             if not busy:
-                self._free_s = max(self._free_s, sequence.submitted_s)  # idle until then
-            return self._desk.waiting.popleft()
+                self._schedule.start_after(sequence.submitted_s)
+            return self._queue.waiting.popleft()
 
-    def _rides(self, sequence: Sequence) -> bool:
+    def _rides(self, sequence: EmulatedSequence) -> bool:
         return sequence.rides and self._limits.max_running > 0
 
-    def _guarded_chunk(self, sequence: Sequence) -> None:
+    def _guarded_chunk(self, sequence: EmulatedSequence) -> None:
         try:
             self._chunk(sequence)
-        except Exception as error:  # its sink failed: this job ends, others go on
+        except Exception as error:  # its sink failed: only this job ends
             self._abandon_prefill()
-            sequence.emit(Failed(as_ours(error)))
+            sequence.emit(JobFailed(as_ours(error)))
 
-    def _chunk(self, sequence: Sequence) -> None:
+    def _chunk(self, sequence: EmulatedSequence) -> None:
         job = sequence.job
         if sequence.ends is None:
             tokens, chunk = len(job.prompt), self._chunk_tokens
@@ -236,31 +239,30 @@ class EmulatedEngine:
                 sequence.resumed, tokens, chunk_tokens=chunk, export=job.export
             )
         start, stop = sequence.tokens, next(sequence.ends)
-        begin_s = self._free_s
-        self._free_s += self._pace.prefill_s(sequence.resumed, start, stop)
-        layer_s = (self._free_s - begin_s) / self._layers
+        begin_s = self._schedule.add(self._pace.prefill_s(sequence.resumed, start, stop))
+        layer_s = (self._schedule.free_s - begin_s) / self._layers
         together = self._layers
         if layer_s * self._layers > TOGETHER_S:
             together = max(1, round(TOGETHER_S / layer_s))
         for first in range(0, self._layers, together):
             layers = range(first, min(first + together, self._layers))
-            # Written ahead of time, ready when the layer is due.
+            # The bytes are written early and become ready when the layer is due.
             owed = [s for layer in layers for s in sequence.write_layer(layer, start, stop)]
             if owed or layers.stop == self._layers:
                 self._sleep(begin_s + layers.stop * layer_s, chunk_of=sequence)
-            if self._desk.closing or self._prefilling is not sequence:
+            if self._queue.closing or self._prefilling is not sequence:
                 return
             for segment in owed:
                 sequence.ready(segment)
-        self._count_step(self._free_s - begin_s)
+        self._schedule.count_step(self._schedule.free_s - begin_s)
         sequence.tokens = stop
         if stop == len(job.prompt):
             self._prefilled(sequence)
 
-    def _prefilled(self, sequence: Sequence) -> None:
-        """The first token comes from the prompt's last position: it needs no decode step."""
+    def _prefilled(self, sequence: EmulatedSequence) -> None:
+        """The prompt's last position gives the first token, without a decode step."""
         finished = sequence.prefilled(self._limits.vocab_size) or sequence.next_token()
-        with self._desk.changed:
+        with self._queue.changed:
             self._prefilling = None
             if finished is None:
                 self._running.append(sequence)
@@ -271,22 +273,23 @@ class EmulatedEngine:
 
     def _step(self) -> None:
         step_s = self._pace.step_s(len(self._running))
-        self._free_s += step_s
-        self._sleep(self._free_s)
-        if self._desk.closing:
+        self._schedule.add(step_s)
+        self._sleep(self._schedule.free_s)
+        if self._queue.closing:
             return
-        self._count_step(step_s)
-        ended: dict[Sequence, Finished] = {}
+        self._schedule.count_step(step_s)
+        ended: dict[EmulatedSequence, Finished] = {}
         for sequence in self._running:
             if sequence.tokens < len(sequence.job.prompt):
-                sequence.prefilled(self._limits.vocab_size)  # it rode along
+                # This step has computed the rest of its prompt.
+                sequence.prefilled(self._limits.vocab_size)
             else:
                 sequence.tokens += 1
             finished = sequence.next_token()
             if finished is not None:
                 ended[sequence] = finished
         if ended:
-            with self._desk.changed:
+            with self._queue.changed:
                 self._running = [one for one in self._running if one not in ended]
         for sequence, finished in ended.items():
             sequence.emit(finished)

@@ -1,11 +1,11 @@
-"""How long emulated work takes and how many bytes it makes. Pure.
+"""How long emulated work takes and how many bytes it writes. Pure.
 
-Three scales shrink what a small machine could not carry. They are independent:
+Three independent scales shrink the work to what a small machine can do:
 
     time     seconds of this machine per second of the profile
     bytes    bytes written per byte of the model's state
     output   tokens generated per token of the model: at 1/8 every token stands for eight, so a
-             decode step takes eight times as long, and whoever asks for tokens asks for an eighth
+             decode step takes eight times as long, and callers request an eighth of the tokens
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ class Scales:
     def __post_init__(self) -> None:
         for name in ("time", "bytes", "output"):
             if not getattr(self, name) > 0:
-                raise InputError(f"{getattr(self, name)}", where=f"{name} scale", fix="above 0")
+                raise InputError(
+                    f"{getattr(self, name)} is too small",
+                    where=f"{name} scale",
+                    fix="use more than 0",
+                )
 
 
 def scaled_spec(spec: KVSpec, byte_scale: float) -> KVSpec:
@@ -62,13 +66,13 @@ class Pace:
         return max(self._batches, default=0)
 
     def prefill_s(self, cached: int, start: int, stop: int) -> float:
-        """Tokens [start, stop) of a prompt computed from `cached` on. Chunks add up: whatever the
-        cuts, a prompt takes T_prefill(new, cached)."""
+        """Seconds for tokens [start, stop) of a prompt computed from token `cached` on. Chunks add
+        up: however it is cut, a prompt takes T_prefill(new, cached)."""
         until = self._profile.seconds(np.array([start - cached, stop - cached], float), cached)
         before = float(until[0]) if start > cached else 0.0
         return max(0.0, float(until[1]) - before) * self._scales.time
 
     def step_s(self, batch: int) -> float:
-        """Between measured batches the step time is linear, as the planner takes it."""
+        """Seconds of one decode step. Linear between measured batches, as in the planner."""
         step_s = float(np.interp(batch, self._batches, self._step_s))
         return step_s * self._scales.time / self._scales.output

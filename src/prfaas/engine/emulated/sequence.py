@@ -1,27 +1,27 @@
-"""One job of the emulated engine: what is there of it, and what it answers. Knows no time."""
+"""One job of the emulated engine: its state and its tokens. Knows nothing of time."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
 
-from prfaas.engine.api import Emit, Finished, Job, Prefilled, Token
+from prfaas.engine.api import Emit, EngineJob, Finished, Prefilled, Token
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
 from prfaas.kvspec import KVSpec, Segment
 
-# The few tokens behind a hand-off are computed in the shadow of a decode step, which waits for
-# memory, not for arithmetic. Longer remainders are a prefill.
+# A decode step computes the few tokens after a hand-off at no extra time, because it is bound by
+# memory, not arithmetic. Longer remainders are a prefill.
 RIDING_TOKENS = 128
 
 
-class Sequence:
-    def __init__(self, job: Job, emit: Emit, spec: KVSpec, submitted_s: float) -> None:
+class EmulatedSequence:
+    def __init__(self, job: EngineJob, emit: Emit, spec: KVSpec, submitted_s: float) -> None:
         self.job = job
         self.emit = emit
         self.submitted_s = submitted_s
         self.resumed = job.resume.tokens if job.resume is not None else 0
-        self.tokens = self.resumed  # of which there is state
+        self.tokens = self.resumed  # tokens whose state exists
         self.ends: Iterator[int] | None = None  # of chunks; None before the first
         self._spec = spec
         self._content = Content(spec, job.prompt)
@@ -32,18 +32,20 @@ class Sequence:
 
     @property
     def rides(self) -> bool:
-        """Joins the running ones at once, its last prompt tokens computed by a decode step."""
+        """Whether the job joins the batch at once and a decode step computes its last prompt
+        tokens."""
         short = len(self.job.prompt) - self.resumed <= RIDING_TOKENS
         return bool(self.resumed and short and not self._plan and self.job.sampling.max_tokens)
 
     def read_state(self) -> None:
-        """Every byte is looked at: state of another prompt or length is an EngineError."""
+        """Checks every byte. State of another prompt or length is an EngineError."""
         if self.job.resume is not None:
             for segment in resume_segments(self._spec, self.resumed):
                 self._content.check(segment, self.job.resume.source.views(segment))
 
     def write_layer(self, layer: int, start: int, stop: int) -> list[Segment]:
-        """What the layer owes after the chunk [start, stop), written and not yet ready."""
+        """Writes and returns the layer's segments of the chunk [start, stop), which are not ready
+        yet."""
         export = self.job.export
         if export is None or self._plan is None:
             return []

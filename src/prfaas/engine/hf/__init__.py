@@ -1,4 +1,4 @@
-"""HFEngine: any Hugging Face causal LM whose cache transformers keeps in its standard layers."""
+"""HFEngine: runs any Hugging Face causal LM that caches in transformers' standard layers."""
 
 from prfaas.engine.hf.engine import HFEngine
 from prfaas.engine.hf.load import LoadedModel, load_model

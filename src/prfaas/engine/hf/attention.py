@@ -25,7 +25,8 @@ NAME = "prfaas_sdpa"
 
 
 def without_stored_masks(model: Any) -> None:
-    """Models whose attention is not torch's own (sinks, soft caps) stay as they are."""
+    """Switches the model to `attend`. Models whose attention is not torch's SDPA (sinks, soft caps)
+    stay unchanged."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, mask)
@@ -33,7 +34,7 @@ def without_stored_masks(model: Any) -> None:
 
 
 def mask(**asked: Any) -> torch.Tensor | None:
-    """transformers' own, except where it would store the triangle above."""
+    """transformers' mask, except where it would store the triangle above."""
     q_length, kv_length = asked["q_length"], asked["kv_length"]
     triangle = (
         asked.get("mask_function") is causal_mask_function
@@ -62,8 +63,8 @@ def attend(
         )
         return found
     width = value.shape[-1]
-    # MLA's values are narrower than its keys, and flash kernels want them alike: zeros for a
-    # quarter of the arithmetic are still twice as fast as the kernel that takes them as they are.
+    # MLA's values are narrower than its keys, and flash kernels need equal widths. Padding with
+    # zeros, a quarter of the arithmetic, is still twice as fast as the kernel for unequal widths.
     padded = F.pad(value, (0, key.shape[-1] - width))
     output = F.scaled_dot_product_attention(
         query,

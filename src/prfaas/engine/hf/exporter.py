@@ -1,8 +1,8 @@
-"""State leaves while the forward goes on: a cache that hands every layer's piece to a sink the
-moment the layer has updated it (paper, section 3.3: layer-wise pipelining).
+"""Exports state during the forward pass: a cache that writes each layer's segment to a sink as soon
+as the layer has updated it (paper, section 3.3: layer-wise pipelining).
 
-On a CPU the piece is copied straight into the sink's pages. On CUDA it is packed on the device and
-leaves over a side stream into pinned memory; a thread carries it into the pages, so neither the
+On a CPU the segment is copied straight into the sink's pages. On CUDA it is packed on the device
+and copied over a side stream into pinned memory; a thread copies it into the pages, so neither the
 host nor the compute stream waits.
 """
 
@@ -22,13 +22,13 @@ from prfaas.engine.hf.load import LoadedModel
 from prfaas.errors import EngineError
 from prfaas.kvspec import LinearState, Segment, SegmentSink, SlidingWindow, segment_bytes
 
-MAX_IN_FLIGHT = 64  # segments between device and pages; more would pin memory without end
+MAX_IN_FLIGHT = 64  # segments between device and pages; bounds the pinned memory
 JOIN_S = 60.0
 
 
-class Writer(Protocol):
+class SegmentWriter(Protocol):
     def write(self, segment: Segment, parts: rows.Rows) -> None:
-        """Takes the bytes as they are now; the tensors may change afterwards."""
+        """Copies the bytes now; the tensors may change afterwards."""
 
     def finish(self) -> None:
         """Returns when everything is ready at the sink; raises what the sink raised."""
@@ -97,16 +97,16 @@ class CudaWriter:
             segment, staged, arrived = item
             arrived.synchronize()
             if self._aborted or self._error is not None:
-                continue  # drained, so that the producer never blocks
+                continue  # drain the queue, so that the producer never blocks
             try:
                 rows.scatter(staged, self._sink.buffers(segment))
                 self._sink.ready(segment)
-            except Exception as error:  # the sink is the caller's code; it fails this job alone
+            except Exception as error:  # of the caller's sink; it fails this job only
                 self._error = error
 
 
 class ExportingCache(DynamicCache):
-    """A sequence's cache during prefill. `begin` names the chunk about to be computed."""
+    """A sequence's cache during prefill. Call `begin` before each chunk and `end` after it."""
 
     layers: list[Any]
 
@@ -117,7 +117,7 @@ class ExportingCache(DynamicCache):
         self.exported_bytes = 0
         self._spec, self._shapes = loaded.spec, loaded.shapes
         self._plan = ExportPlan(loaded.spec, export) if export is not None else None
-        self._writer: Writer | None = None
+        self._writer: SegmentWriter | None = None
         if export is not None:
             self._writer = (
                 HostWriter(export.sink) if side is None else CudaWriter(export.sink, side)
@@ -155,7 +155,7 @@ class ExportingCache(DynamicCache):
         return state
 
     def end(self) -> None:
-        """After the chunk's forward: states that layers updated in place, without telling."""
+        """Writes the states that layers updated in place, without calling `update`."""
         for layer in tuple(self._states_owed):
             self._write_state(layer)
 

@@ -1,8 +1,8 @@
-"""The one place where bytes become a cache again. It owns the length.
+"""Fills a cache from bytes, and sets its length.
 
-Linear layers do not know how long their past is, windows count it apart from what they hold, and a
-flag left unset makes a layer start afresh without a word. So nothing outside this file fills a
-cache, and it sets everything that a layer of each kind reads.
+Linear layers do not store how many tokens they have seen, windows count that apart from the tokens
+they hold, and a flag left unset makes a layer start from nothing without an error. So only this
+file fills a cache, and it sets everything that a layer of each kind reads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _read(loaded: LoadedModel, resume: Resume, segment: Segment, count: int) -> 
 
 
 def _fill_tokens(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-    # Keys and values are never written in place: `update` makes new ones. So views will do.
+    # `update` makes new keys and values and never writes in place, so views suffice.
     layer.dtype, layer.device = keys.dtype, keys.device
     layer.keys, layer.values = keys, values
     layer.is_initialized = True

@@ -1,4 +1,4 @@
-"""From a checkpoint directory (or a config alone) to a model ready to serve, or one clear error."""
+"""Loads a model from a checkpoint directory, or from a config only, or raises one clear error."""
 
 from __future__ import annotations
 
@@ -54,17 +54,19 @@ def load_model(
     dtype: str | None = None,
     random_weights: bool = False,
 ) -> LoadedModel:
-    """`source` is a checkpoint directory. With `random_weights` it may also be a `config.json`
-    alone: a full-size architecture can then be timed without its checkpoint.
+    """`source` is a checkpoint directory. With `random_weights` it may also be a `config.json`, so
+    that a full-size architecture can be timed without its checkpoint.
 
-    CUDA where there is one, in bfloat16; else the CPU in float32, since not every CPU computes in
-    bfloat16.
+    The default is CUDA in bfloat16 where a device exists, else the CPU in float32, because not
+    every CPU computes in bfloat16.
     """
     path = _checked(Path(source), random_weights)
     torch_device = _device(device)
     dtype_name = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
     if dtype_name not in DTYPES:
-        raise InputError(f"{dtype_name!r}", where="dtype", fix=f"use one of: {', '.join(DTYPES)}")
+        raise InputError(
+            f"unknown dtype {dtype_name!r}", where="dtype", fix=f"use one of: {', '.join(DTYPES)}"
+        )
     config = _config(path)
     geometry = read_hf_config(path)
     spec = build_spec(geometry.geometries, kv_dtype=dtype_name, state_dtype=geometry.state_dtype)
@@ -91,10 +93,14 @@ def _checked(source: Path, random_weights: bool) -> Path:
     if source.is_file() and random_weights:
         return source
     if not source.is_dir():
-        raise InputError("no such directory", file=source, fix="name a Hugging Face checkpoint")
+        raise InputError(
+            "no such directory", file=source, fix="name a Hugging Face checkpoint directory"
+        )
     if not (source / "config.json").is_file():
         raise InputError(
-            "has no config.json", file=source, fix="name a Hugging Face checkpoint directory"
+            "the directory has no config.json",
+            file=source,
+            fix="name a Hugging Face checkpoint directory",
         )
     return source
 
@@ -105,12 +111,16 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"{name!r}", where="device", fix="use cpu, cuda or cuda:N") from None
+        raise InputError(
+            f"unknown device {name!r}", where="device", fix="use cpu, cuda or cuda:N"
+        ) from None
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"{name!r}", where="device", fix="use cpu, cuda or cuda:N")
+        raise InputError(
+            f"unsupported device {name!r}", where="device", fix="use cpu, cuda or cuda:N"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"{name!r}: {torch.cuda.device_count()} CUDA devices here",
+            f"{name!r} does not exist: this host has {torch.cuda.device_count()} CUDA devices",
             where="device",
             fix="use --device cpu",
         )
@@ -122,7 +132,7 @@ def _config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"transformers cannot read its config: {_first_line(error)}", file=path
+            f"transformers cannot read the config: {_first_line(error)}", file=path
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
@@ -146,9 +156,9 @@ def _model(
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            f"transformers cannot load it: {_first_line(error)}",
+            f"transformers cannot load the checkpoint: {_first_line(error)}",
             file=path,
-            fix="check that every weights file is there and whole",
+            fix="check that every weights file is present and complete",
         ) from error
     return model.eval().to(device)
 

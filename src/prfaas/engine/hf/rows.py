@@ -1,8 +1,8 @@
 """Tensors as rows of canonical bytes, and back.
 
-A row is what one token leaves in one layer (keys, then values), or one whole linear state (the
-state, then the convolution's remembered columns). transformers keeps heads before tokens, the wire
-tokens before heads; the turn is made in the same pass that copies, so a page is written once:
+A row is the state of one token in one layer (keys, then values), or one whole linear state (the
+state, then the convolution's stored columns). transformers orders heads before tokens, the wire
+form tokens before heads; the copy transposes in the same pass, so that each page is written once:
 
     keys   [1, H, n, Dk] ─┐ part 0: n x (H * Dk * size) bytes ┐
     values [1, H, n, Dv] ─┘ part 1: n x (H * Dv * size) bytes ┴─► rows [n, row_bytes]
@@ -23,12 +23,12 @@ Rows = tuple[torch.Tensor, ...]  # parts, each uint8 [n, ..., bytes], in the ord
 
 
 def token_rows(keys: torch.Tensor, values: torch.Tensor) -> Rows:
-    """[1, heads, n, dim] each, n rows; views, nothing is copied."""
+    """n rows from keys and values, [1, heads, n, dim] each. Views, without copying."""
     return tuple(_bytes(part[0].transpose(0, 1)) for part in (keys, values))
 
 
 def state_rows(layer: Any, shape: StateShape) -> Rows:
-    """One row: the state as it is now, without the column that is never read again."""
+    """One row: the current state, without the convolution column that is never read again."""
     state = layer.recurrent_states[0].to(shape.wire_dtype)
     parts = [_bytes(state)]
     if shape.conv_channels:
@@ -56,14 +56,15 @@ def write(rows: Rows, buffers: Sequence[memoryview]) -> None:
 
 
 def pack(rows: Rows) -> torch.Tensor:
-    """One contiguous [n, row_bytes], where the tensors are."""
+    """One contiguous [n, row_bytes], on the tensors' device."""
     packed = torch.empty((len(rows[0]), row_bytes(rows)), dtype=torch.uint8, device=rows[0].device)
     _fill(packed, rows)
     return packed
 
 
 def scatter(packed: torch.Tensor, buffers: Sequence[memoryview]) -> None:
-    """numpy copies without the GIL: the thread that launches kernels must not wait for it."""
+    """Copies into the buffers. numpy copies without the GIL, so that the thread that launches
+    kernels does not wait."""
     source = packed.numpy().reshape(-1)
     at = 0
     for view in buffers:
@@ -77,7 +78,7 @@ def gather(views: Sequence[memoryview], count: int, width: int, *, pinned: bool)
     target = packed.numpy().reshape(-1)
     found = sum(view.nbytes for view in views)
     if found != target.nbytes:
-        raise EngineError(f"{found} bytes of state where {target.nbytes} are needed")
+        raise EngineError(f"{found} bytes of state instead of {target.nbytes}")
     at = 0
     for view in views:
         target[at : at + view.nbytes] = np.frombuffer(view, dtype=np.uint8)
@@ -88,7 +89,7 @@ def gather(views: Sequence[memoryview], count: int, width: int, *, pinned: bool)
 def as_tokens(
     rows: torch.Tensor, shape: TokenShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [1, heads, n, dim] over the very same bytes."""
+    """Keys and values [1, heads, n, dim] over the same bytes, without copying."""
     k_bytes = shape.k_heads * shape.k_dim * dtype.itemsize
     keys = rows[:, :k_bytes].view(dtype).unflatten(1, (shape.k_heads, shape.k_dim))
     values = rows[:, k_bytes:].view(dtype).unflatten(1, (shape.v_heads, shape.v_dim))
@@ -97,7 +98,7 @@ def as_tokens(
 
 def as_state(row: torch.Tensor, shape: StateShape) -> tuple[torch.Tensor, torch.Tensor | None]:
     """State and convolution columns [1, ...], copied: layers update both in place. The oldest
-    column, which did not travel, is zero."""
+    column, which is not transferred, is zero."""
     conv_bytes = shape.conv_channels * (shape.conv_columns - 1) * shape.conv_dtype.itemsize
     split = row.numel() - conv_bytes
     state = row.flatten()[:split].view(shape.wire_dtype).view(1, *shape.state)

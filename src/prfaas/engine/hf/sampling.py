@@ -1,4 +1,4 @@
-"""Which token comes next, from one row of logits."""
+"""Chooses the next token from one row of logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prfaas.engine.api import Sampling
 
 
 class Sampler:
-    """Holds one sequence's random numbers, so that a seed gives the same tokens in any batch."""
+    """One sequence's random generator, so that a seed gives the same tokens in any batch."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
@@ -19,12 +19,12 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def pick(self, logits: torch.Tensor) -> int:
-        """`logits` [vocab]. The smallest set of tokens that makes up `top_p` is drawn from."""
+        """`logits` is [vocab]. Draws from the smallest set of tokens that makes up `top_p`."""
         if self._sampling.temperature == 0.0:
             return int(logits.argmax())
         chances = torch.softmax(logits.float() / self._sampling.temperature, dim=-1)
         chances, ids = chances.sort(descending=True)
-        # A token stays when what comes before it is less than top_p: the first always does.
+        # A token stays when the tokens before it make up less than top_p; the first always stays.
         before = chances.cumsum(dim=-1) - chances
         chances = chances.masked_fill(before >= self._sampling.top_p, 0.0)
         drawn = torch.multinomial(chances, 1, generator=self._generator)

@@ -1,9 +1,9 @@
-"""What each layer of a model caches, read off a one-token forward: the shapes that turn canonical
-bytes into tensors and back.
+"""What each layer of a model caches, read off a one-token forward pass: the shapes that convert
+canonical bytes into tensors and back.
 
-The forward settles it rather than the config, because only the code knows that MLA keeps latents
-as "keys", or how many columns a convolution remembers. What `kvspec` says of the same config must
-agree to the byte, or the model is refused.
+The forward pass decides rather than the config, because only the model's code has the details: MLA
+keeps latents as "keys", a convolution keeps some number of columns. `kvspec` must give the same
+bytes for the config, or the model is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class TokenShape:
-    """Attention, per token: keys [k_heads, k_dim] and values [v_heads, v_dim]. Of MLA the "keys"
-    are the latent and the "values" the rope part."""
+    """Attention, per token: keys [k_heads, k_dim] and values [v_heads, v_dim]. For MLA the "keys"
+    are the latent and the "values" are the rope part."""
 
     k_heads: int
     k_dim: int
@@ -48,7 +48,7 @@ class TokenShape:
 class StateShape:
     """A recurrent state and the convolution's columns, of which the oldest is never read again.
 
-    States travel in the spec's dtype, whatever the layer keeps them in.
+    States are transferred in the spec's dtype, whatever dtype the layer keeps them in.
     """
 
     state: tuple[int, ...]
@@ -75,7 +75,7 @@ class LayerShape:
 def layer_shapes(
     model: Any, spec: KVSpec, state_dtype: torch.dtype, *, where: str
 ) -> Mapping[int, LayerShape]:
-    """Runs one token through the model. InputError when a layer caches what cannot be moved."""
+    """Runs one token through the model. InputError when a layer's cache cannot be transferred."""
     cache = DynamicCache(config=model.config)
     _require_supported(cache, where)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -95,20 +95,20 @@ def layer_shapes(
     windows = {shape.window for shape in cached.values() if shape.window is not None}
     if len(windows) > 1:
         raise InputError(
-            f"layers with windows of {sorted(windows)} tokens",
+            f"the layers have windows of {sorted(windows)} tokens",
             file=where,
-            fix="transformers masks all window layers alike: use a model with one window",
+            fix="use a model with one window size: transformers masks all window layers alike",
         )
     return cached
 
 
 def _require_supported(cache: DynamicCache, where: str) -> None:
     for number, layer in enumerate(cache.layers):
-        # Subclasses keep more than their parents (an indexer's keys, quantised pages): by type.
+        # Exact types, because subclasses keep more (an indexer's keys, quantised pages).
         if type(layer) not in SUPPORTED or getattr(layer, "number_of_states", 1) != 1:
             known = ", ".join(kind.__name__ for kind in SUPPORTED)
             raise InputError(
-                f"layer {number} caches in a {type(layer).__name__}, which this engine cannot move",
+                f"layer {number} caches in a {type(layer).__name__}, which cannot be exported",
                 file=where,
                 fix=f"supported cache layers: {known}",
             )
@@ -137,7 +137,8 @@ def _shape(layer: Any, state_dtype: torch.dtype) -> LayerShape:
 def _require_agreement(
     cache: DynamicCache, shapes: Mapping[int, LayerShape], spec: KVSpec, where: str
 ) -> None:
-    """The config, as `kvspec` reads it, and the model's own code describe the same bytes."""
+    """Raises InputError unless the config, as `kvspec` reads it, and the model's code describe the
+    same bytes."""
     expected: dict[tuple[str, int], int] = {
         (_kind(group), layer): group.layer_bytes(1)
         for group in spec.groups
@@ -157,7 +158,7 @@ def _require_agreement(
             f"layer {number} ({kind}) caches {found.get((kind, number), 0)} bytes after one token, "
             f"the config says {expected.get((kind, number), 0)}",
             file=where,
-            fix="this model cannot be moved; please report its config",
+            fix="this model is not supported; please report its config",
         )
 
 

@@ -1,4 +1,4 @@
-"""Continuous batched decode: a cache whose rows are sequences of different lengths.
+"""Continuous batched decode: a cache whose rows hold sequences of different lengths.
 
 Row r of every layer belongs to one sequence; rows 0 .. n-1 are in use. Each step writes one token
 per row at the row's own position and attends over all rows at once, under a mask of lengths:
@@ -8,9 +8,9 @@ per row at the row's own position and attends over all rows at once, under a mas
                                                     (rope is applied before caching: order is free)
     linear state     [rows, ...]                    updated in place
 
-A sequence joins by copying its prefill's cache into the next row and leaves by the last row taking
-its place. Capacity and rows grow to what is asked for and fall back when nothing runs. The layers
-are transformers' own classes, so that models find in them what they look for.
+A sequence joins when its prefill's cache is copied into the next row. When it leaves, the last row
+moves into its place. Capacity and rows grow on demand and shrink when no sequence runs. The layers
+subclass transformers' classes, so that models find the attributes they expect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from prfaas.engine.hf.shapes import LayerShape, StateShape, TokenShape
 
-CAPACITY_STEP = 256  # tokens; fewer reallocations for a little memory
+CAPACITY_STEP = 256  # tokens; trades a little memory for fewer reallocations
 
 
 class _TokenRows:
@@ -44,8 +44,7 @@ class _TokenRows:
         shape, old = self._shape, (self.keys, self.values)
         sizes = ((shape.k_heads, shape.k_dim), (shape.v_heads, shape.v_dim))
         self.keys, self.values = (
-            # Zeros, not what was in memory: a masked column still takes part in a product, and
-            # 0 * nan is nan.
+            # Zeros, because a masked column still takes part in a product, and 0 * nan is nan.
             self._like.new_zeros((rows, heads, columns, dim))
             for heads, dim in sizes
         )
@@ -64,7 +63,7 @@ class _TokenRows:
 
 
 class _Step:
-    """Where this step's tokens go: shared by all layers, made once a step."""
+    """The positions of this step's tokens: made once per step, shared by all layers."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.count = len(lengths)
@@ -167,7 +166,7 @@ class LinearSlots(LinearAttentionLayer):
         self._conv[target] = self._conv[source]
 
     def begin(self, step: _Step) -> None:
-        # Views: the models update them in place, and so the rows.
+        # Views, so that the models' updates in place change the rows.
         self.recurrent_states[0] = self._state[: step.count]
         self.conv_states[0] = self._conv[: step.count]
 
@@ -198,7 +197,7 @@ class HybridSlots(LinearSlots, FullSlots):
 
 
 class _Nothing(LinearAttentionLayer):
-    """A layer without a cache (an MLP on its own)."""
+    """A layer without a cache (an MLP only)."""
 
     def resize(self, rows: int, capacity: int) -> None: ...
     def join(self, row: int, layer: Any, tokens: int) -> None: ...
@@ -217,8 +216,8 @@ class SlotCache(Cache):
         *,
         additive_masks: bool,
     ) -> None:
-        """`like` gives the device and the dtype of keys and values. Masks are booleans, or added
-        to scores where the model's attention is transformers' eager one."""
+        """`like` has the device and the dtype of keys and values. Masks are booleans, or are added
+        to the scores when the model uses transformers' eager attention."""
         super().__init__(layers=[_slots(shapes.get(n, LayerShape()), like) for n in range(layers)])
         attention = {shape.window for shape in shapes.values() if shape.tokens is not None}
         self._has_full = None in attention
@@ -228,13 +227,13 @@ class SlotCache(Cache):
         self._rows = self._capacity = 0
 
     def join(self, row: int, cache: Cache, tokens: int, capacity: int) -> None:
-        """The sequence of `cache`, `tokens` long and to grow up to `capacity`, becomes `row`."""
+        """Copies a sequence of `tokens` tokens into `row`, with room to grow to `capacity`."""
         self._reserve(row + 1, capacity)
         for slots, layer in zip(self.layers, cache.layers, strict=True):
             slots.join(row, layer, tokens)
 
     def leave(self, row: int, last: int) -> None:
-        """`last` is the highest row in use; it moves into `row`."""
+        """Removes `row`: the highest row in use, `last`, moves into its place."""
         if row != last:
             for slots in self.layers:
                 slots.move(last, row)
@@ -242,8 +241,8 @@ class SlotCache(Cache):
             self._resize(0, 0)
 
     def begin(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """Before a step; `lengths` of the rows without this step's token. Gives what the forward
-        needs besides the tokens."""
+        """Prepares a step. `lengths` are the rows' lengths without this step's token. Returns the
+        arguments of the forward pass besides the tokens."""
         step = _Step(lengths, self._device)
         for slots in self.layers:
             slots.begin(step)
@@ -254,7 +253,7 @@ class SlotCache(Cache):
         }
 
     def _masks(self, step: _Step) -> Any:
-        """Models with one kind of attention take a mask as it is, others one per kind of layer."""
+        """One mask for models with one kind of attention, else one per kind of layer."""
         columns = torch.arange(step.longest, device=self._device)
         full = (columns <= step.positions[:, None])[:, None, None]
         if self._additive:
@@ -263,7 +262,7 @@ class SlotCache(Cache):
             )
         if self._window is None:
             return full
-        # A ring that has come round is valid all over; before that, as far as it is filled.
+        # A ring that has wrapped is valid everywhere; before that, as far as it is filled.
         ring = full[..., : min(step.longest, self._window)]
         if not self._has_full:
             return ring

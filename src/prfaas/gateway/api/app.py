@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.api_keys import Keyring, salt_of
 from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
@@ -32,7 +33,6 @@ from prfaas.gateway.api.request_schema import (
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
 from prfaas.gateway.request import Backend, GatewayRequest
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat, is_multimodal
 
 _LOG = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from prfaas import __version__
+from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.contracts.openai import ErrorBody, Usage
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Prompt
-from prfaas.kvd.heartbeat import Heartbeat
 from prfaas.text import Chat
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"

@@ -7,21 +7,25 @@ from urllib.parse import quote
 
 import msgspec
 
+from prfaas.contracts.kvd_api import (
+    LONGEST_WAIT_S,
+    AbortTransfer,
+    EventPage,
+    KvdReport,
+    OpenTransfer,
+    PrefixPulled,
+    PullPrefix,
+    Role,
+    TransferStatus,
+)
 from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.events import EventPage
-from prfaas.kvd.http_api import LONGEST_WAIT_S, AbortReason
-from prfaas.kvd.report import Report
-from prfaas.kvd.role import Role
-from prfaas.kvd.transfers.incoming import TransferStatus
-from prfaas.kvd.transfers.prefix_pull import Pull, Pulled
-from prfaas.types import Grant, NodeId, NotNow, OpenTransfer, TransferId
+from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 ASK_S = 5.0  # a kvd responds from memory
-SNAPSHOT = -1  # `since` that requests every event of the present content
 _SLACK_S = 5.0  # added to a request's timeout for the time after a long poll has ended
 _Opened: TypeAlias = Grant | NotNow
-_Pulling: TypeAlias = Pulled | NotNow
+_Pulling: TypeAlias = PrefixPulled | NotNow
 
 
 class KvdClient:
@@ -56,11 +60,11 @@ class KvdClient:
         return await self._http.request_json("GET", url, TransferStatus, timeout_s=ASK_S)
 
     async def abort(self, transfer_id: TransferId, reason: str) -> None:
-        body = msgspec.json.encode(AbortReason(reason))
+        body = msgspec.json.encode(AbortTransfer(reason))
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
         await self._http.request_json("POST", url, TransferStatus, timeout_s=ASK_S, body=body)
 
-    async def pull(self, request: Pull) -> Pulled | NotNow:
+    async def pull(self, request: PullPrefix) -> PrefixPulled | NotNow:
         """Returns when the kvd holds the prefix."""
         body = msgspec.json.encode(request)
         return await self._http.request_json(
@@ -71,8 +75,10 @@ class KvdClient:
             body=body,
         )
 
-    async def stats(self) -> Report:
-        return await self._http.request_json("GET", f"{self.url}/v1/stats", Report, timeout_s=ASK_S)
+    async def stats(self) -> KvdReport:
+        return await self._http.request_json(
+            "GET", f"{self.url}/v1/stats", KvdReport, timeout_s=ASK_S
+        )
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
         url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.contracts.openai import Usage, UsageField
 from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.http_client.client import Exchange, HttpClient
@@ -49,12 +50,8 @@ class Card(NamedTuple):
     ours: bool  # it is a `prfaas node`, which can also hand off states at boundaries inside a step
 
 
-class _PrefillParams(msgspec.Struct, frozen=True):
-    error: dict[str, Any] | None = None
-
-
 class _Prefilled(msgspec.Struct, frozen=True):
-    kv_transfer_params: _PrefillParams | None = None
+    kv_transfer_params: ResponseParams | None = None
     usage: Usage | None = None
 
 
@@ -103,9 +100,9 @@ class NodeClient:
         )
         params = answer.kv_transfer_params
         if params is not None and params.error:
-            code = str(params.error.get("code", ""))
+            code = params.error.code
             status = 400 if code == "invalid_request" else 503
-            raise PeerHttpError(status, code, str(params.error.get("message") or code))
+            raise PeerHttpError(status, code, params.error.message or code)
         return answer.usage.cached_tokens if answer.usage is not None else None
 
     @asynccontextmanager

@@ -34,7 +34,7 @@ class Booking:
         self._kv_bytes = kv_bytes
         self._on_change = on_change
         self._stage: Stage = "made"
-        board.dispatched(route, kv_bytes, now_s)
+        board.record_dispatch(route, kv_bytes, now_s)
         work.give(self, route.prefill_s, now_s)
 
     @property
@@ -49,14 +49,14 @@ class Booking:
     def landed(self, now_s: float) -> None:
         assert self._stage == "made"
         self._stage = "landed"
-        self._board.landed(self.route)
+        self._board.record_handoff(self.route)
         self.prefilled(now_s)
 
     def close(self, now_s: float) -> None:
         """Over, whatever has become of it. Again: nothing."""
         if self._stage == "landed":
-            self._board.ended(self.route, self._kv_bytes)
+            self._board.record_end(self.route, self._kv_bytes)
         elif self._stage == "made":
-            self._board.given_up(self.route, self._kv_bytes)
+            self._board.record_failure(self.route, self._kv_bytes)
             self.prefilled(now_s)
         self._stage = "closed"

@@ -88,7 +88,7 @@ class Dispatcher:
                     except Failed as failure:
                         tries.failed(failure, booking)
                         if failure.unhandable:  # and stays so, whatever the next one fails of
-                            request = request._replace(unhandable=True)
+                            request = request._replace(decode_only=True)
                     except Later as later:
                         tries.put_off(later)
                     else:

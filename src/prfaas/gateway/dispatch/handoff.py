@@ -15,6 +15,8 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
+from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.client.node_client import PREFILL_S, NodeClient
@@ -25,9 +27,9 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
-from prfaas.scheduler.handoff import handoff
+from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import Route
-from prfaas.types import Grant, NodeId, NotNow, OpenTransfer
+from prfaas.types import Grant, NodeId, NotNow
 
 CUT_S = 3.0  # a transfer over a link that is cut is given up after this; shorter cuts heal
 OPEN_S = 2 * ASK_S  # connecting included
@@ -113,7 +115,7 @@ class HandOff:
             raise Failed("a node has just left", self._route.prefill, self._route.decode)
         # vLLM has states at the ends of its steps only, wherever those are.
         resumable = card.ours and (ask.conversation or self._route.cached_tokens > 0)
-        length = handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
+        length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
         hashes = prompt.prefix(length.handoff_tokens).at(compat.block_tokens)
         grant = await self._open(
             OpenTransfer(
@@ -131,17 +133,13 @@ class HandOff:
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": ask.salt} if ask.salt else {}),
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "grant": grant,
-                "handoff_tokens": length.handoff_tokens,
-            },
+            "kv_transfer_params": encode(RemoteDecode(grant, length.handoff_tokens)),
         }
         headers = {"X-Request-Id": ask.id}
         await self._carry_out(grant, body, headers, length.handoff_tokens, story)
         story.committed_s = self._clock.now()
         self._booking.landed(story.committed_s)
-        return {"do_remote_prefill": True, "transfer_id": grant.transfer_id}
+        return encode(RemotePrefill(grant.transfer_id))
 
     async def _open(self, asked: OpenTransfer) -> Grant:
         # The call must finish even when this request is cancelled: only its answer says what was

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import LATE_WINDOW_S
 from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member
-from prfaas.kvd.report import LATE_WINDOW_S
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 

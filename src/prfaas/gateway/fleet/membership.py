@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.node_client import Card, Load
-from prfaas.kvd.report import Report
 from prfaas.types import ClusterId, Compat, NodeId
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Member:
     listed: bool  # in the deployment file
     url: str | None = None  # of its engine; else as the engine has told the kvd
     via: str | None = None  # of a relay that other clusters use to reach this kvd
-    report: Report | None = None
+    report: KvdReport | None = None
     card: Card | None = None
     load: Load | None = None
     kvd_heard_s: float = -math.inf
@@ -112,7 +112,7 @@ class Membership:
         member.kvd_heard_s = now_s
         return member
 
-    def heard(self, member: Member, report: Report, now_s: float) -> bool:
+    def heard(self, member: Member, report: KvdReport, now_s: float) -> bool:
         """Whether it is a new process, which holds nothing. A second kvd of the same name is not
         listened to."""
         other = self.named(report.node)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import SNAPSHOT
 from prfaas.errors import PeerError
-from prfaas.gateway.client.kvd_client import SNAPSHOT, KvdClient
+from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import Router

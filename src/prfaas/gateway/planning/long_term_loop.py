@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import Role as Recorded
 from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.fleet.membership import Member
@@ -22,10 +23,16 @@ from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.role import Role as Recorded
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term.replan import replan
-from prfaas.scheduler.plan import Plan, Role, hardware_for, staffed, with_instances, with_paces
+from prfaas.scheduler.plan import (
+    Plan,
+    Role,
+    hardware_for,
+    plan_for_nodes,
+    with_instances,
+    with_paces,
+)
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -103,7 +110,9 @@ class LongTermLoop:
             base = with_paces(base, self._router.paces.factors)
             problem = with_instances(base, remotes, len(local))
             reason = "the deployment's stated traffic" if plan is None else "nodes came or went"
-            new = await asyncio.to_thread(staffed, problem, roles, self._rules, now, reason=reason)
+            new = await asyncio.to_thread(
+                plan_for_nodes, problem, roles, self._rules, now, reason=reason
+            )
             if plan is None:
                 return new
             return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)

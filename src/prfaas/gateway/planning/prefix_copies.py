@@ -19,13 +19,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
-from prfaas.kvd.transfers.prefix_pull import PULL_S, Pull, Pulled
 from prfaas.types import BlockHash, NodeId, NotNow
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PrefixCopies:
     ) -> None:
         began_s = self._clock.now()
         via = self._router.way(source, target)
-        asked = Pull(source.kvd_url, move.hashes, via, within_s)
+        asked = PullPrefix(source.kvd_url, move.hashes, via, within_s)
         tally = self.tallies[move.why]
         try:
             async with asyncio.timeout(within_s):
@@ -120,7 +120,7 @@ class PrefixCopies:
         took_s = self._clock.now() - began_s
         log.info("%s: %d bytes in %.3f s", move, answer.granted_bytes, took_s)
 
-    def _count(self, tally: Tally, answer: Pulled) -> None:
+    def _count(self, tally: Tally, answer: PrefixPulled) -> None:
         tally.made += 1
         tally.tokens += answer.tokens
         tally.nbytes += answer.granted_bytes

@@ -12,11 +12,10 @@ import math
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
+from prfaas.contracts.kvd_api import PULL_S, KvdReport
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, move_of
 from prfaas.gateway.router import Router
-from prfaas.kvd.report import Report
-from prfaas.kvd.transfers.prefix_pull import PULL_S
 from prfaas.types import BlockHash, NodeId
 
 LONGEST_WAIT_S = 0.5  # a sender whose bytes have waited longer gets no more to do
@@ -92,6 +91,6 @@ class Replication:
                 self._left.add(node)
 
 
-def is_calm(report: Report) -> bool:
+def is_calm(report: KvdReport) -> bool:
     """Whether what this kvd has to send, over the fabric and between clusters, leaves soon."""
     return all(link.backlog_bytes == 0 or link.waited_s <= LONGEST_WAIT_S for link in report.links)

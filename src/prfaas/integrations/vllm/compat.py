@@ -1,8 +1,8 @@
-"""What depends on vLLM's version, and what two vLLM engines must agree on to share blocks.
+"""Checks of vLLM's version and configuration, and what two vLLM engines must share to hand off.
 
-The only file that looks at the version. Two engines exchange native blocks, so everything that
-decides what is inside one goes into `Compat.layout`: engines that differ in it are refused at the
-grant, as are engines of another kind, whose layout has another name.
+This is the only file that depends on the version. Two engines exchange native blocks, so everything
+that determines a block's bytes goes into `Compat.layout`. A kvd refuses the grant when the layouts
+differ; engines of another kind have another layout name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-OLDEST = (0, 32)  # the first to tell a failed load of a hybrid model from a finished one
+OLDEST = (0, 32)  # the first version that reports a failed load of a hybrid model
 
 
 def check_version(version: str = VLLM_VERSION) -> None:
@@ -37,18 +37,20 @@ def check_version(version: str = VLLM_VERSION) -> None:
 
 
 def check_config(config: VllmConfig) -> None:
-    """What the connector does not move is refused at the start, not found out by a request."""
+    """Refuses unsupported configurations at start instead of failing requests later."""
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
-            raise InputError(f"{name} is {getattr(parallel, name)}", fix="it must be 1")
+            raise InputError(f"{name} is {getattr(parallel, name)}", fix="use 1")
     transfer = config.kv_transfer_config
     if transfer.kv_role != "kv_both":
-        raise InputError(f"kv_role is {transfer.kv_role}", fix="use kv_both: roles are assigned")
+        raise InputError(
+            f"kv_role is {transfer.kv_role}", fix="use kv_both: the gateway assigns roles"
+        )
     if transfer.kv_load_failure_policy != "fail":
         raise InputError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy}",
-            fix="use fail: the gateway re-issues, a decode server does not prefill long prompts",
+            fix="use fail: the gateway re-issues failed requests",
         )
 
 
@@ -77,7 +79,7 @@ def _layout(config: VllmConfig, caches: KVCacheConfig) -> str:
 
 
 def _instructions(caches: KVCacheConfig) -> str:
-    """A CPU's attention packs blocks for its instruction set."""
+    """The instruction set for which a CPU's attention packs blocks."""
     if not current_platform.is_cpu():
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -1,7 +1,7 @@
-"""PrfaasConnector: vLLM's hooks, handed to the side they belong to. No decisions here.
+"""PrfaasConnector: forwards vLLM's hooks to the scheduler's or the worker's side. Decides nothing.
 
-vLLM makes one object in the scheduler's process and one in each worker's. Both register at the
-host's kvd; the scheduler's side owns leases, workers join them.
+vLLM makes one object in the scheduler's process and one in each worker's process. Both register
+with the host's kvd. The scheduler's side owns leases, the workers join them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prfaas.integrations.vllm.events import EventRelay
 from prfaas.integrations.vllm.layout import NativeLayout, native_layout
 from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
 from prfaas.integrations.vllm.scheduler_side import SchedulerSide
-from prfaas.integrations.vllm.steps import Steps
+from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.client import KvdClient
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+# limits: vLLM's interface dictates the methods.
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -63,12 +64,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_divergent_hits
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduling.arrived(request)
+        self._scheduler_side.accept(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduling.loadable(request, num_computed_tokens)
+        return self._scheduler_side.count_loadable_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids  # type: ignore[no-any-return]
@@ -76,44 +77,44 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduling.allocated(request, blocks, num_external_tokens)
+        self._scheduler_side.plan_load(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Steps:
-        return self._scheduling.steps(scheduler_output)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
+        return self._scheduler_side.take_orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.told(connector_output)
+        self._scheduler_side.take_results(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request)
+        return self._scheduler_side.finish(request)
 
     # In a worker's process ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._working.use(kv_caches)
+        self._worker_side.set_caches(kv_caches)
 
-    def bind_connector_metadata(self, connector_metadata: Steps) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._working.begin_step(connector_metadata)
+        self._worker_side.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._working.start_loads(self._get_connector_metadata())
+        self._worker_side.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are finished before a request's first step."""
+        """Does nothing: loads end before a request's first step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._working.layer_done(layer_name)
+        self._worker_side.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._working.end_step()
+        self._worker_side.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._working.results(finished_req_ids)
+        results = self._worker_side.take_results(finished_req_ids)
         return KVConnectorTransferResults(
             finished_sending=results.ended,
             finished_recving=results.loaded,
@@ -123,7 +124,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Both -----------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrfaasStats | None:
-        counts = (self._scheduler or self._working).take_counts()
+        counts = (self._scheduler or self._worker_side).take_counts()
         return PrfaasStats(data=counts) if counts else None
 
     @classmethod
@@ -142,22 +143,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers report themselves between the pieces of a graph only."""
+        """vLLM calls `save_kv_layer` only between the pieces of a graph."""
         return True
 
     def shutdown(self) -> None:
         if self._relay is not None:
             self._relay.close()
-        (self._scheduler or self._working).close()
+        (self._scheduler or self._worker_side).close()
 
     @property
-    def _scheduling(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a hook of the scheduler's process"
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this hook belongs to the scheduler's process"
         return self._scheduler
 
     @property
-    def _working(self) -> WorkerSide:
-        assert self._worker is not None, "a hook of a worker's process"
+    def _worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "this hook belongs to a worker's process"
         return self._worker
 
 
@@ -166,9 +167,9 @@ def _client(config: VllmConfig, caches: KVCacheConfig, layout: NativeLayout) -> 
     path = transfer.get_from_extra_config("kvd", None)
     if not path:
         raise InputError(
-            "no kvd is named",
+            "no kvd is configured",
             where="kv_connector_extra_config",
-            fix='add "kvd": the socket that `prfaas kvd` was started with',
+            fix='add "kvd" with the path given to `prfaas kvd --socket`',
         )
     return KvdClient(
         path,

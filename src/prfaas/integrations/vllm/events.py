@@ -1,7 +1,8 @@
-"""vLLM's own cache events, read from its publisher on this host and handed to the kvd.
+"""Reads vLLM's cache events from its publisher on this host and sends them to the kvd.
 
-The kvd passes hashes on to gateways; the events' token ids stay on this host. A payload that the
-kvd cannot take is gone, and the gap in its numbers makes gateways ask again.
+The kvd serves block hashes to gateways; the events' token ids stay on this host. An event that the
+kvd cannot read leaves a gap in its numbers, and gateways get a snapshot. An event that cannot be
+sent to the kvd is lost and logged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.kvd.engine_socket.client import KvdClient
 
 _LOG = logging.getLogger(__name__)
-_POLL_MS = 200  # how soon a close is noticed
+_POLL_MS = 200  # how soon `close` takes effect
 
 
 class EventRelay:
@@ -60,4 +61,4 @@ class EventRelay:
         try:
             self._kvd.publish(payload, self._names)
         except PrfaasError as error:
-            _LOG.warning("cache events are lost: %s", error)
+            _LOG.warning("lost cache events: %s", error)

@@ -1,9 +1,9 @@
 """vLLM's cache groups as a KVSpec, and which native blocks hold a range of tokens.
 
 vLLM's pages are not token-major (on a CPU: all key rows, then all value rows, packed for its
-instructions), so whole native blocks move, the last one also when it is partly filled, and the spec
-counts their bytes. A linear state is one block without a token axis. With tensor parallelism every
-shard of a layer is a layer of its own in the spec; ranks that hold the same bytes share a shard:
+instructions), so whole native blocks are transferred, including a partly filled last one, and the
+spec counts their bytes. A linear state is one block without a token axis. With tensor parallelism
+every shard of a layer is a separate layer in the spec; ranks with the same bytes share a shard:
 
     spec layer = position among all layers * tensor_parallel + shard
 
@@ -34,9 +34,9 @@ Kind: TypeAlias = Literal["full", "window", "state"]
 
 
 class Move(NamedTuple):
-    """Native blocks of one group between an engine and its kvd, all layers alike."""
+    """Native blocks of one group to copy between an engine and its kvd, for all layers."""
 
-    group: int  # vLLM's number of it
+    group: int  # vLLM's group number
     start: int  # tokens; 0 for a state
     stop: int
     block_ids: tuple[int, ...]
@@ -44,12 +44,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NativeGroup:
-    index: int  # vLLM's number of it: its place in block tables
+    index: int  # vLLM's group number: its place in block tables
     kind: Kind
     spec: Group
     layer_names: tuple[str, ...]
-    shards: int  # ranks with bytes of their own
-    positional_states: bool = False  # the state's place in the block table follows the length
+    shards: int  # ranks with different bytes
+    positional_states: bool = False  # the state's place in the block table depends on the length
 
     def first_block(self, tokens: int, block_tokens: int) -> int:
         """The oldest block needed to continue after `tokens` tokens."""
@@ -79,18 +79,18 @@ class NativeLayout:
         its null block is number 0."""
         ids = tuple(table[first:last])
         if len(ids) != last - first or not all(ids):
-            raise EngineError(f"{group.spec.name}: blocks {first} to {last} are not all there")
+            raise EngineError(f"{group.spec.name}: some of blocks {first} to {last} are missing")
         return Move(group.index, first * self.block_tokens, last * self.block_tokens, ids)
 
     def state_move(self, group: NativeGroup, tokens: int, table: Sequence[int]) -> Move:
-        """The running state when exactly `tokens` tokens are computed."""
+        """The move of the running state when exactly `tokens` tokens are computed."""
         place = (tokens - 1) // self.block_tokens if group.positional_states else 0
         if place >= len(table) or not table[place]:
-            raise EngineError(f"{group.spec.name}: no state after {tokens} tokens")
+            raise EngineError(f"{group.spec.name}: the state after {tokens} tokens is missing")
         return Move(group.index, 0, tokens, (table[place],))
 
     def segments(self, move: Move, rank: int) -> list[tuple[str, Segment]]:
-        """What a rank's layers contribute to or take from a move: (layer name, segment)."""
+        """The segments of a move that a rank's layers write or read: (layer name, segment)."""
         group = self.of(move.group)
         shard = rank * group.shards // self.tensor_parallel
         return [
@@ -101,7 +101,7 @@ class NativeLayout:
         ]
 
     def writes(self, group: NativeGroup, rank: int) -> bool:
-        """Of the ranks that hold the same bytes, the first one sends them."""
+        """Whether this rank sends the group: the first of the ranks with the same bytes does."""
         return rank % (self.tensor_parallel // group.shards) == 0
 
 
@@ -133,7 +133,10 @@ def _group(
 ) -> NativeGroup:
     if isinstance(spec, MambaSpec):
         if spec.num_speculative_blocks:
-            raise InputError("speculative decoding with linear states", fix="switch it off")
+            raise InputError(
+                "speculative decoding with linear states is not supported",
+                fix="switch speculative decoding off",
+            )
         state = LinearState(f"state{index}", layers, spec.real_page_size_bytes)
         positional = spec.mamba_cache_mode == "align"
         return NativeGroup(index, "state", state, names, shards, positional)
@@ -143,7 +146,7 @@ def _group(
         raise InputError(
             f"group {index}: {block_bytes} bytes do not divide into {block_tokens} tokens"
         )
-    # Subclasses with their own rules for what a block holds are not in these two lists.
+    # Exact types, because subclasses differ in what a block holds.
     if type(spec) is SlidingWindowSpec:
         window = SlidingWindow(f"window{index}", layers, per_token, spec.sliding_window)
         return NativeGroup(index, "window", window, names, shards)
@@ -152,7 +155,7 @@ def _group(
         return NativeGroup(index, "full", full, names, shards)
     raise InputError(
         f"group {index}: {type(spec).__name__} is not supported",
-        fix="full attention, MLA, sliding windows and linear states are",
+        fix="use a model with full attention, MLA, sliding windows or linear states",
     )
 
 
@@ -170,7 +173,8 @@ def _shards(spec: KVCacheSpec, tensor_parallel: int) -> int:
 
 
 def _block_tokens(config: KVCacheConfig) -> int:
-    """Of the groups with a token axis; one size for all, since blocks are named by one chain."""
+    """The block size of the groups with a token axis. It must be one size, because one chain of
+    hashes names their blocks."""
     sizes: set[int] = {
         group.kv_cache_spec.block_size
         for group in config.transfer_groups
@@ -178,7 +182,8 @@ def _block_tokens(config: KVCacheConfig) -> int:
     }
     if len(sizes) != 1:
         raise InputError(
-            f"block sizes {sorted(sizes)} in one model", fix="attention groups need one block size"
+            f"the model has block sizes {sorted(sizes)}",
+            fix="use one block size for all attention groups",
         )
     (size,) = sizes
     return size

@@ -1,4 +1,4 @@
-"""What the connector counts, on its way through vLLM to Prometheus: sums, nothing else."""
+"""The connector's counters, which vLLM passes on to Prometheus. Sums only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 COUNTERS = {
-    "handoffs": "Prefills whose state is complete at the kvd",
+    "handoffs": "Prefills whose state was handed to the kvd",
     "refusals": "Prefills that were not handed off",
-    "lost": "Decodes that found nothing to continue from",
+    "lost": "Decodes whose transfer was lost",
     "loaded_tokens": "Tokens loaded from the kvd instead of computed",
     "saved_bytes": "Bytes of native blocks copied to the kvd",
     "loaded_bytes": "Bytes of native blocks copied from the kvd",
@@ -51,7 +51,7 @@ class PrfaasPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(f"prfaas_connector_{name}", text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
-        # Named at once, so that a counter that never moved reads 0.
+        # All labels are set now, so that an unused counter reads 0.
         self._counters: dict[int, dict[str, Counter]] = {
             engine: {name: counter.labels(*labels) for name, counter in counters.items()}
             for engine, labels in per_engine_labelvalues.items()

@@ -1,11 +1,11 @@
-"""Which native blocks are due after each step of a prefill, and which a resumed request loads.
+"""The native blocks to save after each step of a prefill, and those a resumed request loads.
 
-    full attention   every block as it fills; the last one, full or not, with the last token
-    windows          what is needed to continue after each length that is kept
+    full attention   every block when it is full; the last one, full or not, with the last token
+    windows          the blocks needed to continue after each length that is kept
     linear states    at exactly those lengths, after everything else of the step
 
-A block is due once: what has been written may have left the host already, and a preempted request
-computes it again. Pure.
+A block is saved once: a saved block may already have been sent, and a preempted request computes it
+again. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from prfaas.integrations.vllm.layout import Move, NativeGroup, NativeLayout
 BlockTables: TypeAlias = Sequence[Sequence[int]]  # vLLM's, by its group number
 
 
-class Saving:
-    """One prefill up to `tokens`, of which the kvd has the first `match_tokens`."""
+class PrefillProgress:
+    """One prefill up to `tokens`, of which the kvd already has the first `match_tokens`."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Saving:
         }
         ends = set() if match_tokens == tokens else {tokens}
         self._lengths = sorted({*checkpoint_tokens, *ends})
-        self._windows: set[tuple[int, int]] = set()  # (group, block) that are written
+        self._windows: set[tuple[int, int]] = set()  # (group, block) already saved
 
     def step(self, start: int, stop: int, tables: BlockTables) -> tuple[Move, ...]:
-        """What is due when the tokens [start, stop) have been computed."""
+        """The moves to make when the tokens [start, stop) have been computed."""
         moves = self._growing(stop, tables)
         while self._lengths and self._lengths[0] <= stop:
             length = self._lengths.pop(0)
@@ -74,7 +74,7 @@ class Saving:
                         )
         for group in self._layout.groups:
             if group.kind == "state":
-                # A hit's state stays beside the running one where places follow the length.
+                # A hit's state stays next to the running one where places depend on the length.
                 if length != stop and not (length == start and group.positional_states):
                     raise EngineError(
                         f"the state after {length} tokens was not kept: the step went from "
@@ -84,11 +84,11 @@ class Saving:
         return moves
 
 
-def loads(
+def moves_to_load(
     layout: NativeLayout, tokens: int, computed_tokens: int, tables: BlockTables
 ) -> tuple[Move, ...]:
-    """What a request reads to continue after `tokens` tokens when the engine's own cache serves the
-    first `computed_tokens`: those blocks are shared with others and stay untouched."""
+    """The moves that a request needs to continue after `tokens` tokens when vLLM's cache has the
+    first `computed_tokens`. Other requests share those blocks, so the load does not touch them."""
     have = computed_tokens // layout.block_tokens
     last = layout.blocks(tokens)
 

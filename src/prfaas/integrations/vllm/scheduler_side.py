@@ -1,9 +1,9 @@
-"""The scheduler's side: holds leases for requests and says which blocks move with each step.
+"""The scheduler's side: holds requests' leases and decides which blocks to copy in each step.
 
-A prefill asks its kvd for room when it arrives; refused, it is cut to one token and answered with
-the reason, so that nothing is computed in vain. A decode takes over its committed transfer when it
-arrives, and loads it asynchronously: the only kind of load whose failure vLLM can answer. Hooks do
-not raise: an exception here would end the engine and with it everybody's requests.
+A prefill reserves room at its kvd when it arrives. When the kvd refuses, the prompt is cut to one
+token and the response has the reason, so that nothing is computed in vain. A decode attaches to its
+committed transfer when it arrives, and loads it asynchronously: vLLM can report the failure of such
+loads only. Hooks do not raise: an exception here would end the engine and all its requests.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from prfaas.cache.hashing import block_hashes, tail_hash
-from prfaas.errors import EngineError, InputError, PrfaasError
-from prfaas.integrations.vllm.layout import NativeLayout
-from prfaas.integrations.vllm.params import (
+from prfaas.contracts.kv_transfer_params import (
     RemoteDecode,
     RemotePrefill,
-    handed_off,
-    parse,
-    refused,
+    ResponseParams,
+    decode,
+    encode,
+    prefill_error,
 )
-from prfaas.integrations.vllm.progress import Saving, loads
-from prfaas.integrations.vllm.steps import Load, Save, Steps
+from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
+from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.types import BlockHash, NotNow
@@ -41,21 +42,21 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 @dataclass(slots=True)
-class Producing:
+class PrefillState:
     asked: RemoteDecode
     lease: WriteLease
-    saving: Saving
-    told: bool = False  # the workers have its ticket
+    progress: PrefillProgress
+    ticket_sent: bool = False  # the workers have the lease's ticket
     loading: bool = False
-    over: bool = False  # the request has ended, a worker may still touch the pages
+    ended: bool = False  # the request has ended; a worker may still use the pages
     problem: str | None = None  # why the transfer cannot be completed
 
 
 @dataclass(slots=True)
-class Consuming:
-    lease: ReadLease | None  # None: lost, or loaded and given back
+class DecodeState:
+    lease: ReadLease | None  # None: lost, or loaded and released
     loading: bool = False
-    over: bool = False
+    ended: bool = False
     done: bool = False
 
 
@@ -63,9 +64,9 @@ class SchedulerSide:
     def __init__(self, kvd: KvdClient, layout: NativeLayout) -> None:
         self._kvd = kvd
         self._layout = layout
-        self._requests: dict[str, Producing | Consuming] = {}
+        self._requests: dict[str, PrefillState | DecodeState] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
-        self._steps = Steps()
+        self._orders = StepOrders()
         kinds = {group.kind for group in layout.groups}
         self._may_diverge = "state" in kinds and "window" not in kinds
         self._reconciling: set[str] = set()
@@ -73,21 +74,21 @@ class SchedulerSide:
 
     @property
     def completes_divergent_hits(self) -> bool:
-        """Whether vLLM may count on attention blocks of its own whose state it has lost, because
-        the load brings the state. Not for a request that finds no more at the kvd than that hit:
-        it would load nothing, have no state there, and compute again what the kvd has."""
+        """Whether vLLM may use cached attention blocks whose state it has lost, because the load
+        brings the state. False for a request for which the kvd has no more than that hit: the
+        request would load nothing, have no state, and compute again what the kvd has."""
         return self._may_diverge and not self._reconciling
 
-    # A request's life -----------------------------------------------------------------------------
+    # Hooks, in the order of a request -------------------------------------------------------------
 
-    def arrived(self, request: Request) -> None:
+    def accept(self, request: Request) -> None:
         try:
-            asked = parse(request.kv_transfer_params, request.num_prompt_tokens)
+            asked = decode(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
             if (request.kv_transfer_params or {}).get("do_remote_prefill"):
                 self._lost(request, str(error))
             else:
-                self._refuse(request, refused("invalid_request", str(error)))
+                self._refuse(request, _refused("invalid_request", str(error)))
             return
         match asked:
             case RemoteDecode():
@@ -95,16 +96,18 @@ class SchedulerSide:
             case RemotePrefill():
                 self._attach(request, asked)
 
-    def loadable(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond vLLM's own `computed_tokens` the kvd serves."""
+    def count_loadable_tokens(
+        self, request: Request, computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond vLLM's `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
-            case Consuming(done=False, lease=None):
-                return 1, True  # for an answer, vLLM must believe that there is a load
-            case Consuming(done=False, lease=ReadLease() as lease):
+            case DecodeState(done=False, lease=None):
+                return 1, True  # vLLM fails a request only through a load
+            case DecodeState(done=False, lease=ReadLease() as lease):
                 reach = lease.tokens
-            case Producing() as job if job.lease.match_tokens < job.saving.tokens:
-                reach = job.lease.match_tokens
-            case _:  # a prefill that is there whole is computed again: a step must end it
+            case PrefillState() as state if state.lease.match_tokens < state.progress.tokens:
+                reach = state.lease.match_tokens
+            case _:  # a prefill found whole still needs one step to end it
                 return 0, False
         if reach and reach <= computed_tokens and self.completes_divergent_hits:
             self._reconciling.add(request.request_id)
@@ -113,72 +116,74 @@ class SchedulerSide:
         more = max(0, reach - computed_tokens)
         return more, more > 0
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        job = self._requests.get(request.request_id)
-        if job is None:
+    def plan_load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None:
             return
         if external_tokens == 0:
-            if isinstance(job, Consuming) and not job.done and not job.loading:
-                self._give_back(job)  # vLLM's own cache reaches as far
+            if isinstance(state, DecodeState) and not state.done and not state.loading:
+                self._give_back(state)  # vLLM's cache has as many tokens
             return
-        job.loading = True
-        if job.lease is None:
-            self._steps.failed.append(request.request_id)
+        state.loading = True
+        if state.lease is None:
+            self._orders.failed.append(request.request_id)
             return
-        tokens = job.lease.match_tokens if isinstance(job, Producing) else job.lease.tokens
+        tokens = state.lease.match_tokens if isinstance(state, PrefillState) else state.lease.tokens
         try:
-            moves = loads(self._layout, tokens, tokens - external_tokens, blocks.get_block_ids())
+            moves = moves_to_load(
+                self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
+            )
         except EngineError as error:
-            _LOG.error("%s: cannot be loaded: %s", request.request_id, error)
-            self._steps.failed.append(request.request_id)
+            _LOG.error("request %s: cannot load its state: %s", request.request_id, error)
+            self._orders.failed.append(request.request_id)
             return
-        self._steps.loads.append(Load(request.request_id, job.lease.ticket, moves))
+        self._orders.loads.append(LoadOrder(request.request_id, state.lease.ticket, moves))
         self._count("loaded_tokens", external_tokens)
 
-    def steps(self, output: SchedulerOutput) -> Steps:
-        """What the workers do with this step of the engine."""
+    def take_orders(self, output: SchedulerOutput) -> StepOrders:
+        """The workers' orders for this step of the engine."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            job = self._requests.get(request_id)
-            if isinstance(job, Producing) and job.problem is None:
+            state = self._requests.get(request_id)
+            if isinstance(state, PrefillState) and state.problem is None:
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
-                self._save(request_id, job, computed[request_id], scheduled, tables)
-        steps, self._steps = self._steps, Steps()
-        return steps
+                self._save(request_id, state, computed[request_id], scheduled, tables)
+        orders, self._orders = self._orders, StepOrders()
+        return orders
 
-    def told(self, output: KVConnectorOutput) -> None:
-        """What the workers have finished."""
+    def take_results(self, output: KVConnectorOutput) -> None:
+        """Handles the results of the workers."""
         for request_id in output.finished_sending or ():
             self._end(request_id)
         for request_id in output.finished_recving or ():
-            job = self._requests.get(request_id)
-            if job is None:
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
-            job.loading = False
-            if isinstance(job, Consuming):
-                self._give_back(job)
-            if job.over:
+            state.loading = False
+            if isinstance(state, DecodeState):
+                self._give_back(state)
+            if state.ended:
                 self._end(request_id)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """(whether workers may still touch the lease, parameters for the answer)."""
+    def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """(whether workers may still use the lease, `kv_transfer_params` of the response)."""
         request_id = request.request_id
         self._reconciling.discard(request_id)
         refusal = self._refusals.pop(request_id, None)
-        job = self._requests.get(request_id)
-        if job is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return False, refusal
-        if isinstance(job, Producing) and request.status in _COMPLETE:
+        if isinstance(state, PrefillState) and request.status in _COMPLETE:
             del self._requests[request_id]
-            return False, self._commit(job)
-        job.over = True
-        if job.loading:
-            return False, None  # vLLM keeps the blocks until the load has reported
-        if isinstance(job, Producing) and job.told:
-            # An unfinished step may still be writing: the workers say when it is over.
-            self._steps.ended.append(request_id)
+            return False, self._commit(state)
+        state.ended = True
+        if state.loading:
+            return False, None  # vLLM keeps the blocks until the load has ended
+        if isinstance(state, PrefillState) and state.ticket_sent:
+            # An unfinished step may still be writing: the workers report its end.
+            self._orders.ended.append(request_id)
             return True, None
         self._end(request_id)
         return False, None
@@ -194,7 +199,8 @@ class SchedulerSide:
 
     def _begin(self, request: Request, asked: RemoteDecode) -> None:
         if request.prompt_token_ids is None or request.mm_features:
-            self._refuse(request, refused("invalid_request", "only text is handed off"))
+            problem = "only text prompts can be handed off"
+            self._refuse(request, _refused("invalid_request", problem))
             return
         tokens = asked.handoff_tokens
         _cut(request, tokens)
@@ -204,20 +210,20 @@ class SchedulerSide:
                 hashes, tokens, checkpoint_tokens=(), grant=asked.grant, tail=tail
             )
         except PrfaasError as error:
-            self._refuse(request, refused("kvd_unavailable", str(error)))
+            self._refuse(request, _refused("kvd_unavailable", str(error)))
             return
         if isinstance(lease, NotNow):
-            answer = refused("overloaded", lease.reason, lease.retry_after_s)
+            answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
-        saving = Saving(
+        progress = PrefillProgress(
             self._layout,
             tokens,
             match_tokens=lease.match_tokens,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=lease.checkpoint_tokens,
         )
-        self._requests[request.request_id] = Producing(asked, lease, saving)
+        self._requests[request.request_id] = PrefillState(asked, lease, progress)
 
     def _attach(self, request: Request, asked: RemotePrefill) -> None:
         try:
@@ -231,10 +237,11 @@ class SchedulerSide:
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return
-        self._requests[request.request_id] = Consuming(lease)
+        self._requests[request.request_id] = DecodeState(lease)
 
     def _names(self, request: Request, tokens: int) -> tuple[tuple[BlockHash, ...], bytes]:
-        """Of the whole blocks of the first `tokens` tokens, and of what lies behind them."""
+        """The hashes of the whole blocks of the first `tokens` tokens, and of the tokens after
+        them."""
         ids, block_tokens = (request.prompt_token_ids or [])[:tokens], self._layout.block_tokens
         salt = request.cache_salt or ""
         adapter = request.lora_request.lora_name if request.lora_request else ""
@@ -242,67 +249,81 @@ class SchedulerSide:
         return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
-        _LOG.warning("%s: not handed off: %s", request.request_id, answer["error"]["message"])
+        _LOG.warning(
+            "request %s: not handed off: %s", request.request_id, answer["error"]["message"]
+        )
         self._count("refusals", 1)
         self._refusals[request.request_id] = answer
         _cut(request, 1)
 
     def _lost(self, request: Request, reason: str) -> None:
-        _LOG.warning("%s: nothing to continue from: %s", request.request_id, reason)
+        _LOG.warning("request %s: no state to continue from: %s", request.request_id, reason)
         self._count("lost", 1)
-        self._requests[request.request_id] = Consuming(None)
+        self._requests[request.request_id] = DecodeState(None)
 
     def _save(
-        self, request_id: str, job: Producing, start: int, scheduled: int, tables: Any
+        self, request_id: str, state: PrefillState, start: int, scheduled: int, tables: Any
     ) -> None:
-        if start >= job.saving.tokens:
-            return  # a step scheduled ahead of the answer that ends the request
+        if start >= state.progress.tokens:
+            return  # a step scheduled before the request's end was known
         stop = start + scheduled
         try:
-            moves = job.saving.step(start, stop, tables)
+            moves = state.progress.step(start, stop, tables)
         except PrfaasError as error:
-            job.problem = str(error)
+            state.problem = str(error)
             return
-        last = stop >= job.saving.tokens
+        last = stop >= state.progress.tokens
         if moves or last:
-            ticket = None if job.told else job.lease.ticket
-            job.told = True
-            self._steps.saves.append(Save(request_id, ticket, moves, last))
+            ticket = None if state.ticket_sent else state.lease.ticket
+            state.ticket_sent = True
+            self._orders.saves.append(SaveOrder(request_id, ticket, moves, last))
 
-    def _commit(self, job: Producing) -> dict[str, Any]:
+    def _commit(self, state: PrefillState) -> dict[str, Any]:
         try:
-            if job.problem is not None:
-                job.lease.abort(job.problem)
-                return refused("engine_failed", job.problem)
-            job.lease.commit()
+            if state.problem is not None:
+                state.lease.abort(state.problem)
+                return _refused("engine_failed", state.problem)
+            state.lease.commit()
         except PrfaasError as error:
-            return refused("transfer_lost", str(error))
+            return _refused("transfer_lost", str(error))
         self._count("handoffs", 1)
-        return handed_off(job.asked)
+        return encode(
+            ResponseParams(
+                do_remote_prefill=True,
+                transfer_id=state.asked.grant.transfer_id,
+                handoff_tokens=state.asked.handoff_tokens,
+            )
+        )
 
     def _end(self, request_id: str) -> None:
-        """Nobody touches the request's pages any more."""
+        """Ends the lease: no worker uses the request's pages any more."""
         match self._requests.pop(request_id, None):
-            case Producing() as job:
-                job.lease.abort("the request was aborted")
-            case Consuming() as job:
-                self._give_back(job)
+            case PrefillState() as state:
+                state.lease.abort("the request was aborted")
+            case DecodeState() as state:
+                self._give_back(state)
 
-    def _give_back(self, job: Consuming) -> None:
-        job.done = True
-        if job.lease is not None:
-            job.lease.release()
-            job.lease = None
+    def _give_back(self, state: DecodeState) -> None:
+        state.done = True
+        if state.lease is not None:
+            state.lease.release()
+            state.lease = None
 
     def _count(self, what: str, n: int) -> None:
         self._counts[what] = self._counts.get(what, 0) + n
 
 
 def _cut(request: Request, tokens: int) -> None:
-    """The prompt's first `tokens` tokens, and one token of answer, which nobody reads: a linear
-    state is usable at exactly its own length, so nothing may be computed beyond the hand-off."""
+    """Cuts the prompt to its first `tokens` tokens and the answer to one token, which is not used.
+    A linear state is usable at exactly its length, so vLLM must compute nothing beyond the
+    hand-off."""
     assert request.prompt_token_ids is not None
     del request.prompt_token_ids[tokens:]
     del request._all_token_ids[tokens:]
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
+
+
+def _refused(code: str, message: str, retry_after_s: float | None = None) -> dict[str, Any]:
+    """vLLM answers with HTTP 200: the error travels in the response's parameters."""
+    return encode(prefill_error(code, message, retry_after_s))

@@ -20,8 +20,8 @@ def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     stride_bytes = cache.stride(0) * cache.element_size()
     if rest or not cache[0].is_contiguous() or (rows > 1 and row_bytes != stride_bytes):
         raise InputError(
-            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} for "
-            f"{num_blocks} blocks",
+            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} does not divide "
+            f"into {num_blocks} contiguous blocks",
             fix="use an attention backend whose blocks are contiguous",
         )
     storage = torch.empty(0, dtype=torch.uint8, device=cache.device)
@@ -31,13 +31,13 @@ def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def save(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
-    """Engine to pages. The bytes are in place when this returns."""
+    """Copies from the engine to pages, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         page.copy_(piece)
 
 
 def load(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
-    """Pages to engine. The bytes are in place when this returns."""
+    """Copies from pages to the engine, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         piece.copy_(page)
     if blocks.is_cuda:
@@ -47,7 +47,7 @@ def load(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryv
 def _pieces(
     blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Stretches that are contiguous on both sides: pages end where they like."""
+    """Pairs of ranges that are contiguous on both sides: pages may end inside a block."""
     block_bytes = blocks.shape[1]
     assert sum(page.nbytes for page in pages) == block_bytes * len(block_ids)
     at = 0

@@ -1,9 +1,10 @@
 """A worker's side: copies finished blocks into kvd pages, and committed pages into blocks.
 
-Blocks are copied out before the step ends: vLLM reuses a window's block in the very next step. Of a
-layer whose attention reports itself they leave when it is done, of all others (linear states never
-report) at the end of the step: the sweep, states last. Loads run in a thread beside the engine's
-steps. A rank moves its own shard. Knows nothing of requests but their names.
+Blocks are copied out before the step ends, because vLLM may reuse a window's block in the next
+step. Where vLLM calls the hook of a layer, its blocks are copied when the layer is done. The blocks
+of all other layers (linear layers have no hook) are copied at the end of the step, states last.
+Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Knows only the
+ids of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from prfaas.errors import PrfaasError
 from prfaas.integrations.vllm import tensors
 from prfaas.integrations.vllm.layout import NativeLayout
-from prfaas.integrations.vllm.steps import Load, Save, Steps
+from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.kvspec import Segment
@@ -27,7 +28,7 @@ from prfaas.kvspec import Segment
 _LOG = logging.getLogger(__name__)
 
 
-class Piece(NamedTuple):
+class LayerSave(NamedTuple):
     """One layer's share of a save."""
 
     lease: WriteLease
@@ -35,8 +36,8 @@ class Piece(NamedTuple):
     block_ids: tuple[int, ...]
 
 
-class Results(NamedTuple):
-    ended: set[str]  # those asked about, of which no page is touched any more
+class WorkerResults(NamedTuple):
+    ended: set[str]  # requests whose pages this worker no longer uses
     loaded: set[str]  # failed ones included
     failed: set[str]
 
@@ -49,42 +50,42 @@ class WorkerSide:
         self._num_blocks = num_blocks
         self._blocks: dict[str, torch.Tensor] = {}
         self._writing: dict[str, WriteLease] = {}
-        self._due: dict[str, list[Piece]] = {}  # of this step, by layer
+        self._due: dict[str, list[LayerSave]] = {}  # of this step, by layer
         self._flush = False
-        self._ended: set[str] = set()  # asked about by the scheduler's side
+        self._ended: set[str] = set()  # requests whose end the scheduler's side wants confirmed
         self._counts: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prfaas-load")
-        self._lock = threading.Lock()  # of what the loading thread reports
+        self._lock = threading.Lock()  # guards the results of the loading thread
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
-    def use(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def set_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._blocks = {
             name: tensors.blocks_of(cache, self._num_blocks) for name, cache in caches.items()
         }
 
     # One step of the engine -----------------------------------------------------------------------
 
-    def begin_step(self, steps: Steps) -> None:
+    def begin_step(self, orders: StepOrders) -> None:
         self._due = {}
         self._flush = False
-        self._ended.update(steps.ended)
-        for save in steps.saves:
-            self._plan(save)
+        self._ended.update(orders.ended)
+        for order in orders.saves:
+            self._plan(order)
 
-    def layer_done(self, layer: str) -> None:
+    def save_layer(self, layer: str) -> None:
         blocks = self._blocks[layer]
-        for piece in self._due.pop(layer, ()):
+        for save in self._due.pop(layer, ()):
             try:
-                tensors.save(blocks, piece.block_ids, piece.lease.buffers(piece.segment))
-            except PrfaasError as error:  # the commit will find it incomplete
-                _LOG.error("%s cannot be saved: %s", piece.segment.name, error)
+                tensors.save(blocks, save.block_ids, save.lease.buffers(save.segment))
+            except PrfaasError as error:  # the commit will report the segment as missing
+                _LOG.error("cannot save segment %s: %s", save.segment.name, error)
             else:
-                piece.lease.ready(piece.segment)
-                self._count("saved_bytes", len(piece.block_ids) * blocks.shape[1])
+                save.lease.ready(save.segment)
+                self._count("saved_bytes", len(save.block_ids) * blocks.shape[1])
 
     def end_step(self) -> None:
-        """Everything that is due has left this worker when it returns."""
+        """Copies everything due in this step before it returns."""
         for group in self._layout.groups:
             if group.kind != "state":
                 self._sweep(group.layer_names)
@@ -93,26 +94,26 @@ class WorkerSide:
                 self._sweep(group.layer_names)
         if self._flush:
             try:
-                self._kvd.flush()  # the scheduler's commit travels on another connection
+                self._kvd.flush()  # the scheduler commits on another connection
             except PrfaasError as error:
-                _LOG.warning("saves are lost: %s", error)
+                _LOG.warning("lost saved blocks: %s", error)
 
-    def start_loads(self, steps: Steps) -> None:
+    def start_loads(self, orders: StepOrders) -> None:
         with self._lock:
-            self._loaded.update(steps.failed)
-            self._failed.update(steps.failed)
-        for load in steps.loads:
-            self._threads.submit(self._load, load)
+            self._loaded.update(orders.failed)
+            self._failed.update(orders.failed)
+        for order in orders.loads:
+            self._threads.submit(self._load, order)
 
-    def results(self, finished: set[str]) -> Results:
-        """`finished` requests have no unfinished step: steps come in order."""
+    def take_results(self, finished: set[str]) -> WorkerResults:
+        """`finished` requests have no unfinished step, because steps run in order."""
         for request_id in finished:
             self._writing.pop(request_id, None)
         ended, self._ended = self._ended, set()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
             failed, self._failed = self._failed, set()
-        return Results(ended, loaded, failed)
+        return WorkerResults(ended, loaded, failed)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
@@ -125,29 +126,31 @@ class WorkerSide:
 
     # Inside ---------------------------------------------------------------------------------------
 
-    def _plan(self, save: Save) -> None:
-        if save.ticket is not None:
+    def _plan(self, order: SaveOrder) -> None:
+        if order.ticket is not None:
             try:
-                self._writing[save.request_id] = self._kvd.join_write(save.ticket)
+                self._writing[order.request_id] = self._kvd.join_write(order.ticket)
             except PrfaasError as error:
-                _LOG.warning("%s: cannot be saved: %s", save.request_id, error)
-        lease = self._writing.get(save.request_id)
+                _LOG.warning("request %s: cannot save its state: %s", order.request_id, error)
+        lease = self._writing.get(order.request_id)
         if lease is None:
-            return  # the commit will find it incomplete
-        for move in save.moves:
+            return  # the commit will report the segment as missing
+        for move in order.moves:
             if self._layout.writes(self._layout.of(move.group), self._rank):
                 for layer, segment in self._layout.segments(move, self._rank):
-                    self._due.setdefault(layer, []).append(Piece(lease, segment, move.block_ids))
-        self._flush |= save.last
+                    self._due.setdefault(layer, []).append(
+                        LayerSave(lease, segment, move.block_ids)
+                    )
+        self._flush |= order.last
 
     def _sweep(self, layers: tuple[str, ...]) -> None:
         for layer in layers:
-            self.layer_done(layer)
+            self.save_layer(layer)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, order: LoadOrder) -> None:
         try:
-            lease = self._kvd.join_read(load.ticket)
-            for move in load.moves:
+            lease = self._kvd.join_read(order.ticket)
+            for move in order.moves:
                 for layer, segment in self._layout.segments(move, self._rank):
                     blocks = self._blocks[layer]
                     tensors.load(blocks, move.block_ids, lease.views(segment))
@@ -155,11 +158,11 @@ class WorkerSide:
             problem = None
         except PrfaasError as error:
             problem = error
-            _LOG.warning("%s: cannot be loaded: %s", load.request_id, error)
+            _LOG.warning("request %s: cannot load its state: %s", order.request_id, error)
         with self._lock:
-            self._loaded.add(load.request_id)
+            self._loaded.add(order.request_id)
             if problem is not None:
-                self._failed.add(load.request_id)
+                self._failed.add(order.request_id)
 
     def _count(self, what: str, n: float) -> None:
         with self._lock:

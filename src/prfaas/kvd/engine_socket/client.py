@@ -1,8 +1,9 @@
-"""An engine's side of the Unix socket: synchronous, for any thread. No asyncio, no torch.
+"""The engine's client of its kvd on the Unix socket: synchronous, for any thread. No asyncio, no
+torch.
 
-One connection, one registration, one mapping of the arena. When the kvd goes away, calls and leases
-of that connection end with ConnectionLost, and the client connects and registers anew: a restarted
-kvd starts clean, so nothing is carried over. Memory that is still viewed stays mapped.
+One connection, one registration, one mapping of the arena. When the kvd exits, calls and leases of
+that connection end with ConnectionLost, and the client connects and registers again. A restarted
+kvd starts empty, so no lease survives. Memory that still has views stays mapped.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas.cache.storage.arena import Arena
+from prfaas.contracts.kvd_api import shapes_of
 from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
-from prfaas.kvd.engine_socket.leases import Pages, ReadLease, WriteLease
+from prfaas.kvd.engine_socket.leases import MappedArena, ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import (
     Answer,
-    Answered,
     Attach,
     Begin,
     Call,
     Flush,
-    Frames,
+    FrameReader,
     Join,
-    Numbered,
+    LeaseTicket,
+    NumberedAnswer,
+    NumberedCall,
     Pin,
     Publish,
     Ready,
@@ -37,28 +40,26 @@ from prfaas.kvd.engine_socket.messages import (
     Register,
     Registered,
     SegmentName,
-    Sent,
-    Ticket,
+    TransferEnded,
     decode_answer,
     frame,
-    shapes_of,
 )
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, Grant, NotNow, TransferId
 
 _LOG = logging.getLogger(__name__)
 
-ANSWER_S = 60.0  # the longest wait for an answer: a spill to SSD may come before it
+ANSWER_S = 60.0  # the timeout of a call: the kvd may write to SSD before it answers
 _CONNECT_S = 5.0
-_AGAIN_S = 0.5  # between two attempts to reach a kvd that went away
+_RECONNECT_S = 0.5  # between two attempts to reconnect to a kvd that has exited
 _READ_BYTES = 1 << 16
 
 
 class KvdClient:
-    """`with KvdClient(path, ...) as kvd:`; connects and registers at once.
+    """`with KvdClient(path, ...) as kvd:`; the constructor connects and registers.
 
-    `whole_blocks`: the engine's blocks are opaque, so growing and window segments always begin and
-    end at block boundaries (the last one may reach beyond `tokens`).
+    `whole_blocks`: the engine's blocks are opaque, so attention and window segments begin and end
+    at block boundaries (the last one may extend beyond `tokens`).
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class KvdClient:
         )
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._session = _Session(self._path, self._register, spec)
-        # Not left to the next call: gateways grant nothing to an engine that is not registered, so
-        # that an engine which waits for hand-offs would never make one.
-        self._keeper = threading.Thread(target=self._keep, name="prfaas-kvd-keeper", daemon=True)
-        self._keeper.start()
+        self._connection = _Connection(self._path, self._register, spec)
+        # A thread reconnects, not the next call: gateways send no hand-off to an engine that is not
+        # registered, so an engine that waits for hand-offs would never make that call.
+        self._reconnector = threading.Thread(
+            target=self._reconnect_loop, name="prfaas-kvd-reconnect", daemon=True
+        )
+        self._reconnector.start()
 
     def __enter__(self) -> KvdClient:
         return self
@@ -94,8 +97,8 @@ class KvdClient:
 
     @property
     def registered(self) -> Registered:
-        """What the kvd said of itself: its name in cache events, its addresses, its arena."""
-        return self._session.registered
+        """The kvd's answer to the registration: its name, addresses and arena."""
+        return self._connection.registered
 
     def begin(
         self,
@@ -106,104 +109,105 @@ class KvdClient:
         grant: Grant | None = None,
         tail: bytes = b"",
     ) -> WriteLease | NotNow:
-        """Room for a prefill up to `tokens`; `hashes` name its whole blocks, `tail` (a `tail_hash`)
-        what lies behind them: whoever attaches the transfer compares both with its own prompt.
+        """Pages for a prefill up to `tokens`. `hashes` identify its whole blocks, and `tail` (a
+        `tail_hash`) the tokens after them: the engine that attaches the transfer compares both with
+        its prompt.
 
-        `checkpoint_tokens` of None: the pool's policy says which boundary states it wants (the
-        lease tells); else exactly these. What the `grant` asks for is always among them. With a
-        grant, state leaves for its kvd as it becomes ready.
+        `checkpoint_tokens`: the boundaries whose states are kept; None lets the pool's policy
+        choose. The checkpoints of the `grant` are always included. With a grant, state is sent to
+        the receiver as it becomes ready.
         """
         wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
-        session = self._live()
-        return session.begin(Begin(tuple(hashes), tokens, wanted, grant, tail))
+        connection = self._connected()
+        return connection.begin(Begin(tuple(hashes), tokens, wanted, grant, tail))
 
     def attach(self, transfer_id: TransferId) -> ReadLease:
-        """Takes over a committed transfer. TransferFailed, saying why, when there is none: not
-        committed yet, lost, attached before, or unknown."""
-        session = self._live()
-        return session.read_lease(_ticket(session.call(Attach(transfer_id))))
+        """Takes over a committed transfer. TransferFailed names the reason when this is not
+        possible: not committed yet, failed, already attached, or unknown."""
+        connection = self._connected()
+        return connection.read_lease(_ticket(connection.call(Attach(transfer_id))))
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow:
-        """Holds the longest cached prefix; `tokens` of the lease may be 0. An engine computes at
-        least the last token: name the blocks of the prompt without it."""
-        session = self._live()
-        answer = session.call(Pin(tuple(hashes)))
-        return answer if isinstance(answer, NotNow) else session.read_lease(_ticket(answer))
+        """Pins the longest cached prefix; `tokens` of the lease may be 0. An engine always computes
+        the last token, so `hashes` must be those of the prompt without it."""
+        connection = self._connected()
+        answer = connection.call(Pin(tuple(hashes)))
+        return answer if isinstance(answer, NotNow) else connection.read_lease(_ticket(answer))
 
-    def join_write(self, ticket: Ticket) -> WriteLease:
-        """Another process's lease, to write into from this one. Its owner commits or aborts; call
-        `flush` before telling the owner that this process is done."""
-        session = self._live()
-        session.call(Join(ticket.lease_id))
-        return session.write_lease(ticket, Future())
+    def join_write(self, ticket: LeaseTicket) -> WriteLease:
+        """Writes into the lease of another process, which commits or aborts it. Call `flush` before
+        reporting to the owner that this process has finished."""
+        connection = self._connected()
+        connection.call(Join(ticket.lease_id))
+        return connection.write_lease(ticket, Future())
 
-    def join_read(self, ticket: Ticket) -> ReadLease:
-        """Another process's lease, to read from in this one. Its owner releases it."""
-        session = self._live()
-        session.call(Join(ticket.lease_id))
-        return session.read_lease(ticket)
+    def join_read(self, ticket: LeaseTicket) -> ReadLease:
+        """Reads from the lease of another process, which releases it."""
+        connection = self._connected()
+        connection.call(Join(ticket.lease_id))
+        return connection.read_lease(ticket)
 
     def flush(self) -> None:
-        """Everything said before on this connection has been acted on when this returns."""
-        self._live().call(Flush())
+        """Returns when the kvd has handled every earlier message of this connection."""
+        self._connected().call(Flush())
 
     def publish(self, payload: bytes, group_names: Mapping[int, str] | None = None) -> None:
-        """One payload of the engine's own KV events in vLLM's format. Gateways see hashes only.
-        Groups are named as in the spec, in order, unless said otherwise."""
+        """Publishes one payload of the engine's KV events in vLLM's format. Gateways receive hashes
+        only. `group_names` defaults to the names of the spec's groups, in order."""
         names = group_names or {i: group.name for i, group in enumerate(self.spec.groups)}
-        self._live().call(Publish(payload, dict(names)))
+        self._connected().call(Publish(payload, dict(names)))
 
     def close(self) -> None:
-        """Everything this process holds is released by the kvd."""
+        """Closes the connection; the kvd then releases every lease of this process."""
         with self._lock:
             self._closed.set()
-            self._session.close()
-        self._keeper.join()
+            self._connection.close()
+        self._reconnector.join()
 
-    def _keep(self) -> None:
-        """Registered, whenever there is a kvd."""
-        told = ""
+    def _reconnect_loop(self) -> None:
+        """Connects and registers again whenever the connection has ended."""
+        logged = ""
         while True:
-            self._session.ended.wait()
-            if self._closed.wait(_AGAIN_S):  # time, too, for a kvd that is going to be gone
+            self._connection.ended.wait()
+            if self._closed.wait(_RECONNECT_S):  # an exiting kvd may still accept connections
                 return
             try:
-                self._live()
-                told = ""
+                self._connected()
+                logged = ""
             except PrfaasError as error:
-                if str(error) != told:
-                    told = str(error)
-                    _LOG.warning("not registered: %s", told)
+                if str(error) != logged:
+                    logged = str(error)
+                    _LOG.warning("not registered with the kvd: %s", logged)
 
-    def _live(self) -> _Session:
+    def _connected(self) -> _Connection:
         with self._lock:
             if self._closed.is_set():
                 raise ConnectionLost("this client is closed")
-            if self._session.ended.is_set():
-                self._session.close()
-                self._session = _Session(self._path, self._register, self.spec)
-            return self._session
+            if self._connection.ended.is_set():
+                self._connection.close()
+                self._connection = _Connection(self._path, self._register, self.spec)
+            return self._connection
 
 
 class _Reply(NamedTuple):
     answer: Answer
-    sent: Future[None]  # of a lease with a transfer: how that ends
+    sent: Future[None]  # the end of the lease's transfer, if it has one
 
 
-class _Session:
-    """One connection and its reader."""
+class _Connection:
+    """One connection and its reader thread."""
 
     def __init__(self, path: str, register: Register, spec: KVSpec) -> None:
         self.ended = threading.Event()
-        self._lock = threading.Lock()  # of the fields below
+        self._lock = threading.Lock()  # protects the fields below
         self._numbers = 0
         self._waiting: dict[int, Future[_Reply]] = {}
         self._ready: dict[int, list[SegmentName]] = {}
-        self._sent: dict[int, Future[None]] = {}  # by lease; until the kvd says how it ended
-        self._sending = threading.Lock()  # of the socket's write side, and of the order of frames
+        self._sent: dict[int, Future[None]] = {}  # by lease, until its transfer has ended
+        self._sending = threading.Lock()  # protects the socket's write side and the order of frames
         self._socket = _connect(path)
         try:
-            self.registered, fd = self._greet(register)
+            self.registered, fd = self._send_register(register)
         except BaseException:
             self._socket.close()
             raise
@@ -211,7 +215,7 @@ class _Session:
             arena = Arena(fd, self.registered.page_bytes, self.registered.pages)
         finally:
             os.close(fd)
-        self._pages = Pages(spec, register.block_tokens, arena)
+        self._arena = MappedArena(spec, register.block_tokens, arena)
         self._reader = threading.Thread(target=self._read, name="prfaas-kvd-client", daemon=True)
         self._reader.start()
 
@@ -220,23 +224,23 @@ class _Session:
         return answer if isinstance(answer, NotNow) else self.write_lease(_ticket(answer), sent)
 
     def call(self, call: Call) -> Answer:
-        """The answer; a refusal is raised."""
+        """The answer. A refusal is raised."""
         return self._ask(call).answer
 
     def _ask(self, call: Call) -> _Reply:
         future: Future[_Reply] = Future()
         with self._lock:
             if self.ended.is_set():
-                raise ConnectionLost("the kvd is gone")
+                raise ConnectionLost("the kvd has exited")
             self._numbers += 1
             number = self._numbers
             self._waiting[number] = future
-        self._send(Numbered(number, call))
+        self._send(NumberedCall(number, call))
         try:
             reply = future.result(ANSWER_S)
         except FutureTimeout:
             self._end()
-            raise ConnectionLost(f"no answer from the kvd for {ANSWER_S:g} s") from None
+            raise ConnectionLost(f"the kvd did not answer within {ANSWER_S:g} s") from None
         if isinstance(reply.answer, Refused):
             if reply.answer.kind == "input":
                 raise InputError(reply.answer.problem)
@@ -244,28 +248,28 @@ class _Session:
         return reply
 
     def ready(self, lease_id: int, segment: SegmentName) -> None:
-        """What comes while another thread is sending travels in one frame."""
+        """Segments that become ready while another thread sends share one frame."""
         with self._lock:
             self._ready.setdefault(lease_id, []).append(segment)
         self._send(None)
 
-    def write_lease(self, ticket: Ticket, sent: Future[None]) -> WriteLease:
-        return WriteLease(ticket, self._pages, self, sent)
+    def write_lease(self, ticket: LeaseTicket, sent: Future[None]) -> WriteLease:
+        return WriteLease(ticket, self._arena, self, sent)
 
-    def read_lease(self, ticket: Ticket) -> ReadLease:
-        return ReadLease(ticket, self._pages, self)
+    def read_lease(self, ticket: LeaseTicket) -> ReadLease:
+        return ReadLease(ticket, self._arena, self)
 
     def close(self) -> None:
         self._end()
         self._reader.join()
         self._socket.close()
 
-    def _send(self, message: Numbered | None) -> None:
-        """What is ready goes before the message: a commit must not overtake it."""
+    def _send(self, message: NumberedCall | None) -> None:
+        """Sends pending `Ready`s before the message: a commit must not overtake them."""
         with self._sending:
             with self._lock:
                 ready, self._ready = self._ready, {}
-            frames = [frame(Numbered(0, Ready(i, tuple(names)))) for i, names in ready.items()]
+            frames = [frame(NumberedCall(0, Ready(i, tuple(names)))) for i, names in ready.items()]
             if message is not None:
                 frames.append(frame(message))
             try:
@@ -274,41 +278,41 @@ class _Session:
             except OSError:
                 self._end()
 
-    def _greet(self, register: Register) -> tuple[Registered, int]:
-        """The arena's descriptor comes with the first byte of the answer."""
+    def _send_register(self, register: Register) -> tuple[Registered, int]:
+        """Registers. The arena's descriptor comes with the first byte of the answer."""
         self._socket.settimeout(ANSWER_S)
-        frames, descriptors = Frames(), []
+        frames, descriptors = FrameReader(), []
         try:
-            self._socket.sendall(frame(Numbered(1, register)))
+            self._socket.sendall(frame(NumberedCall(1, register)))
             while True:
                 data, received, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1)
                 descriptors += received
                 if not data:
-                    raise ConnectionLost("the kvd hung up instead of answering")
+                    raise ConnectionLost("the kvd closed the connection during the registration")
                 for body in frames.feed(data):
                     answer = decode_answer(body).answer
                     if isinstance(answer, Refused):
                         raise InputError(answer.problem)
                     if not isinstance(answer, Registered) or len(descriptors) != 1:
-                        raise WireError("the kvd did not answer a registration")
+                        raise WireError("the kvd's answer does not belong to a registration")
                     self._socket.settimeout(None)
                     return answer, descriptors[0]
         except OSError as error:
-            raise ConnectionLost(f"the kvd does not answer: {error}") from None
+            raise ConnectionLost(f"the registration with the kvd failed: {error}") from None
 
     def _read(self) -> None:
-        frames = Frames()
+        frames = FrameReader()
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for body in frames.feed(data):
-                    self._heard(decode_answer(body))
+                    self._handle(decode_answer(body))
         except (OSError, WireError):
-            pass  # the kvd is gone, or not one: everybody who waits is told below
+            pass  # the kvd has exited, or is not a kvd: `_end` fails every pending call
         finally:
             self._end()
 
-    def _heard(self, message: Answered) -> None:
-        if isinstance(message.answer, Sent):
+    def _handle(self, message: NumberedAnswer) -> None:
+        if isinstance(message.answer, TransferEnded):
             with self._lock:
                 sent = self._sent.pop(message.answer.lease_id, None)
             if sent is not None:
@@ -317,14 +321,14 @@ class _Session:
         with self._lock:
             waiting = self._waiting.pop(message.number, None)
             reply = _Reply(message.answer, Future())
-            # Here and not by whoever waits: the next frame may already say how it ended.
-            if isinstance(message.answer, Ticket) and message.answer.sending:
+            # Not in the waiting thread: the next frame may already have the end of the transfer.
+            if isinstance(message.answer, LeaseTicket) and message.answer.sending:
                 self._sent[message.answer.lease_id] = reply.sent
         if waiting is not None:
             waiting.set_result(reply)
 
     def _end(self) -> None:
-        """Everybody who waits learns that the kvd is gone. Idempotent."""
+        """Fails every pending call and transfer. Idempotent."""
         with self._lock:
             self.ended.set()
             waiting, self._waiting = self._waiting, {}
@@ -332,11 +336,11 @@ class _Session:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # not connected any more
+            pass  # the socket is not connected any more
         for future in waiting.values():
-            future.set_exception(ConnectionLost("the kvd is gone"))
+            future.set_exception(ConnectionLost("the kvd has exited"))
         for sent in unsettled.values():
-            _settle(sent, "the kvd is gone")
+            _settle(sent, "the kvd has exited")
 
 
 def _connect(path: str) -> socket.socket:
@@ -357,7 +361,7 @@ def _settle(sent: Future[None], reason: str) -> None:
         sent.set_result(None)
 
 
-def _ticket(answer: Answer) -> Ticket:
-    if not isinstance(answer, Ticket):
-        raise WireError(f"the kvd answered {type(answer).__name__} for a lease")
+def _ticket(answer: Answer) -> LeaseTicket:
+    if not isinstance(answer, LeaseTicket):
+        raise WireError(f"the kvd answered with {type(answer).__name__} instead of a lease")
     return answer

@@ -1,8 +1,8 @@
-"""Which process holds which lease, so that nobody's pages are given away under it. Pure.
+"""The engine processes that use each lease, so that pages in use are never given away. Pure.
 
-A lease has an owner; processes that joined touch its pages too. The owner's word (commit, abort,
-release) ends it for all. An owner that dies says nothing: the lease then lasts until the last
-process that joined has gone as well.
+A lease has an owner; processes that joined use its pages too. The owner's commit, abort or release
+ends the lease for all of them. When the owner exits without one of these, the lease lasts until the
+last process that joined has exited as well.
 """
 
 from __future__ import annotations
@@ -10,68 +10,68 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-ProcessId: TypeAlias = int  # a connection's number
-Kind: TypeAlias = Literal["write", "read"]
+ProcessId: TypeAlias = int  # the number of a connection
+LeaseKind: TypeAlias = Literal["write", "read"]
 
 
-class Lost(NamedTuple):
-    """What a process that has gone leaves behind."""
+class LeasesAfterExit(NamedTuple):
+    """What the exit of a process means for the leases that it used."""
 
-    ended: tuple[tuple[int, Kind], ...]  # leases nobody touches any more
-    maimed: tuple[int, ...]  # leases being written that lost one of their writers
+    ended: tuple[tuple[int, LeaseKind], ...]  # no process uses them any more
+    incomplete: tuple[int, ...]  # still written to, but one of the writers has exited
 
 
 @dataclass(slots=True)
-class _Hold:
-    kind: Kind
-    owner: ProcessId | None  # None: it has gone
+class _Holders:
+    kind: LeaseKind
+    owner: ProcessId | None  # None: the owner has exited
     joined: set[ProcessId] = field(default_factory=set)
 
 
-class Holds:
+class LeaseHolders:
     def __init__(self) -> None:
-        self._holds: dict[int, _Hold] = {}
+        self._holders: dict[int, _Holders] = {}  # by lease
 
     def __len__(self) -> int:
-        return len(self._holds)
+        return len(self._holders)
 
-    def take(self, lease_id: int, kind: Kind, owner: ProcessId) -> None:
-        assert lease_id not in self._holds, lease_id
-        self._holds[lease_id] = _Hold(kind, owner)
+    def add(self, lease_id: int, kind: LeaseKind, owner: ProcessId) -> None:
+        assert lease_id not in self._holders, lease_id
+        self._holders[lease_id] = _Holders(kind, owner)
 
     def join(self, lease_id: int, process: ProcessId) -> bool:
-        """False when the lease has ended, or its owner has."""
-        hold = self._holds.get(lease_id)
-        if hold is None or hold.owner is None:
+        """False when the lease has ended, or its owner has exited."""
+        holders = self._holders.get(lease_id)
+        if holders is None or holders.owner is None:
             return False
-        if process != hold.owner:
-            hold.joined.add(process)
+        if process != holders.owner:
+            holders.joined.add(process)
         return True
 
-    def touches(self, lease_id: int, process: ProcessId) -> bool:
-        hold = self._holds.get(lease_id)
-        return hold is not None and (process == hold.owner or process in hold.joined)
+    def uses(self, lease_id: int, process: ProcessId) -> bool:
+        holders = self._holders.get(lease_id)
+        return holders is not None and (process == holders.owner or process in holders.joined)
 
-    def end(self, lease_id: int, process: ProcessId) -> Kind | None:
-        """The owner's word; None when it is not this process's to end (any more)."""
-        hold = self._holds.get(lease_id)
-        if hold is None or hold.owner != process:
+    def end(self, lease_id: int, process: ProcessId) -> LeaseKind | None:
+        """Ends the lease for all processes. None when `process` does not own it."""
+        holders = self._holders.get(lease_id)
+        if holders is None or holders.owner != process:
             return None
-        del self._holds[lease_id]
-        return hold.kind
+        del self._holders[lease_id]
+        return holders.kind
 
-    def gone(self, process: ProcessId) -> Lost:
-        ended: list[tuple[int, Kind]] = []
-        maimed: list[int] = []
-        for lease_id, hold in list(self._holds.items()):
-            if process != hold.owner and process not in hold.joined:
+    def process_exited(self, process: ProcessId) -> LeasesAfterExit:
+        ended: list[tuple[int, LeaseKind]] = []
+        incomplete: list[int] = []
+        for lease_id, holders in list(self._holders.items()):
+            if process != holders.owner and process not in holders.joined:
                 continue
-            hold.joined.discard(process)
-            if process == hold.owner:
-                hold.owner = None
-            if hold.owner is None and not hold.joined:
-                del self._holds[lease_id]
-                ended.append((lease_id, hold.kind))
-            elif hold.kind == "write":
-                maimed.append(lease_id)
-        return Lost(tuple(ended), tuple(maimed))
+            holders.joined.discard(process)
+            if process == holders.owner:
+                holders.owner = None
+            if holders.owner is None and not holders.joined:
+                del self._holders[lease_id]
+                ended.append((lease_id, holders.kind))
+            elif holders.kind == "write":
+                incomplete.append(lease_id)
+        return LeasesAfterExit(tuple(ended), tuple(incomplete))

@@ -1,9 +1,9 @@
-"""An engine's hold on pages of its kvd's arena: where a prefill writes, what a request reads.
+"""An engine's leases on pages of its kvd's arena: prefills write to them, requests read them.
 
-Addresses are computed here, over this process's own mapping of the arena; the kvd hears only what
-is ready and how it ended. A lease belongs to the process that asked for it. Its ticket may be
-handed to other processes of the same engine (`KvdClient.join_write`, `join_read`), which then touch
-the same pages.
+Addresses are computed here, over this process's mapping of the arena; the kvd only receives which
+segments are ready and how the lease ended. A lease belongs to the process that requested it. Its
+ticket may be passed to other processes of the same engine (`KvdClient.join_write`, `join_read`),
+which then use the same pages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from prfaas.kvd.engine_socket.messages import (
     Answer,
     Call,
     Commit,
+    LeaseTicket,
     Release,
     SegmentName,
-    Ticket,
     table_of,
 )
 from prfaas.kvspec import KVSpec, Segment
 
 
-class Line(Protocol):
+class KvdConnection(Protocol):
     """A connection to the kvd."""
 
     def call(self, call: Call) -> Answer: ...
@@ -36,8 +36,8 @@ class Line(Protocol):
     def ready(self, lease_id: int, segment: SegmentName) -> None: ...
 
 
-class Pages:
-    """The arena as this process has mapped it, and how segments lie in it."""
+class MappedArena:
+    """This process's mapping of the arena, and the places of segments in it."""
 
     def __init__(self, spec: KVSpec, block_tokens: int, arena: Arena) -> None:
         self.spec = spec
@@ -50,25 +50,26 @@ class Pages:
 
 
 class ReadLease:
-    """Committed state after exactly `tokens` tokens (0: nothing was found). A `SegmentSource`."""
+    """Committed state after exactly `tokens` tokens (0: none was found). A `SegmentSource`."""
 
-    def __init__(self, ticket: Ticket, pages: Pages, line: Line) -> None:
+    def __init__(self, ticket: LeaseTicket, arena: MappedArena, kvd: KvdConnection) -> None:
         self.ticket = ticket
         self.tokens = ticket.tokens
-        self._pages = pages
+        self._arena = arena
         self._table = table_of(ticket.readable)
-        self._line = line
-        self._over = False
+        self._kvd = kvd
+        self._ended = False
 
     def views(self, segment: Segment) -> Sequence[memoryview]:
-        return self._pages.views(segment, self._table)
+        return self._arena.views(segment, self._table)
 
     def release(self) -> None:
-        """Nobody of this engine reads any more. Idempotent; a kvd that is gone has released it."""
-        if not self._over:
-            self._over = True
+        """Called when no process of this engine reads any more. Idempotent. A kvd that has exited
+        has released the lease already."""
+        if not self._ended:
+            self._ended = True
             try:
-                self._line.call(Release(self.ticket.lease_id))
+                self._kvd.call(Release(self.ticket.lease_id))
             except ConnectionLost:
                 pass
 
@@ -80,55 +81,57 @@ class ReadLease:
 
 
 class WriteLease:
-    """Room for what a prefill up to `tokens` adds (a `SegmentSink`), and what was found of it
-    already (a `SegmentSource` up to `match_tokens`, where the engine resumes).
+    """Pages for what a prefill up to `tokens` adds (a `SegmentSink`), and the prefix that the pool
+    already had (a `SegmentSource` up to `match_tokens`, where the engine resumes).
 
-    Everything must be ready before `commit`: full attention from `skip_tokens` of its group to
+    Before `commit`, these must be ready: full attention from `skip_tokens` of its group to
     `tokens`, windows and states after `tokens` (unless that is `match_tokens`: then there is
     nothing to compute) and after each of `checkpoint_tokens`.
     """
 
-    def __init__(self, ticket: Ticket, pages: Pages, line: Line, sent: Future[None]) -> None:
+    def __init__(
+        self, ticket: LeaseTicket, arena: MappedArena, kvd: KvdConnection, sent: Future[None]
+    ) -> None:
         self.ticket = ticket
         self.tokens = ticket.tokens
         self.match_tokens = ticket.match_tokens
         self.skip_tokens: Mapping[str, int] = ticket.skip_tokens  # of the local pool
         self.checkpoint_tokens = ticket.checkpoint_tokens
-        # With a grant: done when the receiver has committed, TransferFailed as soon as it is known
-        # that it will not (the prefill is then of use to the local pool alone). Without one, and in
-        # a process that joined: never done.
+        # With a grant: done when the receiver has committed, TransferFailed as soon as it cannot
+        # commit any more (the prefill then serves the local pool only). Without a grant,
+        # and in a process that joined the lease: never done.
         self.sent = sent
-        self._pages = pages
+        self._arena = arena
         self._readable = table_of(ticket.readable)
         self._writable = table_of(ticket.writable)
-        self._line = line
-        self._over = False
+        self._kvd = kvd
+        self._ended = False
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
-        return self._pages.views(segment, self._writable)
+        return self._arena.views(segment, self._writable)
 
     def ready(self, segment: Segment) -> None:
-        """One way and without waiting. With a grant it leaves at once, where the receiver lacks
-        it. Never raises: a kvd that is gone is told by `commit`."""
+        """Reports a written segment, without waiting for an answer. With a grant, the kvd sends it
+        at once if the receiver lacks it. Never raises: `commit` reports a kvd that has exited."""
         name = SegmentName(segment.group, segment.layer, segment.start, segment.stop)
-        self._line.ready(self.ticket.lease_id, name)
+        self._kvd.ready(self.ticket.lease_id, name)
 
     def views(self, segment: Segment) -> Sequence[memoryview]:
-        """Of the prefix that was found."""
-        return self._pages.views(segment, self._readable)
+        """The memory of a segment of the prefix that the pool already had."""
+        return self._arena.views(segment, self._readable)
 
     def commit(self) -> None:
-        """Everything is ready: block-aligned state becomes prefix of the local pool. Waits for
-        nothing remote, and ends this lease for the engine; InputError when something is missing."""
-        self._over = True
-        self._line.call(Commit(self.ticket.lease_id))
+        """Ends the lease: the local pool keeps the block-aligned state as a prefix. Does not wait
+        for the transfer. InputError when a required segment is not ready."""
+        self._ended = True
+        self._kvd.call(Commit(self.ticket.lease_id))
 
     def abort(self, reason: str) -> None:
-        """Gives everything back, and up the transfer. Nobody of this engine writes any more.
-        Idempotent, and nothing after a commit."""
-        if not self._over:
-            self._over = True
+        """Ends the lease and its transfer, and keeps nothing. Called when no process of this engine
+        writes any more. Idempotent; without effect after a commit."""
+        if not self._ended:
+            self._ended = True
             try:
-                self._line.call(Abort(self.ticket.lease_id, reason))
+                self._kvd.call(Abort(self.ticket.lease_id, reason))
             except ConnectionLost:
                 pass

@@ -1,8 +1,9 @@
-"""What engines and their kvd say to each other on the Unix socket, and how it is framed.
+"""Messages between engines and their kvd on the Unix socket, and their framing.
 
-A frame is a length (4 bytes, big endian) and a msgpack body. Calls carry a number and are answered
-once, in any order; `Ready` is not answered; a `Sent` comes unasked. Page numbers appear here and
-nowhere else: they never leave the host. No sockets, no asyncio.
+A frame is a length (4 bytes, big endian) and a msgpack body. A call has a number and gets one
+answer; answers may come in any order. `Ready` gets no answer. The kvd sends `TransferEnded` without
+a call. Page numbers appear only in these messages: they never leave the host. No sockets, no
+asyncio.
 """
 
 from __future__ import annotations
@@ -14,26 +15,17 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from prfaas.cache.storage.places import PageTable
+from prfaas.contracts.kvd_api import GroupShape
 from prfaas.errors import WireError
-from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, Segment, SlidingWindow
+from prfaas.kvspec import Segment
 from prfaas.types import Compat, Grant, NotNow, TransferId
 
-MAX_FRAME_BYTES = 256 << 20  # a ticket for a million blocks; anything larger is not ours
+MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 # Pieces ------------------------------------------------------------------------------------------
-
-
-class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer."""
-
-    kind: Literal["full", "window", "linear"]
-    name: str
-    layers: tuple[int, ...]
-    nbytes: int
-    window: int = 0
 
 
 class SegmentName(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +40,7 @@ class SegmentName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnitPages(msgspec.Struct, frozen=True, array_like=True):
-    """A unit (see `cache.units`) and the arena's pages that hold it."""
+    """A unit (see `cache.units`) and the pages of the arena that contain it."""
 
     group: int
     where: int
@@ -59,22 +51,24 @@ class UnitPages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """The first message of a connection. The answer brings the arena's file descriptor."""
+    """The first message of a connection. The arena's file descriptor comes with the answer."""
 
     engine_id: str
     groups: tuple[GroupShape, ...]
     block_tokens: Annotated[int, msgspec.Meta(ge=1)]
     compat: Compat
-    whole_blocks: bool = False  # blocks are opaque: always written, sent and read whole
-    url: str | None = None  # where the engine serves HTTP, for gateways
+    whole_blocks: bool = False  # blocks are opaque: they are written, sent and read whole
+    url: str | None = None  # the engine's HTTP address, for gateways
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Reserve pages for a prefill; with a grant, send its state as it becomes ready."""
+
     hashes: tuple[bytes, ...]
     tokens: int
     checkpoint_tokens: tuple[int, ...] | None = None
     grant: Grant | None = None
-    tail: bytes = b""  # `tail_hash` of what is computed
+    tail: bytes = b""  # `tail_hash` of the prompt
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -83,7 +77,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """This process, too, will touch the lease's pages."""
+    """This process, too, will use the pages of the lease."""
 
     lease_id: int
 
@@ -110,14 +104,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """One payload of the engine's own KV events (vLLM's msgpack), group index -> our name."""
+    """One payload of the engine's KV events (vLLM's msgpack); group index -> group name."""
 
     payload: bytes
     group_names: dict[int, str]
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
-    """Answered when everything sent before on this connection has been acted on."""
+    """The answer means that every earlier message of this connection has been handled."""
 
 
 Call: TypeAlias = (
@@ -125,8 +119,8 @@ Call: TypeAlias = (
 )
 
 
-class Numbered(msgspec.Struct, frozen=True, array_like=True):
-    number: int  # 0: no answer is wanted
+class NumberedCall(msgspec.Struct, frozen=True, array_like=True):
+    number: int  # 0: the caller expects no answer
     call: Call
 
 
@@ -134,26 +128,26 @@ class Numbered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    node: str  # under which name the pool's cache events appear
-    http_url: str  # where gateways reach this kvd
+    node: str  # the pool's name in cache events
+    http_url: str  # this kvd's address for gateways
     data_address: str
     page_bytes: int
     pages: int
 
 
-class Ticket(msgspec.Struct, frozen=True, tag="ticket"):
-    """A lease, whole: may be passed to other processes of the same engine."""
+class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
+    """Everything about a lease. The engine may pass it to its other processes."""
 
     lease_id: int
     tokens: int
-    match_tokens: int  # resume here
+    match_tokens: int  # the engine resumes here
     skip_tokens: dict[str, int]
     checkpoint_tokens: tuple[int, ...]
     readable: tuple[UnitPages, ...]
     writable: tuple[UnitPages, ...]
-    sending: bool = False  # a `Sent` will follow
-    hashes: tuple[bytes, ...] = ()  # of an attached transfer: whose state it is,
-    tail: bytes = b""  # and the name of what lies behind its last whole block
+    sending: bool = False  # a `TransferEnded` follows
+    hashes: tuple[bytes, ...] = ()  # of an attached transfer: its whole blocks,
+    tail: bytes = b""  # and the hash of the tokens after the last whole block
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -161,37 +155,37 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """`input`: the caller's mistake; `transfer`: a transfer or lease that is not (any more)."""
+    """`input`: the call is invalid. `transfer`: the transfer or lease is unknown or has ended."""
 
     kind: Literal["input", "transfer"]
     problem: str
 
 
-class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """How a lease's remote transfer ended; empty reason: the receiver has committed."""
+class TransferEnded(msgspec.Struct, frozen=True, tag="sent"):
+    """The transfer of a lease has ended. An empty reason: the receiver has committed it."""
 
     lease_id: int
     reason: str
 
 
-Answer: TypeAlias = Registered | Ticket | NotNow | Done | Refused
+Answer: TypeAlias = Registered | LeaseTicket | NotNow | Done | Refused
 
 
-class Answered(msgspec.Struct, frozen=True, array_like=True):
+class NumberedAnswer(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    answer: Answer | Sent  # a Sent has number 0
+    answer: Answer | TransferEnded  # a TransferEnded has number 0
 
 
 # Framing -----------------------------------------------------------------------------------------
 
 
-def frame(message: Numbered | Answered) -> bytes:
+def frame(message: NumberedCall | NumberedAnswer) -> bytes:
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-class Frames:
-    """Bytes in, bodies out."""
+class FrameReader:
+    """Collects bytes and yields the bodies of complete frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -201,7 +195,7 @@ class Frames:
         while len(self._pending) >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(self._pending)
             if nbytes > MAX_FRAME_BYTES:
-                raise WireError(f"a frame of {nbytes} bytes on the local socket")
+                raise WireError(f"a frame of {nbytes} bytes on the Unix socket exceeds the limit")
             stop = _LENGTH.size + nbytes
             if len(self._pending) < stop:
                 return
@@ -210,33 +204,25 @@ class Frames:
             yield body
 
 
-_NUMBERED = msgspec.msgpack.Decoder(Numbered)
-_ANSWERED = msgspec.msgpack.Decoder(Answered)
+_NUMBERED = msgspec.msgpack.Decoder(NumberedCall)
+_ANSWERED = msgspec.msgpack.Decoder(NumberedAnswer)
 
 
-def decode_call(body: bytes) -> Numbered:
+def decode_call(body: bytes) -> NumberedCall:
     try:
         return _NUMBERED.decode(body)
     except msgspec.MsgspecError as error:
-        raise WireError(f"not a call: {error}") from None
+        raise WireError(f"the frame is not a call: {error}") from None
 
 
-def decode_answer(body: bytes) -> Answered:
+def decode_answer(body: bytes) -> NumberedAnswer:
     try:
         return _ANSWERED.decode(body)
     except msgspec.MsgspecError as error:
-        raise WireError(f"not an answer: {error}") from None
+        raise WireError(f"the frame is not an answer: {error}") from None
 
 
 # Conversions -------------------------------------------------------------------------------------
-
-
-def shapes_of(spec: KVSpec) -> tuple[GroupShape, ...]:
-    return tuple(_shape(group) for group in spec.groups)
-
-
-def spec_of(shapes: tuple[GroupShape, ...]) -> KVSpec:
-    return KVSpec(tuple(_group(shape) for shape in shapes))
 
 
 def units_of(table: PageTable) -> tuple[UnitPages, ...]:
@@ -245,25 +231,3 @@ def units_of(table: PageTable) -> tuple[UnitPages, ...]:
 
 def table_of(units: tuple[UnitPages, ...]) -> Mapping[tuple[int, int], tuple[int, ...]]:
     return {(unit.group, unit.where): unit.pages for unit in units}
-
-
-def _shape(group: Group) -> GroupShape:
-    match group:
-        case FullAttention():
-            return GroupShape("full", group.name, group.layers, group.bytes_per_token)
-        case SlidingWindow():
-            return GroupShape(
-                "window", group.name, group.layers, group.bytes_per_token, group.window
-            )
-        case LinearState():
-            return GroupShape("linear", group.name, group.layers, group.state_bytes)
-
-
-def _group(shape: GroupShape) -> Group:
-    match shape.kind:
-        case "full":
-            return FullAttention(shape.name, shape.layers, shape.nbytes)
-        case "window":
-            return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window)
-        case "linear":
-            return LinearState(shape.name, shape.layers, shape.nbytes)

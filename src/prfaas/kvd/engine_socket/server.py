@@ -1,7 +1,7 @@
-"""The Unix socket's side of the kvd: one connection per engine process.
+"""The kvd's server on the Unix socket: one connection per engine process.
 
-Every call is answered before the next is read; nothing here waits. When a connection closes, what
-its process held goes back (see `holds`).
+Every call is answered before the next one is read; no handler waits. When a connection closes, the
+leases of its process end (see `lease_holders`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from itertools import count
 from typing import cast
 
 from prfaas.errors import InputError, PeerError, WireError
-from prfaas.kvd.engine_socket.lease_holders import Holds
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders
 from prfaas.kvd.engine_socket.messages import (
     Abort,
     Answer,
-    Answered,
     Attach,
     Begin,
     Call,
     Commit,
     Done,
     Flush,
-    Frames,
+    FrameReader,
     Join,
-    Numbered,
+    LeaseTicket,
+    NumberedAnswer,
+    NumberedCall,
     Pin,
     Publish,
     Ready,
@@ -35,13 +36,11 @@ from prfaas.kvd.engine_socket.messages import (
     Register,
     Registered,
     Release,
-    Sent,
-    Ticket,
+    TransferEnded,
     decode_call,
     frame,
 )
-from prfaas.kvd.engine_socket.pins import Pins
-from prfaas.kvd.events import EventLog
+from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
@@ -52,26 +51,24 @@ log = logging.getLogger(__name__)
 _UNREGISTERED = Refused("input", "the first message of a connection must be a registration")
 
 
-class Engines:
-    """Every engine process that is connected, and what they hold together."""
+class EngineSocketServer:
+    """The connected engine processes and their leases."""
 
     def __init__(
         self,
         store: Store,
         incoming: IncomingTransfers,
         outgoing: OutgoingTransfers,
-        pins: Pins,
-        events: EventLog,
+        pins: PinnedPrefixes,
         data_address: str,
     ) -> None:
         self.data_address = data_address
-        self.http_url = ""  # once it is served
+        self.http_url = ""  # set when the HTTP server has started
         self.store = store
         self.incoming = incoming
         self.outgoing = outgoing
         self.pins = pins
-        self.events = events
-        self.holds = Holds()
+        self.holders = LeaseHolders()
         self.connected: dict[int, Register] = {}
         self._transports: dict[int, asyncio.Transport] = {}
         self._numbers = count(1)
@@ -79,27 +76,28 @@ class Engines:
     def connection(self) -> asyncio.Protocol:
         return _Connection(self, next(self._numbers))
 
-    def opened(self, process: int, transport: asyncio.Transport) -> None:
+    def process_connected(self, process: int, transport: asyncio.Transport) -> None:
         self._transports[process] = transport
 
-    def gone(self, process: int) -> None:
+    def process_exited(self, process: int) -> None:
         self._transports.pop(process, None)
-        lost = self.holds.gone(process)
-        for lease_id in lost.maimed:
-            self.outgoing.give_up_sending(lease_id, "an engine process has gone")
-        for lease_id, kind in lost.ended:
+        leases = self.holders.process_exited(process)
+        for lease_id in leases.incomplete:
+            self.outgoing.abort_transfer(lease_id, "an engine process has exited")
+        for lease_id, kind in leases.ended:
             if kind == "write":
-                self.outgoing.abort(lease_id, "the engine has gone")
+                self.outgoing.abort(lease_id, "the engine has exited")
             else:
-                self.let_go(lease_id)
+                self.release(lease_id)
         register = self.connected.pop(process, None)
         if register is not None:
-            log.info("engine %s has left (%d leases ended)", register.engine_id, len(lost.ended))
+            ended = len(leases.ended)
+            log.info("engine %s has exited (%d leases ended)", register.engine_id, ended)
             if all(r.engine_id != register.engine_id for r in self.connected.values()):
-                self.events.forget_engine(NodeId(register.engine_id))
+                self.store.events.forget_engine(NodeId(register.engine_id))
 
-    def let_go(self, lease_id: int) -> None:
-        """A lease that was read: an attached transfer, or a pinned prefix."""
+    def release(self, lease_id: int) -> None:
+        """Ends a lease for reading: an attached transfer, or a pinned prefix."""
         if not self.incoming.release(lease_id):
             self.pins.release(lease_id)
 
@@ -109,115 +107,117 @@ class Engines:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, engines: Engines, process: int) -> None:
-        self._engines = engines
+    def __init__(self, server: EngineSocketServer, process: int) -> None:
+        self._server = server
         self._process = process
-        self._frames = Frames()
+        self._frames = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._engines.opened(self._process, self._transport)
+        self._server.process_connected(self._process, self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._engines.gone(self._process)
+        self._server.process_exited(self._process)
 
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
-                self._take(decode_call(body))
+                self._handle(decode_call(body))
         except WireError as error:
-            log.warning("local connection %d cut: %s", self._process, error)
+            log.warning("closing the connection of engine process %d: %s", self._process, error)
             self._transport.abort()
 
-    def _take(self, numbered: Numbered) -> None:
+    def _handle(self, numbered: NumberedCall) -> None:
         call = numbered.call
         try:
             if isinstance(call, Register):
                 self._register(numbered.number, call)
                 return
-            registered = self._process in self._engines.connected
+            registered = self._process in self._server.connected
             answer = self._answer(call) if registered else _UNREGISTERED
         except InputError as error:
             answer = Refused("input", str(error))
         except PeerError as error:
             answer = Refused("transfer", str(error))
         if numbered.number:
-            self._send(Answered(numbered.number, answer))
+            self._send(NumberedAnswer(numbered.number, answer))
         elif isinstance(answer, Refused):
-            # Nobody waits for an answer to Ready; a commit will miss the segment.
-            log.warning("local connection %d: %s", self._process, answer.problem)
+            # No caller waits for an answer to Ready; the commit will report the missing segment.
+            log.warning("engine process %d: %s", self._process, answer.problem)
 
     def _answer(self, call: Call) -> Answer:
-        engines, process = self._engines, self._process
-        holds = engines.holds
+        server, process = self._server, self._process
+        holders = server.holders
         match call:
             case Ready():
-                if holds.touches(call.lease_id, process):
-                    engines.outgoing.ready(call.lease_id, [s.segment for s in call.segments])
+                if holders.uses(call.lease_id, process):
+                    server.outgoing.ready(call.lease_id, [s.segment for s in call.segments])
             case Begin():
-                answer = engines.outgoing.begin(call, self._sent)
-                if isinstance(answer, Ticket):
-                    holds.take(answer.lease_id, "write", process)
+                answer = server.outgoing.begin(call, self._notify_transfer_ended)
+                if isinstance(answer, LeaseTicket):
+                    holders.add(answer.lease_id, "write", process)
                 return answer
             case Attach():
-                ticket = engines.incoming.attach(call.transfer_id)
-                holds.take(ticket.lease_id, "read", process)
+                ticket = server.incoming.attach(call.transfer_id)
+                holders.add(ticket.lease_id, "read", process)
                 return ticket
             case Pin():
-                answer = engines.pins.pin(call.hashes)
-                if isinstance(answer, Ticket):
-                    holds.take(answer.lease_id, "read", process)
+                answer = server.pins.pin(call.hashes)
+                if isinstance(answer, LeaseTicket):
+                    holders.add(answer.lease_id, "read", process)
                 return answer
             case Join():
-                if not holds.join(call.lease_id, process):
+                if not holders.join(call.lease_id, process):
                     return Refused("transfer", f"lease {call.lease_id} has ended")
             case Commit() | Abort() | Release():
                 return self._end(call)
             case Publish():
-                engine = NodeId(engines.connected[process].engine_id)
-                engines.events.publish(engine, call.payload, call.group_names)
+                engine = NodeId(server.connected[process].engine_id)
+                server.store.events.publish(engine, call.payload, call.group_names)
             case Flush():
                 pass
             case Register():
-                raise AssertionError("taken care of before")
+                raise AssertionError("handled in _handle")
         return Done()
 
     def _end(self, call: Commit | Abort | Release) -> Answer:
-        engines = self._engines
+        server = self._server
         wanted = "read" if isinstance(call, Release) else "write"
-        if engines.holds.end(call.lease_id, self._process) != wanted:
-            return Refused("transfer", f"lease {call.lease_id} has ended, or is another process's")
+        if server.holders.end(call.lease_id, self._process) != wanted:
+            return Refused(
+                "transfer", f"lease {call.lease_id} has ended, or another process owns it"
+            )
         match call:
             case Commit():
-                engines.outgoing.commit(call.lease_id)
+                server.outgoing.commit(call.lease_id)
             case Abort():
-                engines.outgoing.abort(call.lease_id, call.reason)
+                server.outgoing.abort(call.lease_id, call.reason)
             case Release():
-                engines.let_go(call.lease_id)
+                server.release(call.lease_id)
         return Done()
 
     def _register(self, number: int, call: Register) -> None:
-        store = self._engines.store
-        shelf = store.register(call)
-        self._engines.connected[self._process] = call
-        log.info("engine %s has registered: %r", call.engine_id, shelf.arena)
-        arena = shelf.arena
+        store = self._server.store
+        storage = store.register(call)
+        self._server.connected[self._process] = call
+        log.info("engine %s has registered: %r", call.engine_id, storage.arena)
+        arena = storage.arena
         registered = Registered(
             node=store.node,
-            http_url=self._engines.http_url,
-            data_address=self._engines.data_address,
+            http_url=self._server.http_url,
+            data_address=self._server.data_address,
             page_bytes=arena.page_bytes,
             pages=arena.pages,
         )
-        answer = frame(Answered(number, registered))
-        # Past the transport, which has nothing to write yet: it cannot pass descriptors.
+        answer = frame(NumberedAnswer(number, registered))
+        # Not through the transport, which cannot pass descriptors and has nothing to write yet.
         descriptor = self._transport.get_extra_info("socket").fileno()
         with socket.socket(fileno=os.dup(descriptor)) as sock:
-            socket.send_fds(sock, [answer], [shelf.fd])
+            socket.send_fds(sock, [answer], [storage.fd])
 
-    def _sent(self, sent: Sent) -> None:
+    def _notify_transfer_ended(self, ended: TransferEnded) -> None:
         if not self._transport.is_closing():
-            self._send(Answered(0, sent))
+            self._send(NumberedAnswer(0, ended))
 
-    def _send(self, answered: Answered) -> None:
+    def _send(self, answered: NumberedAnswer) -> None:
         self._transport.write(frame(answered))

@@ -1,1 +1,1 @@
-"""Transfers of KV between kvds: what is owed, sent, received and committed."""
+"""Transfers of KV between kvds: what must be sent, what was received, and its commit."""

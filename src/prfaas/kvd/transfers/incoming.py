@@ -1,7 +1,8 @@
-"""Incoming transfers: granted, landing, committed, attached by an engine, released.
+"""Incoming transfers: granted, received, committed, attached by an engine, released.
 
-Runs on the loop that owns the pool; the listener's threads only signal it. Whatever happens, the
-pages of a transfer go back once, and only when nobody writes to them any more.
+Runs on the event loop that owns the pool; the listener's threads only signal it. In every case the
+pages of a transfer are released exactly once, and only after the last connection has stopped
+writing to them.
 """
 
 from __future__ import annotations
@@ -12,48 +13,40 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from prfaas.cache.lease import Lease
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import OpenTransfer, TransferStatus
 from prfaas.errors import TransferFailed
-from prfaas.kvd.engine_socket.messages import Ticket, units_of
-from prfaas.kvd.store import Shelf, Store
-from prfaas.kvd.transfers.landing import Landing
-from prfaas.kvd.transfers.manifest import owed
-from prfaas.kvd.transfers.states import IncomingLife, Stage
+from prfaas.kvd.engine_socket.messages import LeaseTicket, units_of
+from prfaas.kvd.store import Storage, Store
+from prfaas.kvd.transfers.manifest import required_state
+from prfaas.kvd.transfers.page_receiver import PageReceiver
+from prfaas.kvd.transfers.states import IncomingStage, IncomingState
 from prfaas.transport.grants import new_grant
 from prfaas.transport.listener import Listener
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer, TransferId
+from prfaas.types import BlockHash, Compat, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
 
-UNREGISTERED = NotNow("no engine has registered with this kvd yet", 1.0)
+NO_ENGINE = NotNow("no engine has registered with this kvd yet", 1.0)
 LONGEST_RETRY_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    grant_s: float = 60.0  # without a frame, a grant ends after this
-    dispatch_s: float = 30.0  # without a poll, a committed transfer ends after this
-    remember_s: float = 120.0  # how one has ended is known for so long
-
-
-class TransferStatus(msgspec.Struct, frozen=True):
-    transfer_id: TransferId
-    state: str  # a `Stage`, or of a transfer that leaves here: sending, sent, failed
-    reason: str
-    nbytes: int
+    grant_s: float = 60.0  # a grant expires when no frame arrives for this long
+    dispatch_s: float = 30.0  # a committed transfer expires when no gateway polls for this long
+    remember_s: float = 120.0  # how long the status of an ended transfer can be read
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _IncomingTransfer:
     grant: Grant
-    shelf: Shelf
+    storage: Storage
     lease: Lease
-    life: IncomingLife
+    state: IncomingState
     hashes: tuple[bytes, ...]  # of the prompt's whole blocks
-    landing: Landing | None = None  # None: nothing has to come
+    receiver: PageReceiver | None = None  # None: the pool already had every byte
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
 
@@ -67,190 +60,196 @@ class IncomingTransfers:
         options: TransferOptions,
         clock: Clock,
     ) -> None:
+        self.data_address = data_address  # where senders connect to
         self._store = store
         self._listener = listener
-        self._data_address = data_address
         self._options = options
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._arrivals: dict[TransferId, _Arrival] = {}
+        self._transfers: dict[TransferId, _IncomingTransfer] = {}
         self._attached: dict[int, TransferId] = {}  # by lease
 
     def differences(self, compat: Compat) -> tuple[str, ...]:
-        """Why state of such an engine is of no use here."""
-        shelf = self._store.shelf
-        return () if shelf is None else shelf.compat.differences(compat)
+        """The fields in which the state of such an engine differs from the state kept here."""
+        storage = self._store.storage
+        return () if storage is None else storage.compat.differences(compat)
 
-    def open(self, asked: OpenTransfer) -> Grant | NotNow:
-        """Reserves everything the hand-off needs, and pins what it lets the sender skip; or
-        nothing. The caller has looked at `differences`."""
-        shelf = self._store.shelf
-        if shelf is None:
-            return UNREGISTERED
-        promised = () if asked.checkpoint_tokens is None else (asked.checkpoint_tokens,)
-        hashes = [BlockHash(name) for name in asked.hashes]
-        # No deadline of the pool's: until the commit the listener knows when nobody writes any
-        # more, afterwards the transfer's own life does.
-        lease = shelf.pool.reserve(
+    def open(self, request: OpenTransfer) -> Grant | NotNow:
+        """Reserves everything that the hand-off needs, and pins what the sender may skip; or
+        reserves nothing. The caller has checked `differences`."""
+        storage = self._store.storage
+        if storage is None:
+            return NO_ENGINE
+        wanted = () if request.checkpoint_tokens is None else (request.checkpoint_tokens,)
+        hashes = [BlockHash(name) for name in request.hashes]
+        # The pool sets no deadline: until the commit the listener reports when nothing writes to
+        # the pages any more, and after it the state of the transfer has the deadline.
+        lease = storage.pool.reserve(
             hashes,
-            asked.handoff_tokens,
+            request.handoff_tokens,
             now=self._clock.now(),
-            ttl_s=math.inf,
-            checkpoint_tokens=promised,
+            checkpoint_tokens=wanted,
         )
-        self._store.changed()
+        self._store.publish_changes()
         if isinstance(lease, NotNow):
-            return patient(lease)
+            return bound_retry(lease)
         grant = new_grant(
-            self._data_address,
+            self.data_address,
             max_bytes=lease.new_bytes,
             deadline_s=self._options.grant_s,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
         )
-        life = IncomingLife(self._options.dispatch_s)
-        arrival = _Arrival(grant, shelf, lease, life, asked.hashes)
-        self._arrivals[grant.transfer_id] = arrival
+        state = IncomingState(self._options.dispatch_s)
+        transfer = _IncomingTransfer(grant, storage, lease, state, request.hashes)
+        self._transfers[grant.transfer_id] = transfer
         if lease.new_bytes:
-            self._expect(arrival)
+            self._expect(transfer)
         else:
-            self._over(grant.transfer_id, None)  # everything is here: nothing has to come
+            self._ended(grant.transfer_id, None)  # the pool has every byte: nothing is sent
         return grant
 
     def status(self, transfer_id: TransferId) -> TransferStatus | None:
-        """How it stands. Asking renews a committed transfer: only gateways ask."""
-        arrival = self._arrivals.get(transfer_id)
-        if arrival is None:
+        """The status of a transfer. Reading it renews a committed transfer, because only gateways
+        read it."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
             return None
-        arrival.life.polled(self._clock.now())
-        life = arrival.life
-        return TransferStatus(transfer_id, life.stage.value, life.reason, arrival.grant.max_bytes)
+        state = transfer.state
+        state.renew(self._clock.now())
+        nbytes = transfer.grant.max_bytes
+        return TransferStatus(transfer_id, state.stage.value, state.reason, nbytes)
 
     async def wait(self, transfer_id: TransferId, wait_s: float) -> TransferStatus | None:
-        """`status`, once it is more than granted, or after `wait_s`."""
-        arrival = self._arrivals.get(transfer_id)
-        if arrival is not None and arrival.life.stage is Stage.GRANTED:
+        """The status once the transfer has left GRANTED, or after `wait_s`."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.state.stage is IncomingStage.GRANTED:
             try:
                 async with asyncio.timeout(wait_s):
-                    await arrival.changed.wait()
+                    await transfer.changed.wait()
             except TimeoutError:
                 pass
         return self.status(transfer_id)
 
     def abort(self, transfer_id: TransferId, reason: str) -> bool:
-        """Whether there was something to abort. An attached transfer is its engine's."""
-        arrival = self._arrivals.get(transfer_id)
-        if arrival is None or arrival.life.stage not in (Stage.GRANTED, Stage.COMMITTED):
+        """Whether there was a transfer to abort. An attached transfer belongs to its engine."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
             return False
-        arrival.life.aborting = reason
-        if arrival.life.stage is Stage.GRANTED:
-            self._listener.cancel(transfer_id, reason)  # `_over` follows
+        state = transfer.state
+        if state.stage not in (IncomingStage.GRANTED, IncomingStage.COMMITTED):
+            return False
+        state.aborting = reason
+        if state.stage is IncomingStage.GRANTED:
+            self._listener.cancel(transfer_id, reason)  # which calls `_ended` later
         else:
-            self._fail(arrival, reason)
+            self._fail(transfer, reason)
         return True
 
-    def attach(self, transfer_id: TransferId) -> Ticket:
-        """The engine's request owns it from now on; TransferFailed when there is nothing."""
-        arrival = self._arrivals.get(transfer_id)
-        if arrival is None:
+    def attach(self, transfer_id: TransferId) -> LeaseTicket:
+        """From now on the lease belongs to the engine's request. TransferFailed when the transfer
+        is unknown, not committed, failed, or already attached."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
             raise TransferFailed(f"transfer {transfer_id} is not known here")
-        arrival.life.attach()
-        arrival.changed.set()
-        lease = arrival.lease
+        transfer.state.attach()
+        transfer.changed.set()
+        lease = transfer.lease
         self._attached[lease.id] = transfer_id
-        return Ticket(
+        return LeaseTicket(
             lease_id=lease.id,
             tokens=lease.tokens,
             match_tokens=lease.tokens,
             skip_tokens=dict(lease.skip_tokens),
             checkpoint_tokens=lease.checkpoint_tokens,
-            readable=units_of(arrival.shelf.pool.tables(lease.id).readable),
+            readable=units_of(transfer.storage.pool.tables(lease.id).readable),
             writable=(),
-            hashes=arrival.hashes,
-            tail=arrival.landing.tail if arrival.landing is not None else b"",
+            hashes=transfer.hashes,
+            tail=transfer.receiver.tail if transfer.receiver is not None else b"",
         )
 
     def release(self, lease_id: int) -> bool:
-        """The engine reads it no more. False when it is not an attached transfer."""
+        """The engine has finished reading. False when the lease is not an attached transfer."""
         transfer_id = self._attached.pop(lease_id, None)
         if transfer_id is None:
             return False
-        arrival = self._arrivals[transfer_id]
-        arrival.life.release()
-        self._free(arrival)
+        transfer = self._transfers[transfer_id]
+        transfer.state.release()
+        self._free(transfer)
         return True
 
-    def take_prefix(self, transfer_id: TransferId) -> None:
-        """Committed for the pool alone: its pages stay as prefix, nobody attaches."""
+    def keep_prefix(self, transfer_id: TransferId) -> None:
+        """Ends a committed transfer that no engine will attach: its pages stay as a prefix."""
         self.release(self.attach(transfer_id).lease_id)
 
     def sweep(self) -> None:
+        """Fails committed transfers that no gateway polls, and forgets old ended ones."""
         now = self._clock.now()
-        for arrival in list(self._arrivals.values()):
-            if arrival.life.expired(now):
-                self._fail(arrival, "committed, but no gateway asked for it in time")
-            elif now - arrival.ended_s >= self._options.remember_s:
-                del self._arrivals[arrival.grant.transfer_id]
+        for transfer in list(self._transfers.values()):
+            if transfer.state.expired(now):
+                self._fail(transfer, "committed, but no gateway asked for it in time")
+            elif now - transfer.ended_s >= self._options.remember_s:
+                del self._transfers[transfer.grant.transfer_id]
 
     def counts(self) -> dict[str, int]:
-        counts = {stage.value: 0 for stage in Stage}
-        for arrival in self._arrivals.values():
-            counts[arrival.life.stage.value] += 1
+        counts = {stage.value: 0 for stage in IncomingStage}
+        for transfer in self._transfers.values():
+            counts[transfer.state.stage.value] += 1
         return counts
 
-    def _expect(self, arrival: _Arrival) -> None:
-        lease, shelf, grant = arrival.lease, arrival.shelf, arrival.grant
-        wanted = owed(
-            shelf.spec,
+    def _expect(self, transfer: _IncomingTransfer) -> None:
+        lease, storage, grant = transfer.lease, transfer.storage, transfer.grant
+        required = required_state(
+            storage.spec,
             lease.tokens,
             skip_tokens=lease.skip_tokens,
             lengths=(*lease.checkpoint_tokens, lease.tokens),
-            whole=shelf.whole,
+            whole=storage.whole,
         )
-        over = partial(self._signal, grant.transfer_id)
-        table = shelf.pool.tables(lease.id).writable
-        arrival.landing = Landing(shelf, table, wanted, over)
-        self._listener.expect(grant, arrival.landing)
+        on_end = partial(self._signal_end, grant.transfer_id)
+        table = storage.pool.tables(lease.id).writable
+        transfer.receiver = PageReceiver(storage, table, required, on_end)
+        self._listener.expect(grant, transfer.receiver)
 
-    def _signal(self, transfer_id: TransferId, reason: str | None) -> None:
-        """From a thread of the listener's."""
-        self._loop.call_soon_threadsafe(self._over, transfer_id, reason)
+    def _signal_end(self, transfer_id: TransferId, reason: str | None) -> None:
+        """Called from a thread of the listener."""
+        self._loop.call_soon_threadsafe(self._ended, transfer_id, reason)
 
-    def _over(self, transfer_id: TransferId, reason: str | None) -> None:
-        arrival = self._arrivals[transfer_id]
+    def _ended(self, transfer_id: TransferId, reason: str | None) -> None:
+        transfer = self._transfers[transfer_id]
         now = self._clock.now()
         if reason is not None:
-            self._fail(arrival, reason)
-        elif arrival.life.committed(now):
-            arrival.shelf.pool.commit(arrival.lease.id, now)
-            self._store.changed()
+            self._fail(transfer, reason)
+        elif transfer.state.commit(now):
+            transfer.storage.pool.commit(transfer.lease.id, now)
+            self._store.publish_changes()
             log.info(
                 "transfer %s committed: %d tokens, at most %d bytes",
                 transfer_id,
-                arrival.lease.tokens,
-                arrival.grant.max_bytes,
+                transfer.lease.tokens,
+                transfer.grant.max_bytes,
             )
         else:
-            self._free(arrival)
-        arrival.changed.set()
+            self._free(transfer)
+        transfer.changed.set()
 
-    def _fail(self, arrival: _Arrival, reason: str) -> None:
-        arrival.life.failed(reason)
-        arrival.changed.set()
-        log.info("transfer %s failed: %s", arrival.grant.transfer_id, arrival.life.reason)
-        self._free(arrival)
+    def _fail(self, transfer: _IncomingTransfer, reason: str) -> None:
+        transfer.state.fail(reason)
+        transfer.changed.set()
+        log.info("transfer %s failed: %s", transfer.grant.transfer_id, transfer.state.reason)
+        self._free(transfer)
 
-    def _free(self, arrival: _Arrival) -> None:
+    def _free(self, transfer: _IncomingTransfer) -> None:
         now = self._clock.now()
-        arrival.ended_s = now
-        # It is remembered for minutes, for its state: not with every page and name it had.
-        arrival.landing, arrival.hashes = None, ()
-        arrival.shelf.pool.release(arrival.lease.id, now)
-        self._store.changed()
+        transfer.ended_s = now
+        # The status is kept for minutes; the page table and the hashes are not needed for it.
+        transfer.receiver, transfer.hashes = None, ()
+        transfer.storage.pool.release(transfer.lease.id, now)
+        self._store.publish_changes()
 
 
-def patient(refusal: NotNow) -> NotNow:
-    """A lease without a deadline says nothing about when it ends."""
+def bound_retry(refusal: NotNow) -> NotNow:
+    """The refusal with a finite retry time: leases without a deadline do not determine one."""
     if refusal.retry_after_s <= LONGEST_RETRY_S:
         return refusal
-    return NotNow(refusal.reason, UNREGISTERED.retry_after_s)
+    return NotNow(refusal.reason, NO_ENGINE.retry_after_s)

@@ -1,4 +1,4 @@
-"""One link per kvd that is sent to, made when it is first needed."""
+"""The links to other kvds: one per receiver, made when it is first needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Links:
         self._budget = budget
         self._late_since = late_since
         self._links: dict[str, TransferLink] = {}
-        self.reports: tuple[LinkStats, ...] = ()  # of the last sample
+        self.reports: tuple[LinkStats, ...] = ()  # of the latest sample
 
     def to(self, address: str) -> TransferLink:
         link = self._links.get(address)
@@ -47,7 +47,8 @@ class Links:
         return link
 
     def sample(self) -> None:
-        """A report says what has happened since the one before: one sampler, many readers."""
+        """Takes a report of each link. A report covers the time since the previous one, so that
+        there is one sampler and many readers."""
         self.reports = tuple(link.stats() for link in self._links.values())
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""Which tokens and states a prefill or a hand-off owes, what is there of it, and how it travels.
+"""The tokens and states that a prefill or a hand-off must produce, which of them are ready, and the
+segments in which they are sent.
 
-Pure. Of each layer of a group the owed are, after `tokens` tokens and n closing lengths,
+Pure. After `tokens` tokens and n closing lengths, each layer of a group requires
 
     full attention   [skip, tokens)                        one span
     sliding window   [first(l), l) for each length l       spans, merged where they overlap
     linear state     the state after each length l         whole, or not at all
 
-An engine's chunks say in which pieces it becomes ready, `stripes` in which pieces it travels: the
-manifest of a transfer is fixed before the first chunk is computed.
+State becomes ready in the engine's chunks and is sent in the segments of `plan_segments`: the
+manifest of a transfer is fixed before the engine computes the first chunk.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import NamedTuple, TypeAlias
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment, SlidingWindow
 
-Lane: TypeAlias = tuple[str, int]  # group, layer
-MAX_STRIPES = 4_096  # of growing groups in one transfer: beginning it takes time for each
+GroupLayer: TypeAlias = tuple[str, int]  # group, layer
+# Of full attention in one transfer: starting a transfer takes time for each segment.
+MAX_PLANNED_SEGMENTS = 4_096
 
 
 class Span(NamedTuple):
@@ -30,22 +32,23 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
-    """Per group, the same for each of its layers."""
+class RequiredState:
+    """What a lease or a transfer must contain: per group, the same for each of its layers."""
 
     spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)  # disjoint, ascending
     states: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
-def owed(
+def required_state(
     spec: KVSpec,
     tokens: int,
     *,
     skip_tokens: Mapping[str, int],
     lengths: Iterable[int],
     whole: int = 1,
-) -> Owed:
-    """`lengths`: where windows and states are wanted. Spans are widened to multiples of `whole`."""
+) -> RequiredState:
+    """`lengths`: where windows and states are required. Spans are widened to multiples of
+    `whole`."""
     closing = sorted(set(lengths))
     spans: dict[str, tuple[Span, ...]] = {}
     states: dict[str, frozenset[int]] = {}
@@ -57,15 +60,15 @@ def owed(
             wanted = [Span(skip_tokens.get(group.name, 0), tokens)]
         else:
             wanted = [Span(group.first_token(length), length) for length in closing]
-        merged = Spans()
+        merged = SpanSet()
         for start, stop in wanted:
             if start < stop:
                 merged.add(Span(start // whole * whole, -(-stop // whole) * whole))
         spans[group.name] = tuple(merged)
-    return Owed(spans, states)
+    return RequiredState(spans, states)
 
 
-class Spans:
+class SpanSet:
     """A set of tokens, as disjoint spans that do not touch."""
 
     def __init__(self) -> None:
@@ -91,76 +94,78 @@ class Spans:
 
 
 class Coverage:
-    """What is there of what is owed."""
+    """Which part of the required state is ready."""
 
-    def __init__(self, spec: KVSpec, wanted: Owed) -> None:
+    def __init__(self, spec: KVSpec, required: RequiredState) -> None:
         self._spec = spec
-        self._wanted = wanted
-        self._spans: dict[Lane, Spans] = {}
+        self._required = required
+        self._spans: dict[GroupLayer, SpanSet] = {}
         self._states: set[tuple[str, int, int]] = set()
 
     def add(self, segment: Segment) -> None:
         if isinstance(self._spec[segment.group], LinearState):
             self._states.add((segment.group, segment.layer, segment.stop))
         else:
-            lane = self._spans.setdefault((segment.group, segment.layer), Spans())
-            lane.add(Span(segment.start, segment.stop))
+            spans = self._spans.setdefault((segment.group, segment.layer), SpanSet())
+            spans.add(Span(segment.start, segment.stop))
 
     def has(self, segment: Segment) -> bool:
         if isinstance(self._spec[segment.group], LinearState):
             return (segment.group, segment.layer, segment.stop) in self._states
-        lane = self._spans.get((segment.group, segment.layer))
-        return lane is not None and lane.has(Span(segment.start, segment.stop))
+        spans = self._spans.get((segment.group, segment.layer))
+        return spans is not None and spans.has(Span(segment.start, segment.stop))
 
     def missing(self) -> Segment | None:
-        """Something owed that is not there, if anything."""
+        """A required segment that is not ready, or None."""
         for group in self._spec.groups:
             for layer in group.layers:
-                for start, stop in self._wanted.spans.get(group.name, ()):
+                for start, stop in self._required.spans.get(group.name, ()):
                     segment = Segment(group.name, layer, start, stop)
                     if not self.has(segment):
                         return segment
-                for length in self._wanted.states.get(group.name, ()):
+                for length in self._required.states.get(group.name, ()):
                     segment = Segment(group.name, layer, 0, length)
                     if not self.has(segment):
                         return segment
         return None
 
 
-def mismatch(spec: KVSpec, wanted: Owed, segments: Iterable[Segment]) -> str | None:
-    """Why these segments are not exactly what is owed, each token and state once; None if so."""
-    there = Coverage(spec, wanted)
-    tokens: dict[Lane, int] = {}
-    states: dict[Lane, int] = {}
+def mismatch(spec: KVSpec, required: RequiredState, segments: Iterable[Segment]) -> str | None:
+    """How these segments differ from the required state, each token and state once; None when
+    they do not."""
+    ready = Coverage(spec, required)
+    tokens: dict[GroupLayer, int] = {}
+    states: dict[GroupLayer, int] = {}
     for segment in segments:
-        there.add(segment)
-        lane = (segment.group, segment.layer)
+        ready.add(segment)
+        where = (segment.group, segment.layer)
         if isinstance(spec[segment.group], LinearState):
-            states[lane] = states.get(lane, 0) + 1
+            states[where] = states.get(where, 0) + 1
         else:
-            tokens[lane] = tokens.get(lane, 0) + segment.stop - segment.start
-    missing = there.missing()
+            tokens[where] = tokens.get(where, 0) + segment.stop - segment.start
+    missing = ready.missing()
     if missing is not None:
         return f"{missing.name} is missing"
     for group in spec.groups:
-        spans = sum(stop - start for start, stop in wanted.spans.get(group.name, ()))
-        lengths = len(wanted.states.get(group.name, ()))
+        spans = sum(stop - start for start, stop in required.spans.get(group.name, ()))
+        lengths = len(required.states.get(group.name, ()))
         for layer in group.layers:
-            lane = (group.name, layer)
-            if (tokens.get(lane, 0), states.get(lane, 0)) != (spans, lengths):
-                return f"{group.name}/{layer}: more than is owed, or some of it twice"
+            where = (group.name, layer)
+            if (tokens.get(where, 0), states.get(where, 0)) != (spans, lengths):
+                return f"{group.name}/{layer}: more than is required, or a part of it twice"
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Stripe:
-    """A piece of a transfer. `found`: of the prefix that was found, so it can leave at once."""
+class PlannedSegment:
+    """A segment of a transfer. `found`: it belongs to the prefix that the pool already had, so it
+    can be sent at once."""
 
     segment: Segment
     found: bool
 
 
-def stripes(
+def plan_segments(
     spec: KVSpec,
     block_tokens: int,
     tokens: int,
@@ -170,28 +175,28 @@ def stripes(
     match_tokens: int,
     found_tokens: Mapping[str, int],
     whole: int = 1,
-) -> list[Stripe]:
-    """How a hand-off travels. The receiver lacks full attention from `skip_tokens` on, and windows
-    and states at `lengths`; the sender finds the former up to `found_tokens` and the latter at
-    `match_tokens`, and computes the rest."""
+) -> list[PlannedSegment]:
+    """The segments in which a hand-off is sent. The receiver lacks full attention from
+    `skip_tokens` on, and windows and states at `lengths`. The sender has full attention up to
+    `found_tokens` and windows and states at `match_tokens`, and computes the rest."""
     closing = sorted(set(lengths))
     unavailable = [length for length in closing if length < match_tokens]
     if unavailable and any(not isinstance(group, FullAttention) for group in spec.groups):
         raise InputError(
-            f"state after {unavailable[0]} tokens is promised, but the prefill resumes after "
-            f"{match_tokens}",
+            f"the grant requires the state after {unavailable[0]} tokens, but the prefill resumes "
+            f"after {match_tokens}",
             where="grant",
-            fix="ask for the last block boundary of the prompt, or for none",
+            fix="request the last block boundary of the prompt, or none",
         )
-    full_lanes = sum(len(g.layers) for g in spec.groups if isinstance(g, FullAttention))
+    full_layers = sum(len(g.layers) for g in spec.groups if isinstance(g, FullAttention))
     blocks = -(-tokens // block_tokens)
-    # One fewer of each lane than there is room for: the border of what was found cuts one in two.
-    per_lane = max(1, MAX_STRIPES // max(1, full_lanes) - 1)
-    step = block_tokens * -(-blocks // per_lane)
-    found: list[Stripe] = []
-    growing: list[Stripe] = []
-    windows: list[Stripe] = []
-    states: list[Stripe] = []
+    # One fewer per layer than the limit allows: the end of the found prefix cuts one in two.
+    per_layer = max(1, MAX_PLANNED_SEGMENTS // max(1, full_layers) - 1)
+    step = block_tokens * -(-blocks // per_layer)
+    found: list[PlannedSegment] = []
+    growing: list[PlannedSegment] = []
+    windows: list[PlannedSegment] = []
+    states: list[PlannedSegment] = []
     for group in spec.groups:
         if isinstance(group, FullAttention):
             end = -(-tokens // whole) * whole
@@ -199,11 +204,13 @@ def stripes(
             for start, stop in _cut(skip_tokens.get(group.name, 0), end, step, border):
                 into = found if stop <= border else growing
                 for layer in group.layers:
-                    into.append(Stripe(Segment(group.name, layer, start, stop), stop <= border))
+                    into.append(
+                        PlannedSegment(Segment(group.name, layer, start, stop), stop <= border)
+                    )
             continue
-        at = 0  # what lies before travels with an earlier length's window
+        at = 0  # tokens before this are sent with an earlier length's window
         for length in closing:
-            there = length <= match_tokens
+            available = length <= match_tokens
             if isinstance(group, SlidingWindow):
                 start = max(at, group.first_token(length) // whole * whole)
                 at = stop = -(-length // whole) * whole
@@ -212,7 +219,8 @@ def stripes(
                 start, stop, into = 0, length, states
             if start < stop:
                 into += (
-                    Stripe(Segment(group.name, layer, start, stop), there) for layer in group.layers
+                    PlannedSegment(Segment(group.name, layer, start, stop), available)
+                    for layer in group.layers
                 )
     return [*found, *growing, *windows, *states]
 

@@ -1,15 +1,15 @@
-"""Leases that engines fill, and the transfers that leave while they do.
+"""Leases that engines fill, and the transfers that read them at the same time.
 
-Runs on the loop that owns the pool. A segment that is ready and that the receiver lacks goes to the
-link at once, straight from the arena's pages; what was found in the pool leaves before anything is
-computed. Pages go back when the engine is done and the link reads them no more.
+Runs on the event loop that owns the pool. A segment that is ready and that the receiver lacks is
+handed to the link at once, straight from the arena's pages; what the pool already had is sent
+before the engine computes anything. Pages are released when the engine has finished and the link
+no longer reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,13 +18,20 @@ from functools import partial
 from prfaas.cache.lease import Lease
 from prfaas.cache.storage.places import LeaseTables, segment_ranges
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import TransferStatus
 from prfaas.errors import InputError, PrfaasError, TransferFailed
-from prfaas.kvd.engine_socket.messages import Begin, Sent, Ticket, units_of
-from prfaas.kvd.store import Shelf, Store
-from prfaas.kvd.transfers.incoming import UNREGISTERED, TransferStatus, patient
+from prfaas.kvd.engine_socket.messages import Begin, LeaseTicket, TransferEnded, units_of
+from prfaas.kvd.store import Storage, Store
+from prfaas.kvd.transfers.incoming import NO_ENGINE, bound_retry
 from prfaas.kvd.transfers.links import Links
-from prfaas.kvd.transfers.manifest import Coverage, Lane, Stripe, owed, stripes
-from prfaas.kvd.transfers.states import WritingLife
+from prfaas.kvd.transfers.manifest import (
+    Coverage,
+    GroupLayer,
+    PlannedSegment,
+    plan_segments,
+    required_state,
+)
+from prfaas.kvd.transfers.states import OutgoingState
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
@@ -34,50 +41,56 @@ log = logging.getLogger(__name__)
 REMEMBERED_TRANSFERS = 1_024
 
 
-class Departure:
-    """One transfer under way: which stripes wait for the engine."""
+class SegmentSender:
+    """Hands the segments of one transfer to its link: those that were found in the pool at once,
+    the others when the engine has written them."""
 
     def __init__(
-        self, shelf: Shelf, tables: LeaseTables, pieces: Sequence[Stripe], transfer: Transfer
+        self,
+        storage: Storage,
+        tables: LeaseTables,
+        planned: Sequence[PlannedSegment],
+        transfer: Transfer,
     ) -> None:
         self.transfer = transfer
-        self._shelf = shelf
+        self._storage = storage
         self._tables = tables
-        self._waiting: dict[Lane, list[Segment]] = {}
-        for piece in pieces:
-            if not piece.found:
-                lane = (piece.segment.group, piece.segment.layer)
-                self._waiting.setdefault(lane, []).append(piece.segment)
-        found = [piece.segment for piece in pieces if piece.found]
+        self._waiting: dict[GroupLayer, list[Segment]] = {}
+        for plan in planned:
+            if not plan.found:
+                where = (plan.segment.group, plan.segment.layer)
+                self._waiting.setdefault(where, []).append(plan.segment)
+        found = [plan.segment for plan in planned if plan.found]
         transfer.ready_all({s.name: self._slices(s, found=True) for s in found})
 
-    def covered(self, lanes: Iterable[Lane], coverage: Coverage) -> None:
-        """More is ready in these lanes: whatever is whole now leaves."""
-        leaving: list[Segment] = []
-        for lane in lanes:
+    def send_covered(self, changed: Iterable[GroupLayer], coverage: Coverage) -> None:
+        """Sends the segments of these layers that have become complete."""
+        complete: list[Segment] = []
+        for where in changed:
             waiting: list[Segment] = []
-            for segment in self._waiting.get(lane, ()):
-                (leaving if coverage.has(segment) else waiting).append(segment)
-            self._waiting[lane] = waiting
-        if leaving:
-            self.transfer.ready_all({s.name: self._slices(s, found=False) for s in leaving})
+            for segment in self._waiting.get(where, ()):
+                (complete if coverage.has(segment) else waiting).append(segment)
+            self._waiting[where] = waiting
+        if complete:
+            self.transfer.ready_all({s.name: self._slices(s, found=False) for s in complete})
 
     def _slices(self, segment: Segment, *, found: bool) -> list[FileSlice]:
-        shelf = self._shelf
+        storage = self._storage
+        arena = storage.arena
         table = self._tables.readable if found else self._tables.writable
-        ranges = segment_ranges(shelf.spec, shelf.block_tokens, shelf.arena, segment, table.get)
-        return [FileSlice(shelf.arena.view(start, stop), shelf.fd, start) for start, stop in ranges]
+        ranges = segment_ranges(storage.spec, storage.block_tokens, arena, segment, table.get)
+        return [FileSlice(arena.view(start, stop), storage.fd, start) for start, stop in ranges]
 
 
 @dataclass(slots=True)
-class _Write:
-    shelf: Shelf
+class _OutgoingLease:
+    storage: Storage
     lease: Lease
-    life: WritingLife
+    state: OutgoingState
     coverage: Coverage
-    notify: Callable[[Sent], None]
+    notify: Callable[[TransferEnded], None]
     transfer_id: TransferId | None
-    departure: Departure | None = None
+    sender: SegmentSender | None = None
 
 
 class OutgoingTransfers:
@@ -86,46 +99,50 @@ class OutgoingTransfers:
         self._links = links
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._writes: dict[int, _Write] = {}
+        self._leases: dict[int, _OutgoingLease] = {}
         self._statuses: dict[TransferId, TransferStatus] = {}  # oldest first
 
     # For engines ----------------------------------------------------------------------------------
 
-    def begin(self, asked: Begin, notify: Callable[[Sent], None]) -> Ticket | NotNow:
-        shelf = self._store.shelf
-        if shelf is None:
-            return UNREGISTERED
-        lease = self._reserve(shelf, asked)
-        self._store.changed()
+    def begin(
+        self, request: Begin, notify: Callable[[TransferEnded], None]
+    ) -> LeaseTicket | NotNow:
+        """Reserves pages for a prefill, and starts the transfer when the request has a grant.
+        `notify` is called when that transfer has ended."""
+        storage = self._store.storage
+        if storage is None:
+            return NO_ENGINE
+        lease = self._reserve(storage, request)
+        self._store.publish_changes()
         if isinstance(lease, NotNow):
-            return patient(lease)
-        tables = shelf.pool.tables(lease.id)
+            return bound_retry(lease)
+        tables = storage.pool.tables(lease.id)
         lengths = {*lease.checkpoint_tokens} | (
             {lease.tokens} if lease.tokens > lease.match.tokens else set()
         )
-        wanted = owed(
-            shelf.spec,
+        required = required_state(
+            storage.spec,
             lease.tokens,
             skip_tokens=lease.skip_tokens,
             lengths=lengths,
-            whole=shelf.whole,
+            whole=storage.whole,
         )
-        write = _Write(
-            shelf,
+        outgoing = _OutgoingLease(
+            storage,
             lease,
-            WritingLife(sending=asked.grant is not None),
-            Coverage(shelf.spec, wanted),
+            OutgoingState(sending=request.grant is not None),
+            Coverage(storage.spec, required),
             notify,
-            asked.grant.transfer_id if asked.grant is not None else None,
+            request.grant.transfer_id if request.grant is not None else None,
         )
-        self._writes[lease.id] = write
-        if asked.grant is not None:
+        self._leases[lease.id] = outgoing
+        if request.grant is not None:
             try:
-                self._depart(write, tables, asked.grant, HANDOFF, asked.tail)
+                self._start_transfer(outgoing, tables, request.grant, HANDOFF, request.tail)
             except PrfaasError:
-                self._forget(write)
+                self._release(outgoing)
                 raise
-        return Ticket(
+        return LeaseTicket(
             lease_id=lease.id,
             tokens=lease.tokens,
             match_tokens=lease.match.tokens,
@@ -133,76 +150,86 @@ class OutgoingTransfers:
             checkpoint_tokens=lease.checkpoint_tokens,
             readable=units_of(tables.readable),
             writable=units_of(tables.writable),
-            sending=asked.grant is not None,
+            sending=request.grant is not None,
         )
 
     def ready(self, lease_id: int, segments: Sequence[Segment]) -> None:
-        write = self._writes.get(lease_id)
-        if write is None:
-            return  # aborted meanwhile
+        """The engine has written these segments: what the receiver lacks of them is sent."""
+        outgoing = self._leases.get(lease_id)
+        if outgoing is None:
+            return  # aborted in the meantime
         for segment in segments:
-            segment_bytes(write.shelf.spec, segment)  # InputError where it is none of this model's
-            write.coverage.add(segment)
-        if write.departure is not None:
-            lanes = dict.fromkeys((segment.group, segment.layer) for segment in segments)
-            write.departure.covered(lanes, write.coverage)
+            # Raises InputError when the model has no such segment.
+            segment_bytes(outgoing.storage.spec, segment)
+            outgoing.coverage.add(segment)
+        if outgoing.sender is not None:
+            changed = dict.fromkeys((segment.group, segment.layer) for segment in segments)
+            outgoing.sender.send_covered(changed, outgoing.coverage)
 
     def commit(self, lease_id: int) -> None:
-        """InputError, and an abort, when something is missing: nothing half written is kept."""
-        write = self._found(lease_id)
-        missing = write.coverage.missing()
+        """Keeps what was written as a prefix. When a required segment is missing, the lease is
+        aborted and InputError is raised: state that is not complete is never kept."""
+        outgoing = self._leases.get(lease_id)
+        if outgoing is None:
+            raise TransferFailed(f"lease {lease_id} has ended")
+        missing = outgoing.coverage.missing()
         if missing is not None:
             self.abort(lease_id, f"committed without {missing.name}")
             raise InputError(
-                f"segment {missing.name} is not ready", fix="commit when everything owed is"
+                f"segment {missing.name} is not ready",
+                fix="commit after every required segment is ready",
             )
-        write.life.written()
-        write.shelf.pool.commit(write.lease.id, self._clock.now())
-        self._store.changed()
-        self._free(write)
+        outgoing.state.commit_write()
+        outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
+        self._store.publish_changes()
+        self._release_if_free(outgoing)
 
     def abort(self, lease_id: int, reason: str) -> None:
-        """Nobody writes to the lease any more."""
-        write = self._writes.get(lease_id)
-        if write is None:
+        """The engine no longer writes to the lease."""
+        outgoing = self._leases.get(lease_id)
+        if outgoing is None:
             return
-        if write.life.aborted() and write.departure is not None:
-            write.departure.transfer.abort(reason)
-        self._free(write)
+        if outgoing.state.abort_write() and outgoing.sender is not None:
+            outgoing.sender.transfer.abort(reason)
+        self._release_if_free(outgoing)
 
-    def give_up_sending(self, lease_id: int, reason: str) -> None:
-        """The transfer cannot become whole; the engine may still write."""
-        write = self._writes.get(lease_id)
-        if write is not None and write.departure is not None:
-            write.departure.transfer.abort(reason)
+    def abort_transfer(self, lease_id: int, reason: str) -> None:
+        """The transfer cannot be completed; the engine may still write to the lease."""
+        outgoing = self._leases.get(lease_id)
+        if outgoing is not None and outgoing.sender is not None:
+            outgoing.sender.transfer.abort(reason)
 
     # For other kvds -------------------------------------------------------------------------------
 
     def push(self, grant: Grant, hashes: Sequence[BlockHash], tokens: int) -> NotNow | None:
-        """Sends a prefix that is here to the kvd that has granted it, after everything urgent."""
-        shelf = self._store.shelf
-        if shelf is None:
-            return UNREGISTERED
-        lease = shelf.pool.pin(hashes, now=self._clock.now(), ttl_s=math.inf)
+        """Sends a prefix of the pool to the kvd that made the grant, after all hand-offs."""
+        storage = self._store.storage
+        if storage is None:
+            return NO_ENGINE
+        lease = storage.pool.pin(hashes, now=self._clock.now())
         if isinstance(lease, NotNow):
-            return patient(lease)
-        life = WritingLife(sending=True)
-        life.written()
-        write = _Write(
-            shelf,
+            return bound_retry(lease)
+        state = OutgoingState(sending=True)
+        state.commit_write()
+        required = required_state(storage.spec, tokens, skip_tokens={}, lengths=())
+        outgoing = _OutgoingLease(
+            storage,
             lease,
-            life,
-            Coverage(shelf.spec, owed(shelf.spec, tokens, skip_tokens={}, lengths=())),
+            state,
+            Coverage(storage.spec, required),
             lambda _: None,
             grant.transfer_id,
         )
-        self._writes[lease.id] = write
+        self._leases[lease.id] = outgoing
         try:
             if lease.tokens != tokens:
-                raise TransferFailed(f"{tokens} tokens are wanted, {lease.tokens} are here")
-            self._depart(write, shelf.pool.tables(lease.id), grant, PREFIX_COPY, b"")
+                raise TransferFailed(
+                    f"the pull needs {tokens} tokens, this kvd has {lease.tokens} of them"
+                )
+            tables = storage.pool.tables(lease.id)
+            self._start_transfer(outgoing, tables, grant, PREFIX_COPY, b"")
         except PrfaasError:
-            self._forget(write)
+            self._release(outgoing)
             raise
         return None
 
@@ -210,92 +237,92 @@ class OutgoingTransfers:
         return self._statuses.get(transfer_id)
 
     def counts(self) -> dict[str, int]:
-        writing = sum(1 for write in self._writes.values() if not write.life.free)
+        writing = sum(1 for outgoing in self._leases.values() if not outgoing.state.free)
         sending = sum(1 for s in self._statuses.values() if s.state == "sending")
         return {"writing": writing, "sending": sending}
 
     # Inside ---------------------------------------------------------------------------------------
 
-    def _reserve(self, shelf: Shelf, asked: Begin) -> Lease | NotNow:
-        """With what the grant asks for among the checkpoints, where the prefill passes it."""
-        hashes = [BlockHash(name) for name in asked.hashes]
-        promised = asked.grant.checkpoint_tokens if asked.grant is not None else ()
+    def _reserve(self, storage: Storage, request: Begin) -> Lease | NotNow:
+        """The lease includes the checkpoints of the grant where the prefill computes them."""
+        hashes = [BlockHash(name) for name in request.hashes]
+        promised = request.grant.checkpoint_tokens if request.grant is not None else ()
 
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:
             now = self._clock.now()
-            return shelf.pool.reserve(
-                hashes, asked.tokens, now=now, ttl_s=math.inf, checkpoint_tokens=checkpoints
+            return storage.pool.reserve(
+                hashes, request.tokens, now=now, checkpoint_tokens=checkpoints
             )
 
-        if asked.checkpoint_tokens is not None:
-            return reserve((*asked.checkpoint_tokens, *promised))
+        if request.checkpoint_tokens is not None:
+            return reserve((*request.checkpoint_tokens, *promised))
         lease = reserve(None)
         if isinstance(lease, NotNow):
             return lease
         more = {n for n in promised if n > lease.match.tokens} - {*lease.checkpoint_tokens}
         if not more:
             return lease
-        shelf.pool.release(lease.id, self._clock.now())
+        storage.pool.release(lease.id, self._clock.now())
         return reserve((*lease.checkpoint_tokens, *more))
 
-    def _depart(
-        self, write: _Write, tables: LeaseTables, grant: Grant, priority: int, tail: bytes
+    def _start_transfer(
+        self,
+        outgoing: _OutgoingLease,
+        tables: LeaseTables,
+        grant: Grant,
+        priority: int,
+        tail: bytes,
     ) -> None:
-        shelf, lease = write.shelf, write.lease
-        if not grant.max_bytes:  # the receiver has everything
-            self._loop.call_soon(self._settled, write, "")  # after the caller has its ticket
+        storage, lease = outgoing.storage, outgoing.lease
+        if not grant.max_bytes:  # the receiver has every byte
+            # On the next turn of the loop: the caller first returns the ticket.
+            self._loop.call_soon(self._transfer_ended, outgoing, "")
             return
-        pieces = stripes(
-            shelf.spec,
-            shelf.block_tokens,
+        planned = plan_segments(
+            storage.spec,
+            storage.block_tokens,
             lease.tokens,
             skip_tokens=grant.skip_tokens,
             lengths=(*grant.checkpoint_tokens, lease.tokens),
             match_tokens=lease.match.tokens,
             found_tokens=lease.skip_tokens,
-            whole=shelf.whole,
+            whole=storage.whole,
         )
-        sizes = {p.segment.name: segment_bytes(shelf.spec, p.segment) for p in pieces}
+        sizes = {p.segment.name: segment_bytes(storage.spec, p.segment) for p in planned}
         link = self._links.to(grant.data_address)
         transfer = link.open(grant, sizes, priority=priority, label=tail)
-        self._note(TransferStatus(grant.transfer_id, "sending", "", sum(sizes.values())))
-        write.departure = Departure(shelf, tables, pieces, transfer)
-        transfer.done.add_done_callback(partial(self._signal, write))
+        self._set_status(TransferStatus(grant.transfer_id, "sending", "", sum(sizes.values())))
+        outgoing.sender = SegmentSender(storage, tables, planned, transfer)
+        transfer.done.add_done_callback(partial(self._signal_end, outgoing))
 
-    def _signal(self, write: _Write, done: Future[None]) -> None:
-        """From a thread of the link's."""
+    def _signal_end(self, outgoing: _OutgoingLease, done: Future[None]) -> None:
+        """Called from a thread of the link."""
         error = done.exception()
         reason = "" if error is None else str(error) or "the transfer failed"
-        self._loop.call_soon_threadsafe(self._settled, write, reason)
+        self._loop.call_soon_threadsafe(self._transfer_ended, outgoing, reason)
 
-    def _settled(self, write: _Write, reason: str) -> None:
-        write.life.sent(reason)
-        assert write.transfer_id is not None
-        before = self._statuses.get(write.transfer_id)
+    def _transfer_ended(self, outgoing: _OutgoingLease, reason: str) -> None:
+        outgoing.state.end_send(reason)
+        assert outgoing.transfer_id is not None
+        before = self._statuses.get(outgoing.transfer_id)
         nbytes = before.nbytes if before is not None else 0
         state = "failed" if reason else "sent"
-        self._note(TransferStatus(write.transfer_id, state, reason, nbytes))
-        log.info("transfer %s %s: %d bytes %s", write.transfer_id, state, nbytes, reason)
-        write.notify(Sent(write.lease.id, reason))
-        self._free(write)
+        self._set_status(TransferStatus(outgoing.transfer_id, state, reason, nbytes))
+        log.info("transfer %s %s: %d bytes %s", outgoing.transfer_id, state, nbytes, reason)
+        outgoing.notify(TransferEnded(outgoing.lease.id, reason))
+        self._release_if_free(outgoing)
 
-    def _note(self, status: TransferStatus) -> None:
+    def _set_status(self, status: TransferStatus) -> None:
         self._statuses.pop(status.transfer_id, None)
         self._statuses[status.transfer_id] = status
         if len(self._statuses) > REMEMBERED_TRANSFERS:
             del self._statuses[next(iter(self._statuses))]
 
-    def _free(self, write: _Write) -> None:
-        if write.life.free:
-            self._forget(write)
+    def _release_if_free(self, outgoing: _OutgoingLease) -> None:
+        if outgoing.state.free:
+            self._release(outgoing)
 
-    def _forget(self, write: _Write) -> None:
-        if self._writes.pop(write.lease.id, None) is not None:
-            write.shelf.pool.release(write.lease.id, self._clock.now())
-            self._store.changed()
-
-    def _found(self, lease_id: int) -> _Write:
-        write = self._writes.get(lease_id)
-        if write is None:
-            raise TransferFailed(f"lease {lease_id} has ended")
-        return write
+    def _release(self, outgoing: _OutgoingLease) -> None:
+        if self._leases.pop(outgoing.lease.id, None) is not None:
+            outgoing.storage.pool.release(outgoing.lease.id, self._clock.now())
+            self._store.publish_changes()

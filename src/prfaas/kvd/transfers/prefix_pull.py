@@ -1,115 +1,91 @@
-"""Bringing a prefix here from another kvd's pool: it pushes what we grant, after urgent transfers.
+"""Pulls a prefix from another kvd's pool: this kvd grants, the source sends, after all hand-offs.
 
-The same grant, landing and commit as a hand-off; the pages then stay as prefix.
+Grant, transfer and commit are those of a hand-off; afterwards the pages stay as a prefix.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.contracts.kvd_api import (
+    PULL_S,
+    MatchPrefix,
+    OpenTransfer,
+    PrefixMatch,
+    PrefixPulled,
+    PullPrefix,
+    PushPrefix,
+    PushStarted,
+)
 from prfaas.errors import PeerError, PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.store import Store
-from prfaas.kvd.transfers.incoming import UNREGISTERED, IncomingTransfers
-from prfaas.types import BlockHash, Compat, Grant, NotNow, OpenTransfer
+from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
+from prfaas.types import BlockHash, NotNow
 
-PULL_S = 300.0  # the longest a pull may take
-ASK_S = 10.0
+REQUEST_S = 10.0  # the timeout of a request to the source
 T = TypeVar("T")
 
 
-class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names of whole blocks from a prompt's beginning."""
-
-    hashes: tuple[bytes, ...]
-
-
-class Matched(msgspec.Struct, frozen=True):
-    tokens: int
-    attention_tokens: int
-
-
-class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    source: str  # the other kvd's HTTP address
-    hashes: tuple[bytes, ...]
-    via: str | None = None  # of a relay in front of this kvd, where the source needs one
-    within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # then it is given up
-
-
-class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
-    tokens: int  # of the prefix that is here now
-    granted_bytes: int
-
-
-class Push(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From the kvd that pulls to the one that has the prefix."""
-
-    hashes: tuple[bytes, ...]
-    compat: Compat
-    grant: Grant
-
-
-class Pushing(msgspec.Struct, frozen=True, tag="pushing"):
-    """It is on its way."""
-
-
-_Pushed: TypeAlias = Pushing | NotNow
+_Pushed: TypeAlias = PushStarted | NotNow
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: HttpClient, asked: Pull
-) -> Pulled | NotNow:
-    """Waits for the commit. PeerError when the source cannot or does not send, or not in time."""
+    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
+) -> PrefixPulled | NotNow:
+    """Returns after the commit. PeerError when the source cannot send, or not in time."""
     try:
-        async with asyncio.timeout(asked.within_s):
-            return await _pull(store, incoming, http, asked)
+        async with asyncio.timeout(request.within_s):
+            return await _pull(store, incoming, http, request)
     except TimeoutError:
-        raise TransferFailed(f"the prefix was not here within {asked.within_s:g} s") from None
+        raise TransferFailed(f"the prefix did not arrive within {request.within_s:g} s") from None
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: HttpClient, asked: Pull
-) -> Pulled | NotNow:
-    shelf = store.shelf
-    if shelf is None:
-        return UNREGISTERED
-    there = await _ask(http, f"{asked.source}/v1/match", Prefix(asked.hashes), Matched)
-    here = shelf.pool.match([BlockHash(name) for name in asked.hashes])
+    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
+) -> PrefixPulled | NotNow:
+    storage = store.storage
+    if storage is None:
+        return NO_ENGINE
+    there = await _request(
+        http, f"{request.source}/v1/match", MatchPrefix(request.hashes), PrefixMatch
+    )
+    here = storage.pool.match([BlockHash(name) for name in request.hashes])
     if there.tokens <= here.tokens:
-        return Pulled(here.tokens, 0)
-    hashes = asked.hashes[: there.tokens // shelf.block_tokens]
-    grant = incoming.open(OpenTransfer(hashes, there.tokens, shelf.compat))
+        return PrefixPulled(here.tokens, 0)
+    hashes = request.hashes[: there.tokens // storage.block_tokens]
+    grant = incoming.open(OpenTransfer(hashes, there.tokens, storage.compat))
     if isinstance(grant, NotNow):
         return grant
     try:
         if grant.max_bytes:
-            way = asked.via or grant.data_address
-            granted = msgspec.structs.replace(grant, data_address=way)
-            push = Push(hashes, shelf.compat, granted)
-            answer: Pushing | NotNow = await _ask(
+            address = request.via or grant.data_address
+            granted = msgspec.structs.replace(grant, data_address=address)
+            push = PushPrefix(hashes, storage.compat, granted)
+            answer: PushStarted | NotNow = await _request(
                 http,
-                f"{asked.source}/v1/push",
+                f"{request.source}/v1/push",
                 push,
                 _Pushed,  # type: ignore[arg-type]  # a union is not a `type`
             )
             if isinstance(answer, NotNow):
-                raise TransferFailed(f"the source says: {answer.reason}")
+                raise TransferFailed(f"the source refused: {answer.reason}")
         status = await incoming.wait(grant.transfer_id, PULL_S)
         if status is None or status.state != "committed":
-            raise TransferFailed(f"the prefix did not come: {status.reason if status else ''}")
+            raise TransferFailed(f"the prefix did not arrive: {status.reason if status else ''}")
     except (PeerError, asyncio.CancelledError) as error:
-        incoming.abort(grant.transfer_id, f"the pull was given up: {error}")
+        incoming.abort(grant.transfer_id, f"the pull was cancelled: {error}")
         raise
-    incoming.take_prefix(grant.transfer_id)
-    return Pulled(there.tokens, grant.max_bytes)
+    incoming.keep_prefix(grant.transfer_id)
+    return PrefixPulled(there.tokens, grant.max_bytes)
 
 
-async def _ask(http: HttpClient, url: str, body: msgspec.Struct, kind: type[T]) -> T:
+async def _request(http: HttpClient, url: str, body: msgspec.Struct, kind: type[T]) -> T:
     data = msgspec.json.encode(body)
     try:
-        return await http.request_json("POST", url, kind, timeout_s=ASK_S, body=data)
+        return await http.request_json("POST", url, kind, timeout_s=REQUEST_S, body=data)
     except PeerHttpError as error:
-        raise TransferFailed(f"{url} answers {error.status}: {error}") from None
+        raise TransferFailed(f"{url} responded with {error.status}: {error}") from None

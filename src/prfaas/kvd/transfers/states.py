@@ -1,10 +1,11 @@
-"""The lives of transfers and leases as explicit transitions. Pure: no pages, no sockets, no clock.
+"""States of transfers and leases as explicit transitions. Pure: no pages, no sockets, no clock.
 
 incoming   granted ──► committed ──► attached ──► released
-              └────────────┴──► failed               frames renew until commit, the gateway's
-                                                      poll until attach, then the engine owns it
-writing    writing ──► committed | aborted            and beside it
-           sending ──► sent | failed                  pages are free when both are over
+              └────────────┴──► failed               Frames renew the grant until the commit, the
+                                                      gateway's polls until the attach; then the
+                                                      lease belongs to the engine's request.
+outgoing   writing ──► committed | aborted            The engine's part, and at the same time
+           sending ──► sent | failed                  the link's. Pages are free when both ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import enum
 from prfaas.errors import TransferFailed
 
 
-class Stage(enum.Enum):
+class IncomingStage(enum.Enum):
     GRANTED = "granted"
     COMMITTED = "committed"
     ATTACHED = "attached"
@@ -22,92 +23,97 @@ class Stage(enum.Enum):
     FAILED = "failed"
 
 
-class IncomingLife:
-    """`aborting` is set between an abort and the moment when nobody writes any more."""
+class IncomingState:
+    """The state of one incoming transfer.
+
+    `aborting` has the reason of an abort from the moment of the abort until the listener reports
+    that no connection writes to the pages any more.
+    """
 
     def __init__(self, dispatch_s: float) -> None:
-        self.stage = Stage.GRANTED
+        self.stage = IncomingStage.GRANTED
         self.reason = ""
         self.aborting: str | None = None
-        self._dispatch_s = dispatch_s  # how long a commit waits for the gateway's next word
-        self._deadline_s = 0.0  # meant for COMMITTED only
+        self._dispatch_s = dispatch_s  # how long a committed transfer waits for the next poll
+        self._deadline_s = 0.0  # valid in COMMITTED only
 
-    def committed(self, now: float) -> bool:
-        """Everything is in place. False when it was aborted meanwhile: it has failed."""
-        assert self.stage is Stage.GRANTED, self.stage
+    def commit(self, now: float) -> bool:
+        """Every byte is in place. False when the transfer was aborted before: it has failed."""
+        assert self.stage is IncomingStage.GRANTED, self.stage
         if self.aborting is not None:
-            self.failed(self.aborting)
+            self.fail(self.aborting)
             return False
-        self.stage = Stage.COMMITTED
+        self.stage = IncomingStage.COMMITTED
         self._deadline_s = now + self._dispatch_s
         return True
 
-    def failed(self, reason: str) -> None:
-        """Before an engine has it: nobody writes or reads any more."""
-        assert self.stage in (Stage.GRANTED, Stage.COMMITTED), self.stage
-        self.stage = Stage.FAILED
+    def fail(self, reason: str) -> None:
+        """Only before an engine has attached it, when nothing writes to the pages any more."""
+        assert self.stage in (IncomingStage.GRANTED, IncomingStage.COMMITTED), self.stage
+        self.stage = IncomingStage.FAILED
         self.reason = self.aborting or reason
 
-    def polled(self, now: float) -> None:
-        """The gateway has asked: it still wants it."""
-        if self.stage is Stage.COMMITTED:
+    def renew(self, now: float) -> None:
+        """A gateway has polled: the request still needs the transfer."""
+        if self.stage is IncomingStage.COMMITTED:
             self._deadline_s = now + self._dispatch_s
 
     def expired(self, now: float) -> bool:
-        return self.stage is Stage.COMMITTED and now >= self._deadline_s
+        return self.stage is IncomingStage.COMMITTED and now >= self._deadline_s
 
     def attach(self) -> None:
         match self.stage:
-            case Stage.COMMITTED:
-                self.stage = Stage.ATTACHED
-            case Stage.GRANTED:
+            case IncomingStage.COMMITTED:
+                self.stage = IncomingStage.ATTACHED
+            case IncomingStage.GRANTED:
                 raise TransferFailed("the transfer is not committed yet")
-            case Stage.FAILED:
+            case IncomingStage.FAILED:
                 raise TransferFailed(f"the transfer has failed: {self.reason}")
             case _:
-                raise TransferFailed("the transfer was attached before")
+                raise TransferFailed("an engine has already attached the transfer")
 
     def release(self) -> None:
-        assert self.stage is Stage.ATTACHED, self.stage
-        self.stage = Stage.RELEASED
+        assert self.stage is IncomingStage.ATTACHED, self.stage
+        self.stage = IncomingStage.RELEASED
 
 
-class Writer(enum.Enum):
+class WriteStage(enum.Enum):
     WRITING = "writing"
     COMMITTED = "committed"
     ABORTED = "aborted"
 
 
-class Sender(enum.Enum):
-    NONE = "none"  # no transfer
+class SendStage(enum.Enum):
+    NONE = "none"  # the lease has no transfer
     SENDING = "sending"
     SENT = "sent"
     FAILED = "failed"
 
 
-class WritingLife:
-    """A lease that is filled: by an engine, perhaps read by a transfer at the same time."""
+class OutgoingState:
+    """The state of a lease that an engine fills and that a transfer may read at the same time."""
 
     def __init__(self, *, sending: bool) -> None:
-        self.writer = Writer.WRITING
-        self.sender = Sender.SENDING if sending else Sender.NONE
+        self.write = WriteStage.WRITING
+        self.send = SendStage.SENDING if sending else SendStage.NONE
 
     @property
     def free(self) -> bool:
-        """Nobody writes to its pages or reads them any more."""
-        return self.writer is not Writer.WRITING and self.sender is not Sender.SENDING
+        """Neither the engine nor a link uses the pages any more."""
+        return self.write is not WriteStage.WRITING and self.send is not SendStage.SENDING
 
-    def written(self) -> None:
-        assert self.writer is Writer.WRITING, self.writer
-        self.writer = Writer.COMMITTED
+    def commit_write(self) -> None:
+        assert self.write is WriteStage.WRITING, self.write
+        self.write = WriteStage.COMMITTED
 
-    def aborted(self) -> bool:
-        """The writer has stopped. True when a transfer is under way, to be aborted too."""
-        assert self.writer is Writer.WRITING, self.writer
-        self.writer = Writer.ABORTED
-        return self.sender is Sender.SENDING
+    def abort_write(self) -> bool:
+        """The engine has stopped writing. True when a transfer is in progress: the caller aborts
+        it as well."""
+        assert self.write is WriteStage.WRITING, self.write
+        self.write = WriteStage.ABORTED
+        return self.send is SendStage.SENDING
 
-    def sent(self, reason: str) -> None:
-        """The transfer has ended; an empty reason: committed."""
-        assert self.sender is Sender.SENDING, self.sender
-        self.sender = Sender.FAILED if reason else Sender.SENT
+    def end_send(self, reason: str) -> None:
+        """The transfer has ended. An empty reason: the receiver has committed it."""
+        assert self.send is SendStage.SENDING, self.send
+        self.send = SendStage.FAILED if reason else SendStage.SENT

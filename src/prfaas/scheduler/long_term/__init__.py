@@ -1,1 +1,1 @@
-"""Long-term re-optimisation: the traffic seen, new plans, profiles corrected by observation."""
+"""Long-term re-optimisation: observed traffic, new plans, corrected profiles."""

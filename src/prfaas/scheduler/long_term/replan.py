@@ -1,9 +1,10 @@
 """Long-term re-optimisation: threshold and split follow the traffic (paper, section 3.4.3).
 
 `replan(window, plan)` is pure. It fits the newest stretch of steady traffic, solves for threshold
-and split, and moves towards them: the threshold as soon as it is off by more than chance explains,
-a node's role only when the gain is worth a drain and the traffic has settled. Queues do not enter:
-they lag the traffic and swing with every burst, which is the short-term loop's to handle.
+and split, and moves towards them. The threshold moves as soon as it is off by more than chance
+explains. A node's role changes only when the gain is worth a drain and the traffic is steady.
+Queues are not considered: they lag the traffic and swing with every burst, and bursts belong to the
+short-term loop.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import numpy.typing as npt
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.long_term.traffic import Window
+from prfaas.scheduler.long_term.traffic import TrafficWindow
 from prfaas.scheduler.plan import Plan, Role, Solver, with_instances, with_paces
 from prfaas.types import NodeId
 
 Array = npt.NDArray[np.float64]
 
-# Kolmogorov and Smirnov's two-sample border, once in a thousand by chance.
+# Critical value of the two-sample Kolmogorov-Smirnov test at a level of one in a thousand.
 _DIFFERS = math.sqrt(-math.log(0.001 / 2) / 2)
-_QUANTILES = 64  # fine enough for blocks of some hundred
+_QUANTILES = 64  # fine enough for blocks of some hundred requests
 
 
-def replan(window: Window, plan: Plan) -> Plan | None:
-    """A better plan, or None: keep the one there is. At most an eighth of the PD nodes change their
-    role at a time, none twice within `dwell_s`."""
+def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
+    """A better plan, or None to keep the present one. At most an eighth of the PD nodes change
+    their role at a time, and no node changes twice within `dwell_s`."""
     if not window.live_local:
         return None
     rules = plan.rules
@@ -43,18 +44,18 @@ def replan(window: Window, plan: Plan) -> Plan | None:
         problem = replace(problem, workload=fitted)
     elif not hardware_changed:
         return None
-    seen = math.inf if fitted is None else len(fitted.new)
+    requests = math.inf if fitted is None else len(fitted.new)
     roles = {node: role for node, role in plan.roles.items() if node in window.live_local}
     n_prefill = sum(role == "prefill" for role in roles.values())
     solver = Solver(problem)
     here = solver.best(n_prefill)
 
-    # Traffic that just changed may change on, and a node that just left may come back: roles wait
-    # until two blocks tell the same, and until the next look.
+    # Traffic that has just changed may change further, and a node that has just left may return. So
+    # roles wait until two blocks agree, and until the replanning after a change of hardware.
     step = 0
     if blocks >= 2 and not hardware_changed:
         best = solver.best()
-        worth = max(rules.min_gain, 1 / math.sqrt(seen))
+        worth = max(rules.min_gain, 1 / math.sqrt(requests))
         if best.capacity_rps > here.capacity_rps * (1 + worth):
             step = best.n_prefill - n_prefill
     changed = _convert(roles, step, plan, window.now_s)
@@ -63,7 +64,7 @@ def replan(window: Window, plan: Plan) -> Plan | None:
         here = solver.best(sum(role == "prefill" for role in roles.values()))
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
-    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(seen))
+    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(requests))
     if not (changed or moved or hardware_changed):
         return None
     return Plan(
@@ -82,8 +83,8 @@ def replan(window: Window, plan: Plan) -> Plan | None:
 # Fitting -----------------------------------------------------------------------------------------
 
 
-def _steady(window: Window, rules: ReplanSection) -> tuple[int, Workload | None]:
-    """How many of the newest blocks of requests look alike, and the traffic of all of them."""
+def _steady(window: TrafficWindow, rules: ReplanSection) -> tuple[int, Workload | None]:
+    """The number of newest blocks of requests that look alike, and the traffic of all of them."""
     warm = int(np.searchsorted(window.at_s, window.started_s + rules.warmup_s))
     total = len(window.at_s) - warm
     size = rules.block_requests
@@ -91,16 +92,16 @@ def _steady(window: Window, rules: ReplanSection) -> tuple[int, Workload | None]
         return 0, None
     count = total // size
     chosen = slice(len(window.at_s) - count * size, None)
-    like = _like_newest(window.new_tokens[chosen], size)
-    like &= _like_newest(window.output_tokens[chosen], size)
-    strangers = np.flatnonzero(~like)
-    blocks = count - 1 - int(strangers[-1]) if strangers.size else count
+    alike = _like_newest(window.new_tokens[chosen], size)
+    alike &= _like_newest(window.output_tokens[chosen], size)
+    different = np.flatnonzero(~alike)
+    blocks = count - 1 - int(different[-1]) if different.size else count
     return blocks, _fit(window, slice(len(window.at_s) - blocks * size, None))
 
 
 def _like_newest(values: Array, size: int) -> npt.NDArray[np.bool_]:
-    """For every block of `size` values: could it and the last one come from one distribution?
-    Kolmogorov and Smirnov's distance, taken at quantiles of the last block."""
+    """For every block of `size` values, whether it and the last block may come from the same
+    distribution, by the Kolmogorov-Smirnov distance at quantiles of the last block."""
     edges = np.quantile(values[-size:], np.linspace(0, 1, _QUANTILES))
     place = np.searchsorted(edges, values)
     count = len(values) // size
@@ -112,8 +113,8 @@ def _like_newest(values: Array, size: int) -> npt.NDArray[np.bool_]:
     return np.asarray(distance <= _DIFFERS * math.sqrt(2 / size))
 
 
-def _fit(window: Window, chosen: slice) -> Workload:
-    """The requests themselves, each of equal weight, as the planner takes a trace."""
+def _fit(window: TrafficWindow, chosen: slice) -> Workload:
+    """The requests themselves with equal weights, as the planner treats a trace."""
     order = np.argsort(window.new_tokens[chosen], kind="stable")
     output = window.output_tokens[chosen]
     mean = float(output.mean())
@@ -132,14 +133,15 @@ def _fit(window: Window, chosen: slice) -> Workload:
 def _convert(
     roles: Mapping[NodeId, Role], step: int, plan: Plan, now_s: float
 ) -> dict[NodeId, Role]:
-    """Up to `step` (negative: towards decode) nodes, those first that changed longest ago."""
+    """New roles for up to `step` nodes (negative: towards decode). Nodes whose latest change is
+    oldest come first."""
     if step == 0:
         return {}
     old: Role = "decode" if step > 0 else "prefill"
     new: Role = "prefill" if step > 0 else "decode"
     last = {node: plan.converted_s.get(node, -math.inf) for node in roles}
     rested = [n for n in roles if roles[n] == old and last[n] + plan.rules.dwell_s <= now_s]
-    rested.sort(key=lambda node: last[node])  # stable: in order of names among equals
+    rested.sort(key=lambda node: last[node])  # the sort is stable: equals keep their order
     at_once = max(1, len(roles) // 8)
     return dict.fromkeys(rested[: min(abs(step), at_once)], new)
 
@@ -147,10 +149,10 @@ def _convert(
 def _reason(
     changed: Mapping[NodeId, Role], moved: bool, hardware_changed: bool, pace_changed: bool
 ) -> str:
-    words = [f"{node} to {role}" for node, role in changed.items()]
+    parts = [f"{node} to {role}" for node, role in changed.items()]
     if moved:
         also = " and the observed pace of prefills" if pace_changed else ""
-        words.append(f"threshold follows the traffic{also}")
+        parts.append(f"threshold follows the traffic{also}")
     if hardware_changed:
-        words.append("nodes came or went")
-    return ", ".join(words)
+        parts.append("nodes came or went")
+    return ", ".join(parts)

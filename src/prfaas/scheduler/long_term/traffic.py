@@ -1,7 +1,8 @@
-"""The traffic of the last while, as the long-term loop sees it.
+"""The recent traffic, as the long-term loop sees it.
 
-A shell tells a `Traffic` every finished request and takes a `Window` when it is time to plan.
-Bookkeeping only: the time comes from outside. Paper: section 3.4.3, "Long-term".
+The gateway and the simulator record every finished request in a `TrafficHistory`, and take a
+`TrafficWindow` to replan. Bookkeeping only: the caller passes the time. Paper: section 3.4.3,
+"Long-term".
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """Requests in the order they were seen, and what is alive."""
+class TrafficWindow:
+    """Requests in the order in which they were recorded, and the live nodes."""
 
     now_s: float
-    started_s: float  # when the deployment began to serve, with empty caches
+    started_s: float  # when the deployment started, with empty caches
     at_s: Array
     new_tokens: Array  # uncached where the request was prefilled
     cached_tokens: Array
     output_tokens: Array
-    live_remotes: tuple[int, ...]  # instances, per PrfaaS cluster
+    live_remotes: tuple[int, ...]  # live instances, per PrfaaS cluster
     live_local: Set[NodeId]
-    paces: Mapping[ClusterId, float] = field(default_factory=dict)  # of prefills; none: as stated
+    paces: Mapping[ClusterId, float] = field(default_factory=dict)  # observed over stated time
 
 
-class Seen(NamedTuple):
-    """What a window's requests were like, for people."""
+class TrafficSummary(NamedTuple):
+    """The requests of a window in a few numbers, for people."""
 
     requests: int
     rps: float
@@ -46,8 +47,8 @@ class Seen(NamedTuple):
     p90_wait_s: float
 
 
-class Traffic:
-    """Remembers requests for `window_s`. Memory is bounded by the traffic of two windows."""
+class TrafficHistory:
+    """Keeps requests for `window_s`. Its memory is bounded by the traffic of two windows."""
 
     def __init__(self, started_s: float, window_s: float) -> None:
         self._started_s = started_s
@@ -57,7 +58,8 @@ class Traffic:
     def observe(
         self, at_s: float, new_tokens: int, cached_tokens: int, output_tokens: int, wait_s: float
     ) -> None:
-        """`at_s` never falls from one call to the next. `wait_s`: from arrival to prefill."""
+        """Records a request. `at_s` must not fall from one call to the next. `wait_s` is the time
+        from arrival to prefill."""
         at, new, cached, output, wait = self._columns
         at.append(at_s)
         new.append(new_tokens)
@@ -65,7 +67,7 @@ class Traffic:
         output.append(output_tokens)
         wait.append(wait_s)
         if at_s - at[0] > 2 * self._window_s:
-            self._recent(at_s)  # where nobody plans, nobody takes a window
+            self._drop_old(at_s)  # where nothing replans, nothing takes a window
 
     def window(
         self,
@@ -73,26 +75,26 @@ class Traffic:
         live_remotes: tuple[int, ...],
         live_local: Set[NodeId],
         paces: Mapping[ClusterId, float] | None = None,
-    ) -> Window:
-        at, new, cached, output, _ = self._recent(now_s)
-        return Window(
+    ) -> TrafficWindow:
+        at, new, cached, output, _ = self._drop_old(now_s)
+        return TrafficWindow(
             now_s, self._started_s, at, new, cached, output, live_remotes, live_local, paces or {}
         )
 
-    def seen(self, now_s: float) -> Seen | None:
-        """None: nothing has been."""
-        at, *lengths, wait = self._recent(now_s)
+    def summarise(self, now_s: float) -> TrafficSummary | None:
+        """None if the window has no requests."""
+        at, *lengths, wait = self._drop_old(now_s)
         if not len(at):
             return None
         since_s = max(self._started_s, now_s - self._window_s)
         new, cached, output = (float(column.mean()) for column in lengths)
         rps = len(at) / max(now_s - since_s, 1e-9)
-        return Seen(
+        return TrafficSummary(
             len(at), rps, new, cached, output, float(wait.mean()), float(np.quantile(wait, 0.9))
         )
 
-    def _recent(self, now_s: float) -> list[Array]:
-        """Forgets what is older than the window."""
+    def _drop_old(self, now_s: float) -> list[Array]:
+        """Drops requests older than the window, and returns the columns of the rest."""
         first = int(np.searchsorted(np.array(self._columns[0]), now_s - self._window_s))
         for column in self._columns:
             del column[:first]

@@ -1,4 +1,4 @@
-"""What a run measures as it goes: columns about requests, busy time, queues, offered work.
+"""Measurements taken during a run: columns about requests, busy time, queues, offered work.
 
 Columns are arrays of doubles: a million requests fit in a hundred megabytes.
 """
@@ -10,15 +10,16 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.arrivals import Arrivals
-from prfaas.sim.results.result import Requests, RoleUse, Series, Stage
+from prfaas.sim.results.result import Requests, RoleUse, Series, StageBacklog
 
-WARM_UP = 0.1  # of the requests come before measuring begins
+WARM_UP = 0.1  # share of the requests that arrive before the measured window
 
 
-class Columns:
-    """One row per arrival; NaN until it happens."""
+class RequestColumns:
+    """One row per arrival. A time is NaN until its event happens."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -48,8 +49,8 @@ class Columns:
         )
 
 
-class Load:
-    """Per stage and per role: what was offered, what was used, what there was."""
+class StageMeter:
+    """Offered work, busy time and capacity, per stage and per role."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         at = arrivals.at_s
@@ -62,11 +63,20 @@ class Load:
         self._since: dict[str, float] = {}
 
     def offer(self, stage: str, work: float, now_s: float) -> None:
-        """Work that arrives at a stage, in the unit of its capacity times seconds."""
+        """Counts work that arrives at a stage, in the unit of its capacity times seconds."""
         if now_s >= self.start_s:
             self._offered[stage] = self._offered.get(stage, 0.0) + work
 
+    def offer_request(self, route: Route, hold_s: float, now_s: float) -> None:
+        """Counts a dispatched request at every stage it passes. `hold_s`: the expected time that it
+        takes a decode slot."""
+        self.offer(route.cluster if route.offloaded else "pd_p", route.prefill_s, now_s)
+        self.offer("pd_d", hold_s, now_s)
+        if route.offloaded:
+            self.offer(f"link {route.cluster}", route.nbytes * 8, now_s)
+
     def use(self, stage: str, start_s: float, stop_s: float) -> None:
+        """Counts busy time of one server of a stage, as far as it lies in the measured window."""
         if stop_s > self.stop_s:
             stop_s = self.stop_s
         if start_s < self.start_s:
@@ -79,9 +89,9 @@ class Load:
         self._settle(stage, now_s)
         self._rate[stage] = rate
 
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageBacklog, ...]:
         return tuple(
-            Stage(stage, _ratio(self._offered.get(stage, 0.0), capacity) - 1.0)
+            StageBacklog(stage, _ratio(self._offered.get(stage, 0.0), capacity) - 1.0)
             for stage, capacity in self._capacities().items()
         )
 
@@ -97,7 +107,7 @@ class Load:
     def _capacities(self) -> dict[str, float]:
         for stage in self._rate:
             self._settle(stage, self.stop_s)
-        # A stage that never had anybody in it and was given nothing is no stage.
+        # A stage that never had a server and was offered nothing is left out.
         return {
             stage: capacity
             for stage, capacity in self._capacity.items()
@@ -114,8 +124,8 @@ class Load:
         self._capacity.setdefault(stage, 0.0)
 
 
-class Samples:
-    """Queue lengths at the start of each bin; bins in which nothing was sampled are empty."""
+class QueueSamples:
+    """Queue lengths at the start of each bin, 0 where no sample was taken."""
 
     def __init__(self, bin_s: float, clusters: Iterable[str]) -> None:
         self.bin_s = bin_s

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one row per request, binned time series, the verdict on stability.
+"""The result of a run: one row per request, binned time series, and whether the run was stable.
 
 Times are simulated seconds since the run's start. One definition of TTFT, the planner's:
 
@@ -24,23 +24,21 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """Columns, one row per arrival, in order of arrival. NaN: did not happen before the run's end
-    (it ends when every request has its last token, or nothing can happen any more)."""
+    """Columns, one row per arrival, in order of arrival. NaN: the event did not happen before the
+    end of the run (when every request has ended, or when no event can end the rest)."""
 
     arrival_s: Array
     first_token_s: Array
     last_token_s: Array
-    wait_s: Array  # for a grant and in the prefill queue; of the last attempt
+    wait_s: Array  # for a route, for a grant and in the prefill queue; of the last attempt
     prefill_s: Array
-    transfer_s: (
-        Array  # exposed: from the prefill's end until the KV is in place, round trip counted
-    )
+    transfer_s: Array  # exposed: from the end of the prefill until the KV is in place, with the RTT
     slot_wait_s: Array  # for a decode slot
     prompt_tokens: Counts
     output_tokens: Counts
-    hit_tokens: Counts  # the prefill resumed after so many
+    hit_tokens: Counts  # length of the cached prefix after which the prefill resumed
     offloaded: Flags
-    retries: Counts  # prefills begun again after a node was lost
+    retries: Counts  # attempts after the first, each after the loss of a node
 
     @property
     def ttft_s(self) -> Array:
@@ -48,14 +46,14 @@ class Requests:
 
     @property
     def tpot_s(self) -> Array:
-        """Time per output token after the first; 0 for answers of one token."""
+        """Time per output token after the first; 0 for an output of one token."""
         after_first = np.maximum(self.output_tokens - 1, 1)
         return (self.last_token_s - self.first_token_s) / after_first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """Bin k covers [k, k + 1) * bin_s. Queues are as they stood at the bin's start."""
+    """Bin k covers [k, k + 1) * bin_s. Queue lengths are those at the start of the bin."""
 
     bin_s: float
     egress_bits: Mapping[LinkId, Array]  # carried in the bin
@@ -64,17 +62,17 @@ class Series:
 
 
 class RoleUse(NamedTuple):
-    """Over the measured window (`Result.window_s`)."""
+    """Utilisation of a role over the measured window (`Result.window_s`)."""
 
     role: str  # a PrfaaS cluster's name, "prefill" or "decode" (of the PD cluster)
-    utilisation: float  # busy share; of decode: slots taken
+    utilisation: float  # busy share; for decode the share of slots taken
 
 
-class Stage(NamedTuple):
-    """One stage's own account of whether it kept up."""
+class StageBacklog(NamedTuple):
+    """The growth of one stage's backlog: whether the stage kept up."""
 
     name: str  # as the planner names them: "pd_p", "pd_d", a PrfaaS cluster, "link <cluster>"
-    growth_s_per_s: float  # seconds of work its backlog gained per second of the second half
+    growth_s_per_s: float  # seconds of work that its backlog gained per second of the window
 
 
 class PlanChange(NamedTuple):
@@ -82,8 +80,8 @@ class PlanChange(NamedTuple):
     plan: Plan
 
 
-class Span(NamedTuple):
-    """A stretch of time on a track (a node, a link), for a timeline."""
+class TimelineSpan(NamedTuple):
+    """A period of time on a track (a node or a link) of the timeline."""
 
     track: str
     name: str
@@ -98,42 +96,43 @@ class Result:
     requests: Requests
     series: Series
     roles: tuple[RoleUse, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageBacklog, ...]
     plans: tuple[PlanChange, ...]  # the first is the plan the run began with
     copies: int  # of cached prefixes between nodes
     copied_bytes: int
-    spans: Sequence[Span]  # empty unless the config asked for a timeline
-    window_s: tuple[float, float]  # measured: from the first tenth of arrivals to the last arrival
+    spans: Sequence[TimelineSpan]  # empty unless the config asked for a timeline
+    # The measured window: from the end of the first tenth of arrivals to the last arrival.
+    window_s: tuple[float, float]
 
     @property
     def throughput_rps(self) -> float:
-        """First tokens per second of the measured window."""
+        """First tokens per second, over the measured window."""
         return self._rate(np.ones(len(self.requests.arrival_s), dtype=bool))
 
     @property
     def served_rps(self) -> float:
-        """Likewise, of requests that also arrived in the measured window. A backlog from before the
-        window counts for the throughput of the policy that had built it, and not for this."""
+        """First tokens per second of requests that also arrived in the measured window. A backlog
+        from before the window raises `throughput_rps` of the policy that built it, but not this."""
         return self._rate(self.requests.arrival_s >= self.window_s[0])
 
     def goodput_rps(self, ttft_s: Array | float, tpot_s: float) -> float:
-        """First tokens per second of requests that kept both promises."""
+        """First tokens per second of requests that met both limits of the service level."""
         rows = self.requests
         return self._rate((rows.ttft_s <= ttft_s) & (rows.tpot_s <= tpot_s * (1 + 1e-9)))
 
     @property
     def measured(self) -> Flags:
-        """Requests that arrived in the measured window and have an answer."""
+        """Requests that arrived in the measured window and got a first token."""
         rows = self.requests
         start, stop = self.window_s
         inside = (rows.arrival_s >= start) & (rows.arrival_s <= stop)
         return inside & ~np.isnan(rows.first_token_s)
 
     @property
-    def bottleneck(self) -> Stage | None:
-        """The stage that fell behind most; None when every stage kept up."""
-        behind = [stage for stage in self.stages if stage.growth_s_per_s > KEEPS_UP]
-        return max(behind, key=lambda stage: stage.growth_s_per_s, default=None)
+    def bottleneck(self) -> StageBacklog | None:
+        """The stage whose backlog grew most; None if every stage kept up."""
+        lagging = [stage for stage in self.stages if stage.growth_s_per_s > KEEPS_UP]
+        return max(lagging, key=lambda stage: stage.growth_s_per_s, default=None)
 
     @property
     def stable(self) -> bool:
@@ -146,6 +145,6 @@ class Result:
         return float(inside.sum()) / (stop - start)
 
 
-# A stage at 99% of its capacity gains a hundredth of a second of work per second by chance alone,
-# over runs of some thousand requests; a stage offered 102% gains two.
+# In runs of some thousand requests, the backlog of a stage at 99% of its capacity may grow by a
+# hundredth of a second of work per second by chance. A stage offered 102% gains two hundredths.
 KEEPS_UP = 0.01

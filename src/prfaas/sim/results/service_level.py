@@ -1,8 +1,8 @@
-"""The service level that goodput counts: time to the first token, and per token after it.
+"""The service level that goodput counts: time to the first token, and time per token after it.
 
-Without a goal of its own a request is promised so many times what it takes on an idle deployment:
-short prompts must be fast, long ones may take their time. Every policy on one deployment is held to
-the same promise, that of `paper` when nobody is in the way.
+Without a stated goal, the limit of a request's TTFT is a multiple of its TTFT on an idle
+deployment: short prompts must be fast, long prompts may take longer. Every policy on one deployment
+is held to the same service level, that of `paper` without queueing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import best_for
+from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -22,21 +22,23 @@ from prfaas.sim.run import simulate
 Array = npt.NDArray[np.float64]
 
 IDLE_TTFT_SLACK = 3.0
-# The idle deployment is seen at this share of its capacity. Waits are left out, and transfers then
-# hardly ever meet; much less would only make the run longer.
+# The idle deployment is simulated at this share of its capacity. Waits are subtracted, and at this
+# load transfers hardly ever share a link. A lower load would only make the run longer.
 _IDLE_LOAD = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """Both parts must hold for a request to count as good."""
+class ServiceLevel:
+    """A request counts as good if it meets both limits."""
 
-    ttft_s: Array | float  # one for each request, or one for all
+    ttft_s: Array | float  # one limit for each request, or one for all
     tpot_s: float
 
 
-def idle_promise(problem: Problem, arrivals: Arrivals, config: SimConfig, tpot_s: float) -> Promise:
-    """From a run of the same requests with time to spare, without faults or plan changes."""
+def idle_service_level(
+    problem: Problem, arrivals: Arrivals, config: SimConfig, tpot_s: float
+) -> ServiceLevel:
+    """Measured in a run of the same requests at low load, without faults or replanning."""
     calm = replace(
         config,
         scheduler=msgspec.structs.replace(config.scheduler, policy="paper"),
@@ -45,7 +47,7 @@ def idle_promise(problem: Problem, arrivals: Arrivals, config: SimConfig, tpot_s
         replans=False,
         timeline=False,
     )
-    idle_rps = _IDLE_LOAD * best_for(problem).capacity_rps
+    idle_rps = _IDLE_LOAD * find_optimum(problem).capacity_rps
     rows = simulate(problem, arrivals.scaled(idle_rps / arrivals.mean_rps), calm).requests
     idle_s = rows.ttft_s - rows.wait_s - rows.slot_wait_s
-    return Promise(IDLE_TTFT_SLACK * idle_s, tpot_s)
+    return ServiceLevel(IDLE_TTFT_SLACK * idle_s, tpot_s)

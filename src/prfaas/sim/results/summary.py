@@ -1,6 +1,6 @@
 """A run in a few numbers: what `prfaas simulate` prints and benchmarks compare.
 
-Everything is of the measured window, so that start and end do not count.
+Every figure covers the measured window, so that start and end of the run do not count.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.sim.results.result import Result
-from prfaas.sim.results.service_level import Promise
+from prfaas.sim.results.service_level import ServiceLevel
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TtftSpread:
     mean: float
     p50: float
     p90: float
     p99: float
 
     @classmethod
-    def of(cls, values: Array) -> Spread:
-        """NaN of nothing: a run without a single answer has no TTFT."""
+    def of(cls, values: Array) -> TtftSpread:
+        """NaN without values: a run without a single first token has no TTFT."""
         if not values.size:
             return cls(np.nan, np.nan, np.nan, np.nan)
         p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99)).tolist()
@@ -34,14 +34,14 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class MeanAndPeak:
     mean: float
     peak: float
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """A stage that did not keep up, and the seconds of work it gained per second."""
+class LaggingStage:
+    """A stage that did not keep up, and the seconds of work that its backlog gained per second."""
 
     stage: str
     growth_s_per_s: float
@@ -52,35 +52,35 @@ class Summary:
     requests: int
     throughput_rps: float
     goodput_rps: float
-    ttft_s: Spread
-    ttft_without_queueing_s: Spread  # no wait for a prefill node or a decode slot
+    ttft_s: TtftSpread
+    ttft_without_queueing_s: TtftSpread  # less the waits for a prefill node and a decode slot
     wait_s: float  # mean, for a prefill node
     tpot_s: float  # mean
-    egress_gbps: Rate
+    egress_gbps: MeanAndPeak
     offload_fraction: float
     hit_rate: float  # share of prompt tokens that were cached where they were prefilled
     copied_gb: float  # cached prefixes copied between nodes
     utilisation: dict[str, float]
     plan_changes: int
     stable: bool
-    behind: Behind | None
+    behind: LaggingStage | None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON has no NaN: a figure that does not exist is null."""
-        return {key: _plain(value) for key, value in asdict(self).items()}
+        return {key: _to_json(value) for key, value in asdict(self).items()}
 
 
-def summarise(result: Result, promise: Promise) -> Summary:
+def summarise(result: Result, level: ServiceLevel) -> Summary:
     rows, measured = result.requests, result.measured
     queued = rows.wait_s + rows.slot_wait_s
-    behind = result.bottleneck
+    lagging = result.bottleneck
     prompt_tokens = int(rows.prompt_tokens[measured].sum())
     return Summary(
         requests=len(rows.arrival_s),
         throughput_rps=result.throughput_rps,
-        goodput_rps=result.goodput_rps(promise.ttft_s, promise.tpot_s),
-        ttft_s=Spread.of(rows.ttft_s[measured]),
-        ttft_without_queueing_s=Spread.of((rows.ttft_s - queued)[measured]),
+        goodput_rps=result.goodput_rps(level.ttft_s, level.tpot_s),
+        ttft_s=TtftSpread.of(rows.ttft_s[measured]),
+        ttft_without_queueing_s=TtftSpread.of((rows.ttft_s - queued)[measured]),
         wait_s=_mean(rows.wait_s[measured]),
         tpot_s=_mean(rows.tpot_s[measured]),
         egress_gbps=_egress(result),
@@ -90,26 +90,26 @@ def summarise(result: Result, promise: Promise) -> Summary:
         utilisation={use.role: use.utilisation for use in result.roles},
         plan_changes=len(result.plans) - 1,
         stable=result.stable,
-        behind=None if behind is None else Behind(behind.name, behind.growth_s_per_s),
+        behind=None if lagging is None else LaggingStage(lagging.name, lagging.growth_s_per_s),
     )
 
 
-def _egress(result: Result) -> Rate:
-    """All links out of PrfaaS clusters together; the peak is that of one bin."""
+def _egress(result: Result) -> MeanAndPeak:
+    """The sum over all links out of PrfaaS clusters. The peak is the mean of the highest bin."""
     series = result.series
     bits = sum(series.egress_bits.values(), np.zeros(len(series.decode_queue)))
     start, stop = (int(edge / series.bin_s) for edge in result.window_s)
     inside = bits[start : max(stop, start + 1)] / series.bin_s / 1e9
-    return Rate(_mean(inside), float(inside.max(initial=0.0)))
+    return MeanAndPeak(_mean(inside), float(inside.max(initial=0.0)))
 
 
 def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else np.nan
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value

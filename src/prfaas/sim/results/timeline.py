@@ -1,6 +1,6 @@
-"""A run as a Chrome trace: one process per run, one track per node and link, one span per job.
+"""A run as a Chrome trace: one process per run, one track per node and link, one span per step.
 
-Open it in https://ui.perfetto.dev or chrome://tracing. Plain data; whoever calls writes the file.
+Open it in https://ui.perfetto.dev or chrome://tracing. Plain data; the caller writes the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prfaas.sim.results.result import Result
 
 def chrome_trace(runs: Mapping[str, Result]) -> dict[str, Any]:
     """Simulated seconds become the trace's microseconds. Spans of one track may overlap (a decode
-    node serves many requests), so each is an asynchronous pair named after its request."""
+    node serves many requests), so each span is an asynchronous pair of events with its own id."""
     events: list[dict[str, Any]] = []
     for process, (name, result) in enumerate(runs.items(), start=1):
         events.append(_name("process_name", process, 0, name))

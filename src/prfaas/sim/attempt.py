@@ -1,43 +1,43 @@
-"""One attempt to serve a request: where it is, and what it holds. Plain data."""
+"""One attempt to serve a request: its route, its progress and what it holds. Plain data."""
 
 from __future__ import annotations
 
 from prfaas.cache.lease import Lease
 from prfaas.scheduler.request import Route
-from prfaas.sim.links import Flow
+from prfaas.sim.links import LinkTransfer
 
 
-class Job:
-    """A lost node ends the attempt (`over`), and a new one begins: events that still come for the
-    old one find it over."""
+class Attempt:
+    """A lost node ends the attempt (`is_over`), and the request starts a new one. Events that are
+    still scheduled for the old attempt find it over and do nothing."""
 
     __slots__ = (
         "copies_left",
-        "flow",
         "hit_tokens",
         "index",
+        "is_over",
         "kv_bytes",
         "landed",
-        "over",
         "prefill_lease",
         "prefilled_s",
         "route",
         "service_s",
         "started_s",
+        "transfer",
         "transfer_tokens",
     )
 
     def __init__(self, index: int, route: Route, kv_bytes: float) -> None:
         self.index = index  # of the arrival
         self.route = route
-        self.kv_bytes = kv_bytes  # at the decode node
-        self.transfer_tokens = route.transfer_tokens  # until the grant says what is really there
+        self.kv_bytes = kv_bytes  # reserved at the decode node
+        self.transfer_tokens = route.transfer_tokens  # an estimate until the grant
         self.copies_left = 0
-        self.over = False
+        self.is_over = False
         self.landed = False
         self.started_s = 0.0
         self.service_s = 0.0
         self.prefilled_s = 0.0
         self.hit_tokens = 0
-        self.flow: Flow | None = None
+        self.transfer: LinkTransfer | None = None
         self.prefill_lease: Lease | None = None

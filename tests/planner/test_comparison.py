@@ -8,14 +8,14 @@ import tomllib
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.planner.plan import make_plan
+from prfaas.planner.comparison import compare
 from prfaas.planner.problem import LatencyGoal
-from prfaas.planner.report import SYSTEMS, plan_as_dict
+from prfaas.planner.report import SYSTEMS, comparison_as_dict
 from tests.planner.builders import CASE_STUDY, case_study, problem
 
 PUBLISHED = tomllib.loads(CASE_STUDY.with_suffix(".published.toml").read_text())
-PAPER = plan_as_dict(make_plan(case_study(), "paper"))
-EXACT = plan_as_dict(make_plan(case_study(), "exact"))
+PAPER = comparison_as_dict(compare(case_study(), "paper"))
+EXACT = comparison_as_dict(compare(case_study(), "exact"))
 
 
 def published() -> list[tuple[str, str, float]]:
@@ -40,7 +40,7 @@ def test_table_6(system: str, key: str, value: float) -> None:
         assert ours == pytest.approx(value, rel=0.06 if key == "egress_gbps" else 0.015)
 
 
-def test_stages_a_deployment_lacks_are_null() -> None:
+def test_stages_that_a_deployment_lacks_are_null() -> None:
     assert PAPER["homogeneous"]["threshold_tokens"] is None
     assert PAPER["homogeneous"]["theta_rps"]["prfaas"] is None
     assert PAPER["naive"]["threshold_tokens"] is None
@@ -52,8 +52,8 @@ def test_stages_a_deployment_lacks_are_null() -> None:
 def test_the_printed_lambda_is_unstable_with_true_means(system: str) -> None:
     assert EXACT[system]["stable_at_paper_lambda"] is False
     assert EXACT[system]["lambda_max_rps"] < PAPER[system]["lambda_max_rps"]
-    at_paper_load = plan_as_dict(
-        make_plan(case_study(), "exact", load_rps=PAPER[system]["lambda_max_rps"])
+    at_paper_load = comparison_as_dict(
+        compare(case_study(), "exact", load_rps=PAPER[system]["lambda_max_rps"])
     )[system]
     assert at_paper_load["stable"] is False
     assert at_paper_load["ttft_mean_s"] is None
@@ -63,8 +63,12 @@ def test_the_printed_lambda_is_unstable_with_true_means(system: str) -> None:
 def test_exact_capacity_is_stable_just_below_itself() -> None:
     for system in SYSTEMS:
         capacity = EXACT[system]["lambda_max_rps"]
-        below = plan_as_dict(make_plan(case_study(), "exact", load_rps=capacity * 0.999))[system]
-        above = plan_as_dict(make_plan(case_study(), "exact", load_rps=capacity * 1.001))[system]
+        below = comparison_as_dict(compare(case_study(), "exact", load_rps=capacity * 0.999))[
+            system
+        ]
+        above = comparison_as_dict(compare(case_study(), "exact", load_rps=capacity * 1.001))[
+            system
+        ]
         assert (below["stable"], above["stable"]) == (True, False)
 
 
@@ -77,10 +81,10 @@ def test_queueing_is_in_the_exact_ttft() -> None:
 
 def test_capacity_under_a_ttft_goal() -> None:
     subject = dataclasses.replace(case_study(), goal=LatencyGoal(6.0, 0.9))
-    plan = make_plan(subject, "exact")
+    plan = compare(subject, "exact")
     capacity = plan.prfaas_pd.slo_capacity_rps
     assert capacity is not None and 0 < capacity < plan.prfaas_pd.lambda_max_rps
-    at = make_plan(subject, "exact", load_rps=capacity).prfaas_pd
+    at = compare(subject, "exact", load_rps=capacity).prfaas_pd
     assert at.ttft is not None and at.ttft.p90_s == pytest.approx(6.0, rel=0.01)
     # Without any load homogeneous PD has a P90 of 9.7 s: no load meets the goal.
     assert plan.homogeneous is not None
@@ -97,13 +101,13 @@ def test_extrapolation_is_reported() -> None:
 
 
 def test_a_slow_link_raises_the_threshold_and_becomes_the_limit() -> None:
-    plans = [make_plan(problem(bps=bps), "paper").prfaas_pd for bps in (1e6, 1e7, 1e8)]
+    plans = [compare(problem(bps=bps), "paper").prfaas_pd for bps in (1e6, 1e7, 1e8)]
     assert [p.threshold_tokens for p in plans] == sorted(
         (p.threshold_tokens or 0 for p in plans), reverse=True
     )
     assert plans[0].egress_bps <= 1e6 * (1 + 1e-9)
 
 
-def test_nothing_could_prefill() -> None:
-    with pytest.raises(InputError, match="nothing could prefill"):
-        make_plan(problem(prfaas=0, fixed_prefill=0), "paper")
+def test_no_instance_can_prefill() -> None:
+    with pytest.raises(InputError, match="no instance can prefill"):
+        compare(problem(prfaas=0, fixed_prefill=0), "paper")

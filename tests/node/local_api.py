@@ -1,4 +1,4 @@
-"""A node's HTTP surface in this process: the emulated engine, a real loop, no kvd."""
+"""A node's HTTP API in this process: the emulated engine, a real loop, no kvd."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from prfaas.errors import ConnectionLost
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.request_runner import RequestRunner, serving
-from prfaas.node.server import Model, Surface
+from prfaas.node.request_runner import RequestRunner, open_request_runner
+from prfaas.node.server import NodeApi, NodeModel
 from prfaas.text import ModelTokenizer
 from prfaas.text.template import ChatTemplate
 from prfaas.types import Grant, NotNow, TransferId
@@ -46,9 +46,9 @@ class AbsentKvd:
 
 
 @dataclass(frozen=True, slots=True)
-class Surfaced:
+class LocalApi:
     http: TestClient[Any, Any]
-    serving: RequestRunner
+    runner: RequestRunner
 
     async def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.post("/v1/completions", json=fields) as answer:
@@ -68,24 +68,26 @@ async def pieces(answer: aiohttp.ClientResponse) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def surfaced(
-    engine: Engine, words: ModelTokenizer | None = None, *, hears_of_leaving: bool = True
-) -> AsyncIterator[Surfaced]:
-    """`hears_of_leaving`: of clients, before anything is written to them."""
+async def local_api(
+    engine: Engine, tokenizer: ModelTokenizer | None = None, *, handler_cancellation: bool = True
+) -> AsyncIterator[LocalApi]:
+    """`handler_cancellation`: a client that hangs up cancels its handler at once."""
     metrics = NodeMetrics("made-up", 64, engine.limits)
-    pooling = JobBuilder(AbsentKvd(), 64)
+    builder = JobBuilder(AbsentKvd(), 64)
     try:
-        async with serving(engine, pooling, metrics, MonotonicClock(), lambda *_: None) as served:
-            model = Model("made-up", words)
+        async with open_request_runner(
+            engine, builder, metrics, MonotonicClock(), lambda *_: None
+        ) as runner:
+            model = NodeModel("made-up", tokenizer)
             server = TestServer(
-                Surface(model, engine, served, metrics).application(),
-                handler_cancellation=hears_of_leaving,
+                NodeApi(model, engine, runner, metrics).application(),
+                handler_cancellation=handler_cancellation,
             )
             async with TestClient(server) as client:
-                yield Surfaced(client, served)
+                yield LocalApi(client, runner)
     finally:
         engine.close()
 
 
-Scenario = Callable[[Surfaced], Awaitable[None]]
+Scenario = Callable[[LocalApi], Awaitable[None]]
 BYTES = ModelTokenizer(build_tokenizer(), {"default": ChatTemplate(CHAT_TEMPLATE, {})})

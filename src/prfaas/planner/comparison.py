@@ -1,4 +1,4 @@
-"""One deployment solved, and the comparison an architect asks for: `solve` and `make_plan`."""
+"""Solves one deployment (`Planner.solve`), and compares it with its baselines (`compare`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from prfaas.errors import InputError
 from prfaas.planner import baselines
-from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut
+from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut_workload
 from prfaas.planner.equations import eq7_threshold_imbalance, eq8_split_imbalance
 from prfaas.planner.latency import TTFT, Prediction, paper_ttft, predict
-from prfaas.planner.optimise import Choice, optimise, rates
+from prfaas.planner.optimise import Choice, optimise, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import weighted_sum
 
-# Without --load, the exact reading looks at each deployment at this share of its own capacity.
+# Without --load, the exact reading predicts each deployment at this share of its capacity.
 DEFAULT_UTILISATION = 0.8
 
 
@@ -28,7 +28,7 @@ class Theta:
 
 @dataclass(frozen=True, slots=True)
 class Extrapolation:
-    """A share of a pool's prefills that lies beyond what was measured."""
+    """The share of a pool's prefills whose lengths lie outside the measured range."""
 
     cluster: str
     fraction: float
@@ -41,7 +41,7 @@ class Extrapolation:
 class Solution:
     """One deployment at its best threshold and split."""
 
-    threshold_tokens: int | None  # None: nothing to decide, all prefills go one way
+    threshold_tokens: int | None  # None: there is no choice, one cluster prefills everything
     n_prfaas: int
     n_prefill: int
     n_decode: int
@@ -50,7 +50,7 @@ class Solution:
     bottleneck: str
     offload_fraction: float
     egress_bps: float  # at lambda_max_rps
-    shares: tuple[float, ...]  # of the offloaded requests, per PrfaaS cluster
+    shares: tuple[float, ...]  # of the offloaded requests, one per PrfaaS cluster
     eq7_imbalance: float | None
     eq8_imbalance: float
     extrapolations: tuple[Extrapolation, ...]
@@ -61,7 +61,9 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DeploymentComparison:
+    """A deployment and its baselines, each at its best. None: the baseline does not exist."""
+
     reading: Reading
     prfaas_pd: Solution
     homogeneous: Solution | None
@@ -87,21 +89,21 @@ class Planner:
     """Solves problems that share one workload and one model, under one reading."""
 
     def __init__(self, problem: Problem, reading: Reading) -> None:
-        self._cuts: Cuts = cut(problem.workload)
+        self._cuts: Cuts = cut_workload(problem.workload)
         self._atoms = Atoms(problem.workload, problem.spec)
         self._paper = WorkCurves(self._cuts, self._atoms, "paper")
         self._exact = WorkCurves(self._cuts, self._atoms, "exact") if reading == "exact" else None
         self._reading: Reading = reading
-        # Points of a sweep often share baselines: a link's speed is nothing to homogeneous PD.
+        # Points of a sweep often share baselines: homogeneous PD does not depend on a link's speed.
         self._solved: dict[tuple[Problem, float | None], Solution] = {}
 
-    def plan(self, problem: Problem, load_rps: float | None = None) -> Comparison:
+    def compare(self, problem: Problem, load_rps: float | None = None) -> DeploymentComparison:
         assert problem.workload is self._cuts.workload, "a planner serves one workload"
 
         def solved(other: Problem | None) -> Solution | None:
             return None if other is None else self.solve(other, load_rps)
 
-        return Comparison(
+        return DeploymentComparison(
             reading=self._reading,
             prfaas_pd=self.solve(problem, load_rps),
             homogeneous=solved(baselines.homogeneous(problem)),
@@ -124,21 +126,21 @@ class Planner:
         solution = self._describe(problem, choice)
         if solution.lambda_max_rps <= 0:
             raise InputError(
-                "nothing could prefill with this split and threshold: Lambda_max is 0",
+                "no instance can prefill with this split and threshold: Lambda_max is 0",
                 where="clusters",
                 fix="give the pd cluster a prefill instance, or offload everything",
             )
         if self._exact is None:
             ttft = paper_ttft(problem, self._atoms, self._threshold(choice), solution.shares)
             return replace(solution, ttft=ttft)
-        return self._at_load(problem, choice, solution, load_rps)
+        return self._predict_at_load(problem, choice, solution, load_rps)
 
     def _threshold(self, choice: Choice) -> int:
         return int(self._cuts.threshold[choice.row])
 
     def _describe(self, problem: Problem, choice: Choice) -> Solution:
         row, n_prefill = choice
-        stage = rates(problem, self.curves, choice)
+        stage = stage_rates(problem, self.curves, choice)
         p = float(self._cuts.p[row])
         prfaas = stage.prfaas if problem.remotes and p > 0 else None
         pd_p = stage.pd_p if n_prefill else None
@@ -162,7 +164,7 @@ class Planner:
             ttft=None,
         )
 
-    def _at_load(
+    def _predict_at_load(
         self, problem: Problem, choice: Choice, solution: Solution, load_rps: float | None
     ) -> Solution:
         capacity = solution.lambda_max_rps
@@ -180,7 +182,7 @@ class Planner:
                 middle = (low + high) / 2
                 low, high = (middle, high) if at(middle).meets_goal else (low, middle)
             slo_capacity = low
-        paper_rates = rates(problem, self._paper, optimise(problem, self._paper))
+        paper_rates = stage_rates(problem, self._paper, optimise(problem, self._paper))
         return replace(
             solution,
             ttft=prediction.ttft,
@@ -190,13 +192,15 @@ class Planner:
         )
 
 
-def make_plan(problem: Problem, reading: Reading, load_rps: float | None = None) -> Comparison:
-    return Planner(problem, reading).plan(problem, load_rps)
+def compare(
+    problem: Problem, reading: Reading, load_rps: float | None = None
+) -> DeploymentComparison:
+    return Planner(problem, reading).compare(problem, load_rps)
 
 
 def _bottleneck(problem: Problem, curves: WorkCurves, choice: Choice) -> str:
-    """The stage that stops Lambda_max from growing, in the paper's words."""
-    stage = rates(problem, curves, choice)
+    """The stage that limits Lambda_max, by the paper's name."""
+    stage = stage_rates(problem, curves, choice)
     p = float(curves.cuts.p[choice.row])
     headroom = {"PD-D decode": stage.pd_d}
     if choice.n_prefill and p < 1:

@@ -1,9 +1,8 @@
-"""What a decode node keeps of the hand-offs it received: blocks by group, least recently used first
-to go.
+"""What a decode node keeps of the hand-offs it received: blocks by group, evicted in LRU order.
 
-The same rules as the pool's (which blocks of which group make a prefix resumable), without its
-leases and checkpoints: a decode node takes none of its own, and its running requests live in the
-engine. The pool would do, at ten times the cost per request.
+The rules are the pool's (which blocks of which group make a prefix resumable), without its leases
+and checkpoints: a decode node takes no checkpoints, and the engine holds the running requests. The
+pool would give the same results at ten times the cost per request.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from prfaas.cache.journal import Journal
 from prfaas.types import BlockHash
 
 
-class Shelf:
+class DecodeCache:
     def __init__(
         self,
         rules: Sequence[GroupRule],
@@ -33,12 +32,12 @@ class Shelf:
         self._held: OrderedDict[tuple[int, BlockHash], None] = OrderedDict()
 
     def put(self, hashes: Sequence[BlockHash], *, states: bool) -> None:
-        """A hand-off of these whole blocks is in place; with `states` what closes it, too."""
+        """Stores a hand-off of these whole blocks; `states`: with its windows and states."""
         held, journal = self._held, self._journal
         for group, (rule, nbytes) in enumerate(self._groups):
             if rule.closes and not states:
                 continue
-            # Last block first, so that what is evicted shortens a run instead of beheading it.
+            # The last block is stored first, so that eviction shortens a run from its end.
             for block in reversed(rule.needs(len(hashes), self._block_tokens)):
                 key = (group, hashes[block])
                 if key in held:
@@ -54,7 +53,7 @@ class Shelf:
             journal.record("removed", rule.name, name)
 
     def attention_tokens(self, hashes: Sequence[BlockHash]) -> int:
-        """How long the run of blocks is that every growing group has."""
+        """Length of the longest run of blocks, from the start, that every growing group holds."""
         full = [group for group, (rule, _) in enumerate(self._groups) if not rule.closes]
         held = self._held
         for place, name in enumerate(hashes):

@@ -1,0 +1,245 @@
+"""The kvd's HTTP API: the JSON body of every request and response. Bytes travel as base64.
+
+    POST /v1/open                OpenTransfer -> Grant | NotNow
+    GET  /v1/transfers/ID        -> TransferStatus
+    POST /v1/transfers/ID/abort  AbortTransfer -> TransferStatus
+    POST /v1/match               MatchPrefix -> PrefixMatch
+    POST /v1/pull                PullPrefix -> PrefixPulled | NotNow
+    POST /v1/push                PushPrefix -> PushStarted | NotNow
+    GET  /v1/stats               -> KvdReport
+    GET  /v1/events              -> EventPage
+    GET  /v1/role, POST          Role -> Role
+    any error                    -> KvdErrorBody
+
+    POST /prfaas/v1/register     Heartbeat, from a kvd to a gateway
+
+`kvd/http_api.py` serves it; `gateway/client/kvd_client.py` calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
+from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
+
+LONGEST_WAIT_S = 60.0  # the upper bound of ?wait_s=
+PULL_S = 300.0  # the longest time that a pull may take
+SNAPSHOT = -1  # ?since= that requests a snapshot
+# The window of `KvdReport.late_s`: a gateway that polls twice a second misses nothing within it.
+LATE_WINDOW_S = 2.0
+
+
+class KvdErrorBody(msgspec.Struct, frozen=True):
+    code: str  # incompatible, bad_request, unknown, failed, unauthorized
+    message: str
+    differences: tuple[str, ...] = ()  # of an `incompatible` engine: each field that differs
+
+
+# Transfers ---------------------------------------------------------------------------------------
+
+
+class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A gateway requests a grant from the decode node's kvd, before the prefill starts."""
+
+    hashes: tuple[bytes, ...]  # block hashes of the prompt up to `handoff_tokens`
+    handoff_tokens: int
+    compat: Compat
+    checkpoint_tokens: int | None = None  # also send the linear states at this boundary
+
+
+class TransferStatus(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+    # Incoming: granted, committed, attached, released, failed. Outgoing: sending, sent, failed.
+    state: str
+    reason: str  # of a failure
+    nbytes: int
+
+
+class AbortTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reason: str = "aborted by the gateway"
+
+
+# Prefixes ----------------------------------------------------------------------------------------
+
+
+class MatchPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hashes of whole blocks, from the beginning of a prompt."""
+
+    hashes: tuple[bytes, ...]
+
+
+class PrefixMatch(msgspec.Struct, frozen=True):
+    tokens: int  # every group can resume here
+    attention_tokens: int  # the longest run of full-attention blocks
+
+
+class PullPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A gateway makes a kvd copy a prefix from the kvd at `source`."""
+
+    source: str  # URL
+    hashes: tuple[bytes, ...]
+    via: str | None = None  # address of the relay through which the source reaches this kvd
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # the timeout
+
+
+class PrefixPulled(msgspec.Struct, frozen=True, tag="pulled"):
+    tokens: int  # the length of the prefix that the kvd now has
+    granted_bytes: int
+
+
+class PushPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The kvd that pulls makes the kvd that has the prefix send it."""
+
+    hashes: tuple[bytes, ...]
+    compat: Compat
+    grant: Grant
+
+
+class PushStarted(msgspec.Struct, frozen=True, tag="pushing"):
+    """The prefix is being sent."""
+
+
+# Reports -----------------------------------------------------------------------------------------
+
+RoleName: TypeAlias = Literal["prefill", "decode", "both"]
+
+
+class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The work that the planner has assigned to a host. `epoch` counts the changes."""
+
+    role: RoleName = "both"
+    epoch: int = 0
+
+
+class GroupShape(msgspec.Struct, frozen=True, array_like=True):
+    """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer."""
+
+    kind: Literal["full", "window", "linear"]
+    name: str
+    layers: tuple[int, ...]
+    nbytes: int
+    window: int = 0
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    engine_id: str
+    url: str | None
+    processes: int
+
+
+class Occupancy(msgspec.Struct, frozen=True):
+    """How full the pool is now."""
+
+    capacity_pages: int | None
+    used_pages: int
+    idle_pages: int  # used, but by prefixes without a lease: they are evicted when pages run short
+    leases: int
+    spilled_units: int  # on SSD
+
+
+class PoolCounters(msgspec.Struct, frozen=True):
+    """Counts since the pool was made."""
+
+    queries: int = 0
+    refused: int = 0
+    hit_tokens: int = 0
+    lost_tokens: int = 0  # reuse that was found, but lacked a state or a window
+    evicted_blocks: int = 0  # from every tier
+    spilled_blocks: int = 0
+    promoted_blocks: int = 0
+    unreadable_blocks: int = 0  # on SSD, and different from what was written
+
+
+class PoolReport(msgspec.Struct, frozen=True):
+    compat: Compat
+    groups: tuple[GroupShape, ...]
+    block_tokens: int
+    page_bytes: int
+    occupancy: Occupancy
+    bytes_by_group: dict[str, int]
+    counters: PoolCounters
+
+
+class ArrivalCounters(msgspec.Struct, frozen=True):
+    """Incoming transfers, as the listener counts them."""
+
+    granted: int  # transfers that have not ended
+    remembered: int
+    received_bytes: int
+    duplicate_bytes: int  # received again after they had been verified
+    committed: int
+    aborted: int
+
+
+class KvdReport(msgspec.Struct, frozen=True):
+    node: NodeId
+    instance: str  # of the process: after a restart it is another one, and the pool is empty
+    data_address: str
+    role: Role
+    engines: tuple[EngineReport, ...]
+    pool: PoolReport | None  # None: no engine has registered yet
+    incoming: dict[str, int]  # transfers by state
+    outgoing: dict[str, int]
+    held_leases: int  # by engine processes
+    arrivals: ArrivalCounters
+    links: tuple[LinkStats, ...]
+    next_seq: dict[NodeId, int]  # the next number of each node's cache events
+    late_s: float = 0.0  # seconds of the last LATE_WINDOW_S in which the process could not run
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The body of a gateway's `POST /prfaas/v1/register`."""
+
+    kvd_url: str
+    cluster: str
+    report: KvdReport
+
+
+# Cache events ------------------------------------------------------------------------------------
+
+
+class EventPage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Events from the requested number on. When the kvd no longer has them: `snapshot`, every
+    block hash that the node holds."""
+
+    node: NodeId
+    instance: str  # of the kvd's process: numbers restart with it
+    next_seq: int
+    events: tuple[HashEvent, ...] = ()
+    snapshot: dict[str, tuple[bytes, ...]] | None = None
+
+
+# Conversions -------------------------------------------------------------------------------------
+
+
+def shapes_of(spec: KVSpec) -> tuple[GroupShape, ...]:
+    return tuple(_shape(group) for group in spec.groups)
+
+
+def spec_of(shapes: tuple[GroupShape, ...]) -> KVSpec:
+    return KVSpec(tuple(_group(shape) for shape in shapes))
+
+
+def _shape(group: Group) -> GroupShape:
+    match group:
+        case FullAttention():
+            return GroupShape("full", group.name, group.layers, group.bytes_per_token)
+        case SlidingWindow():
+            return GroupShape(
+                "window", group.name, group.layers, group.bytes_per_token, group.window
+            )
+        case LinearState():
+            return GroupShape("linear", group.name, group.layers, group.state_bytes)
+
+
+def _group(shape: GroupShape) -> Group:
+    match shape.kind:
+        case "full":
+            return FullAttention(shape.name, shape.layers, shape.nbytes)
+        case "window":
+            return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window)
+        case "linear":
+            return LinearState(shape.name, shape.layers, shape.nbytes)

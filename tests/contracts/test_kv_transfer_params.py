@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.contracts.kv_transfer_params import (
+    RemoteDecode,
+    RemotePrefill,
+    ResponseParams,
+    decode,
+    encode,
+    prefill_error,
+)
+from prfaas.errors import InputError
+from prfaas.types import Grant, TransferId
+
+GRANT = Grant(TransferId("t-1"), "secret", "127.0.0.1:1", {"full0": 64}, 1000, 5.0)
+RAW_GRANT = msgspec.to_builtins(GRANT)
+
+
+def test_a_request_asks_for_one_half_of_a_hand_off() -> None:
+    prefill = {"do_remote_decode": True, "grant": RAW_GRANT}
+    assert decode({**prefill, "handoff_tokens": 64}, 100) == RemoteDecode(GRANT, 64)
+    assert decode(prefill, 100) == RemoteDecode(GRANT, 100)
+    assert decode({**prefill, "handoff_tokens": None}, 100) == RemoteDecode(GRANT, 100)
+    transfer = {"do_remote_prefill": True, "transfer_id": "t-1"}
+    assert decode(transfer, 100) == RemotePrefill(TransferId("t-1"))
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"grant": "ignored"}])
+def test_without_a_flag_there_is_no_hand_off(params: dict[str, Any] | None) -> None:
+    assert decode(params, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"do_remote_decode": True}, "grant is missing"),
+        ({"do_remote_decode": True, "grant": {"type": "grant"}}, "transfer_id"),
+        ({"do_remote_prefill": True}, "transfer_id is missing"),
+        ({"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "t"}, "both set"),
+        ({"do_remote_decode": True, "grant": RAW_GRANT, "handoff_tokens": 0}, "handoff_tokens"),
+        ({"do_remote_decode": True, "grant": RAW_GRANT, "handoff_tokens": 101}, "handoff_tokens"),
+    ],
+)
+def test_a_bad_request_names_the_problem(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=f"kv_transfer_params.*{problem}"):
+        decode(params, 100)
+
+
+def test_a_refused_prefill_carries_its_error() -> None:
+    encoded = encode(prefill_error("overloaded", "no page is free", 2.0))
+    assert encoded == {
+        "do_remote_prefill": False,
+        "error": {"code": "overloaded", "message": "no page is free", "retry_after_s": 2.0},
+    }
+    assert msgspec.convert(encoded, ResponseParams).error is not None
