@@ -28,7 +28,7 @@ def test_a_table_and_json(prfaas: Run) -> None:
     [
         (("nowhere",), "'nowhere' is no address"),
         (("h:1", "--ca", "x"), "mutual TLS needs all three"),
-        (("h:1", "--seconds", "0"), "--seconds: 0 s"),
+        (("h:1", "--seconds", "0"), "--seconds: 0 is out of range"),
         (("h:1", "--connections", "one"), "--connections: 'one'"),
         (("h:1", "--connections", "0"), "--connections: '0'"),
         (("h:1", "--ca", "a", "--cert", "b", "--key", "c"), "no such file"),

@@ -177,7 +177,7 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
     )
     plan = prfaas("plan", path, "--json").json
     assert plan["prfaas_pd"]["n_prfaas"] == 8
-    assert plan["equal_cost"] is None  # nobody said what an x1 costs
+    assert plan["equal_cost"] is None  # the file does not state the price of an x1
     assert plan["ratios"]["prfaas_over_equal_cost"] is None
     assert "a price is unknown" in prfaas("plan", path).out
 

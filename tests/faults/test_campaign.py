@@ -1,6 +1,6 @@
 """Every fault strikes a deployment of real processes with requests under way. Requests whose answer
 has not begun end with the tokens of one process; answers that have begun end with an error event;
-nothing is left behind; long prompts are prefilled far away again without anybody's help."""
+nothing is left behind; the PrfaaS node prefills long prompts again without help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody is left who could answer: clients are told so, and when to come again."""
+"""No node is left that could answer: clients get an error with Retry-After."""
 
 from __future__ import annotations
 

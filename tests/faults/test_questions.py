@@ -19,7 +19,7 @@ def verdict(
     ("tokens", "error", "expected"),
     [
         ((7, 8, 9), None, Verdict.RIGHT),
-        ((7, 8), None, Verdict.WRONG),  # too short, and nobody said so
+        ((7, 8), None, Verdict.WRONG),  # too short, without an error
         ((7, 9, 9), None, Verdict.WRONG),
         ((7, 9), "stream failed engine_lost", Verdict.WRONG),
         ((7, 8), "stream failed engine_lost", Verdict.BROKEN),

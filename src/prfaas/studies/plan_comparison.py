@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from prfaas.config.strict import decode, parse_toml, read_text
+from prfaas.planner.comparison import DeploymentComparison
 from prfaas.planner.report import SYSTEMS, comparison_as_dict
 
 
