@@ -9,7 +9,7 @@ import pytest
 from prfaas.faults.clients import Clients
 from prfaas.faults.questions import Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import wait_until_idle
-from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.kvd.transfers.incoming import TransferOptions
 from tests.faults.conftest import FaultSetup
 from tests.faults.test_campaign import check_sockets

@@ -13,7 +13,7 @@ from prfaas.config.deployment import Deployment
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from tests.gateway.backs import deployment, node
+from tests.gateway.backends import deployment, node
 from tests.node.hosts import Host, call
 
 EMULATED = (
@@ -21,7 +21,7 @@ EMULATED = (
     *("--byte-scale", "1e-4"),
 )
 QUICK = (*EMULATED, "--time-scale", "0.02")
-# Longer than any test waits: what a gateway should have given back is not forgiven by a time limit.
+# Longer than any test waits: a time limit does not release what a gateway should have released.
 KEEPS = ("--grant-s", "600", "--dispatch-s", "600")
 
 

@@ -1,4 +1,4 @@
-"""One prefix that everybody asks for, and a deployment with two nodes at home that prefill."""
+"""One prefix that many requests share, and a deployment with two nodes at home that prefill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from prfaas.config.deployment import Deployment
 from prfaas.contracts.kvd_api import MatchPrefix
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.types import NodeId
-from tests.gateway.backs import HOME, answered, ask, prompt, until, until_it_would_resume
+from tests.gateway.backends import (
+    HOME,
+    answered,
+    gateway_request,
+    prompt,
+    until,
+    until_it_would_resume,
+)
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import Host, call
 
@@ -34,36 +41,36 @@ def deployment(hosts: Hosts, **moves: Any) -> Deployment:
 class Crowd:
     """Requests of one tenant, each with a question of its own behind the shared prefix."""
 
-    def __init__(self, hosts: Hosts, back: GatewayBackend, salt: str) -> None:
+    def __init__(self, hosts: Hosts, backend: GatewayBackend, salt: str) -> None:
         self._hosts = hosts
-        self._back = back
+        self._backend = backend
         self._salt = salt
         self._shared = prompt(SHARED_TOKENS)
         self._asked = 0
 
-    async def ask(self) -> str:
+    async def send(self) -> str:
         """Who prefilled it. Its tokens are those of one process."""
         self._asked += 1
         ids = [*self._shared, *prompt(OWN_TOKENS, self._asked)]
-        found = await answered(self._back, ask(ids, salt=self._salt))
-        decoded = self._hosts.named(found.story.decode)
+        found = await answered(self._backend, gateway_request(ids, salt=self._salt))
+        decoded = self._hosts.named(found.trace.decode)
         alone = await asyncio.to_thread(decoded.complete, ids, max_tokens=4, cache_salt="alone")
         assert found.tokens == alone["choices"][0]["token_ids"]
-        return found.story.prefill
+        return found.trace.prefill
 
     async def warm(self, times: int = 5) -> Host:
         """Makes it hot; who has had it first."""
-        first = await self.ask()
-        again = ask([*self._shared, *prompt(OWN_TOKENS, -1)], salt=self._salt)
-        await until_it_would_resume(self._back, again, SHARED_TOKENS)
+        first = await self.send()
+        again = gateway_request([*self._shared, *prompt(OWN_TOKENS, -1)], salt=self._salt)
+        await until_it_would_resume(self._backend, again, SHARED_TOKENS)
         # Times are predicted for an engine that is not in a hurry; the node's word is final.
-        await until(lambda: not self._back.router.waits_s()[NodeId(first)])
+        await until(lambda: not self._backend.fleet.prefill_waits_s()[NodeId(first)])
         for _ in range(times):
-            await self.ask()
+            await self.send()
         return self._hosts.named(first)
 
     async def burst(self, size: int) -> None:
-        await asyncio.gather(*(self.ask() for _ in range(size)))
+        await asyncio.gather(*(self.send() for _ in range(size)))
 
     def held_by(self, host: Host) -> int:
         """Tokens of the shared prefix, as the pool itself says."""

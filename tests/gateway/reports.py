@@ -1,4 +1,4 @@
-"""What kvds and engines would say, for parts that only listen."""
+"""Reports of kvds and engines, for parts that only receive them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from prfaas.contracts.kvd_api import (
     shapes_of,
 )
 from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
-from prfaas.gateway.router import Router
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.types import Compat, LinkStats, NodeId
 
-SPEC = KVSpec((FullAttention("full", 2, 64), LinearState("state", 2, 256)))
+SPEC = KVSpec((FullAttention("full", (0, 1), 64), LinearState("state", (2, 3), 256)))
 IDLE = Load(0, 0)
 
 
@@ -61,8 +61,13 @@ def report(
     )
 
 
-def appear(router: Router, member: Member, name: str, now_s: float) -> None:
-    """Kvd and engine answer."""
-    member.card = Card("m", None, ours=True)
-    router.heard(member, report(name))
-    router.loaded(member, IDLE, now_s, 0)
+def appear(fleet: Fleet, member: Member, name: str, now_s: float) -> None:
+    """The member's kvd and engine answer."""
+    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_report(member, report(name))
+    load(fleet, member, IDLE, now_s)
+
+
+def load(fleet: Fleet, member: Member, load: Load, asked_s: float, own: int = 0) -> None:
+    """The member's engine reports its load."""
+    fleet.record_load(member, load, leaving=False, asked_s=asked_s, own=own)

@@ -1,4 +1,4 @@
-"""Real models behind the gateway's back: the tokens are those of one process."""
+"""Real models under the gateway's backend: the tokens are those of one process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.gateway.backend import GatewayBackend
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     FAR,
     HOME,
     THRESHOLD,
     answered,
-    ask,
+    gateway_request,
     is_clean,
     moved,
     prompt,
@@ -72,16 +72,16 @@ def alone(host: Host, ids: list[int]) -> list[int]:
     return tokens_of(answer)
 
 
-async def converse(back: GatewayBackend, seed: int) -> list[tuple[list[int], list[int], bool]]:
+async def converse(backend: GatewayBackend, seed: int) -> list[tuple[list[int], list[int], bool]]:
     """Each turn's prompt, its answer, and whether it was offloaded."""
     ids = prompt(LENGTHS[seed % len(LENGTHS)], seed)
     turns = []
     for turn in range(2):
-        asked = ask(
+        asked = gateway_request(
             ids, NEW_TOKENS, conversation=True, stream=seed % 2 == 0, salt=f"tenant {seed % 3}"
         )
-        found = await answered(back, asked)
-        turns.append((ids, found.tokens, found.story.offloaded))
+        found = await answered(backend, asked)
+        turns.append((ids, found.tokens, found.trace.offloaded))
         ids = [*ids, *found.tokens, *prompt(40 + turn, seed)]
     return turns
 
@@ -100,11 +100,11 @@ async def test_mixed_requests_at_once_are_answered_as_by_one_process(
 ) -> None:
     made = hosts.deployment(threshold_tokens=THRESHOLD // 5)
 
-    async with serving(made) as back:
+    async with serving(made) as backend:
         async with asyncio.TaskGroup() as group:
-            talks = [group.create_task(converse(back, seed)) for seed in range(conversations)]
-        await until(lambda: is_clean(back))
-        assert back.state()["retries"]["spent"] == 0
+            talks = [group.create_task(converse(backend, seed)) for seed in range(conversations)]
+        await until(lambda: is_clean(backend))
+        assert backend.state()["retries"]["spent"] == 0
         turns = [turn for talk in talks for turn in talk.result()]
     for host in hosts.all:
         await asyncio.to_thread(host.wait_until_idle)
@@ -129,29 +129,29 @@ async def test_a_conversation_takes_its_cache_along(hosts: Hosts) -> None:
     (far,) = hosts.far
     spec = far.spec()
 
-    async with serving(made) as back:
-        (name,) = with_role(back, "prefill")
+    async with serving(made) as backend:
+        (name,) = with_role(backend, "prefill")
         at = {HOME: hosts.named(name), FAR: far}
         held = {HOME: 0, FAR: 0}  # by the node that prefills there
         ids: list[int] = []
         turns = []
         for number, (more, cluster, cached) in enumerate(TURNS):
             ids = [*ids, *prompt(more, number)]
-            asked = ask(ids, NEW_TOKENS, conversation=True)
-            await until_it_would_resume(back, asked, cached)
+            asked = gateway_request(ids, NEW_TOKENS, conversation=True)
+            await until_it_would_resume(backend, asked, cached)
             before = {c: (at[c].hit_tokens(), at[c].received_bytes()) for c in at}
-            found = await answered(back, asked)
-            await until(lambda n=number: moved(back, "route") == (n, 0))  # type: ignore[misc]
-            assert (found.story.cluster, found.story.attempts) == (cluster, 1)
+            found = await answered(backend, asked)
+            await until(lambda n=number: moved(backend, "route") == (n, 0))  # type: ignore[misc]
+            assert (found.trace.cluster, found.trace.attempts) == (cluster, 1)
             hits, received = before[cluster]
             assert at[cluster].hit_tokens() - hits == cached
             copied = spec.kv_bytes(cached, held[cluster]) if cached else 0
             assert at[cluster].received_bytes() - received == copied
-            await until(lambda s=found.story, c=cached: s.cached_tokens == c)  # type: ignore[misc]
+            await until(lambda s=found.trace, c=cached: s.cached_tokens == c)  # type: ignore[misc]
             held[cluster] = len(ids) // 64 * 64
             turns.append((ids, found.tokens))
             ids = [*ids, *found.tokens]
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     for host in hosts.all:
         await asyncio.to_thread(host.wait_until_idle)
     for ids, tokens in turns:

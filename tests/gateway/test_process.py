@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from prfaas.text import Chat, load_tokenizer
-from tests.gateway.backs import MODEL, THRESHOLD, prompt, written
+from tests.gateway.backends import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import START_S, Process, call, text_of
 from tests.waiting import wait_until
@@ -108,10 +108,10 @@ def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
         with pytest.raises(openai.BadRequestError) as long:
             asking.completions.create(model=MODEL, prompt=[1] * 8192)
         assert long.value.code == "context_length_exceeded"
-    with client(url, "sk-nobody") as stranger, pytest.raises(openai.AuthenticationError):
+    with client(url, "sk-unknown") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model=MODEL, prompt="x")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        state(url, "sk-nobody")
+        state(url, "sk-unknown")
     refused.value.close()
     assert refused.value.code == 401
 
@@ -127,7 +127,7 @@ def test_tenants_share_no_cache(url: str) -> None:
 
 
 def cached_tokens(url: str, key: str, ids: list[int]) -> int:
-    """What the gateway knows to be cached of it anywhere, for whoever has this key."""
+    """Tokens of the prompt that are cached on any node, for the tenant with this key."""
     request = urllib.request.Request(
         f"{url}/prfaas/v1/explain",
         json.dumps({"prompt": ids}).encode(),

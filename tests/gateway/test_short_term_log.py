@@ -44,26 +44,26 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         at(LinkVerdict.CONGESTED, "loss", 4e7),
         replace(at(LinkVerdict.CLEAR, ""), threshold_factor=2.0, cause="PrfaaS nodes are busy"),
     ):
-        subject.tell(state)
+        subject.record(state)
     assert [record.getMessage() for record in caplog.records] == [
-        "link far -> near is building (waiting), it was clear",
-        "link far -> near is believed to carry 10 Mbit/s: that arrived while bytes waited",
-        "link far -> near is congested (loss), it was building (waiting)",
-        "link far -> near is believed to carry 40 Mbit/s: that arrived while bytes waited",
-        "link far -> near is clear, it was congested (loss)",
-        "link far -> near is believed to carry what is configured",
-        "the threshold factor is 2, it was 1: PrfaaS nodes are busy",
+        "link far -> near is building (waiting); it was clear",
+        "link far -> near: estimated rate 10 Mbit/s, as delivered while bytes waited",
+        "link far -> near is congested (loss); it was building (waiting)",
+        "link far -> near: estimated rate 40 Mbit/s, as delivered while bytes waited",
+        "link far -> near is clear; it was congested (loss)",
+        "link far -> near: estimated rate reset to the configured rate",
+        "the threshold factor changed to 2 from 1: PrfaaS nodes are busy",
     ]
 
 
 def test_metrics_have_the_causes() -> None:
     subject = ShortTermLog()
     assert rendered(subject) == ""
-    subject.tell(CALM)
+    subject.record(CALM)
     text = rendered(subject)
     assert 'prfaas_gateway_link_verdict{source="far",target="near"} 0.0' in text
     assert "believed_bps{" not in text and "prfaas_gateway_threshold_factor 1.0" in text
-    subject.tell(replace(at(LinkVerdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
+    subject.record(replace(at(LinkVerdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
     text = rendered(subject)
     assert 'prfaas_gateway_link_believed_bps{source="far",target="near"} 5e+06' in text
     changes = "prfaas_gateway_link_verdict_changes_total"

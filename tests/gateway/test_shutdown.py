@@ -1,4 +1,4 @@
-"""A gateway that shuts down under requests gives back what it has reserved for them.
+"""A gateway that shuts down under requests releases what it has reserved for them.
 
 The kvds of these hosts keep a grant for ten minutes, so that only an abort can have ended it.
 """
@@ -21,12 +21,12 @@ from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     MODEL,
     THRESHOLD,
     answered,
-    ask,
     deployment,
+    gateway_request,
     node,
     prompt,
     serving,
@@ -90,19 +90,19 @@ def made_of(hosts: Hosts, relays: list[Relay]) -> Deployment:
 
 def questions(name: str) -> list[GatewayRequest]:
     """Nothing of them is cached."""
-    return [ask(prompt(LONG, seed), salt=name) for seed in range(AT_ONCE)]
+    return [gateway_request(prompt(LONG, seed), salt=name) for seed in range(AT_ONCE)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_requests_still_under_way_are_cut_off(
     emulated: Hosts, relays: list[Relay], moment: str
 ) -> None:
-    """Their callers have not cancelled them when the back ends."""
+    """Their callers have not cancelled them when the backend ends."""
     async with AsyncExitStack() as stack:
-        back = await stack.enter_async_context(serving(made_of(emulated, relays)))
+        backend = await stack.enter_async_context(serving(made_of(emulated, relays)))
         with held_up(moment, emulated, relays) as there:
             asked = questions(f"cut off, {moment}")
-            answering = [asyncio.create_task(answered(back, one)) for one in asked]
+            answering = [asyncio.create_task(answered(backend, one)) for one in asked]
             await until(there)
             await stack.aclose()
             await asyncio.wait(answering)
@@ -118,27 +118,27 @@ async def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(
         return sum(int(host.stats(check=False)["incoming"]["failed"]) for host in emulated.home)
 
     async with AsyncExitStack() as stack:
-        back = await stack.enter_async_context(serving(emulated.deployment()))
+        backend = await stack.enter_async_context(serving(emulated.deployment()))
         before = failed()
-        stories = [RequestTrace(0.0) for _ in range(AT_ONCE)]
+        traces = [RequestTrace(0.0) for _ in range(AT_ONCE)]
         with stopped(*(host.kvd for host in emulated.home)):
             answering = [
-                asyncio.create_task(enter(back, one, story))
-                for one, story in zip(questions("being opened"), stories, strict=True)
+                asyncio.create_task(enter(backend, one, trace))
+                for one, trace in zip(questions("being opened"), traces, strict=True)
             ]
-            await until(lambda: all(story.routed_s is not None for story in stories))
+            await until(lambda: all(trace.routed_s is not None for trace in traces))
             leaving = asyncio.create_task(stack.aclose())
             await asyncio.wait(answering)
         await leaving
-        assert all(story.granted_s is None for story in stories)
+        assert all(trace.granted_s is None for trace in traces)
         # The kvds have made the grants once they could, and every grant has been aborted.
         await until(lambda: reserved(emulated) == 0)
         assert failed() == before + AT_ONCE
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
-async def enter(back: GatewayBackend, asked: GatewayRequest, story: RequestTrace) -> None:
-    async with back.answer(asked, story):
+async def enter(backend: GatewayBackend, asked: GatewayRequest, trace: RequestTrace) -> None:
+    async with backend.answer(asked, trace):
         pass
 
 

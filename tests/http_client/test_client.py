@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
 from prfaas.http_client.client import HttpClient, open_client
-from tests.gateway.backs import until
+from tests.gateway.backends import until
 
 OK = b"HTTP/1.1 200 OK\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -13,7 +13,7 @@ from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.request import RequestTrace
 from prfaas.text import Chat, load_tokenizer
-from tests.gateway.backs import answered, ask, deployment, is_clean, serving, until
+from tests.gateway.backends import answered, deployment, gateway_request, is_clean, serving, until
 from tests.vllm.cases import ALIGNED, MAX_TOKENS, PROMPTS, UNCACHED, Case, boundary, case_id
 from tests.waiting import wait_until
 
@@ -38,19 +38,19 @@ def behind(case: Case) -> Any:
 async def test_thirty_prompts_eight_at_once(case: Case) -> None:
     expected = [generated.tokens for generated in case.model.expected["all"]]
 
-    async def one(back: GatewayBackend, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
+    async def one(backend: GatewayBackend, ids: list[int], turn: asyncio.Semaphore) -> list[int]:
         async with turn:
-            asked = ask(ids, MAX_TOKENS, salt="thirty")
+            asked = gateway_request(ids, MAX_TOKENS, salt="thirty")
             found = await answered(
-                back, replace(asked, fields={**asked.fields, "ignore_eos": True})
+                backend, replace(asked, fields={**asked.fields, "ignore_eos": True})
             )
-            assert found.story.offloaded and found.story.attempts == 1
+            assert found.trace.offloaded and found.trace.attempts == 1
             return found.tokens
 
-    async with behind(case) as back:
+    async with behind(case) as backend:
         turn = asyncio.Semaphore(AT_ONCE)
-        tokens = await asyncio.gather(*(one(back, ids, turn) for ids in PROMPTS["all"]))
-        await until(lambda: is_clean(back))
+        tokens = await asyncio.gather(*(one(backend, ids, turn) for ids in PROMPTS["all"]))
+        await until(lambda: is_clean(backend))
     assert list(tokens) == expected
     await asyncio.to_thread(wait_until, case.pair.nothing_held)
 
@@ -61,19 +61,19 @@ async def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> N
     ids = load_tokenizer(case.model.directory).encode_chat(Chat(messages=MESSAGES))
     fields = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0.0}
 
-    async with behind(case) as back:
+    async with behind(case) as backend:
         asked = replace(
-            ask(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
+            gateway_request(ids, MAX_TOKENS, stream=False, salt="chat", conversation=True),
             path="/v1/chat/completions",
             token_ids=TokenIds.of(ids),
             fields=fields,
         )
-        story = RequestTrace(0.0)
-        async with back.answer(asked, story) as upstream:
+        trace = RequestTrace(0.0)
+        async with backend.answer(asked, trace) as upstream:
             ((body,),) = [parts async for parts in upstream.events()]
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     answer = json.loads(body)
-    assert story.offloaded and story.attempts == 1
+    assert trace.offloaded and trace.attempts == 1
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == boundary(len(ids))
     plain = case.pair.decode.complete(ids, MAX_TOKENS, cache_salt="plain", ignore_eos=False)

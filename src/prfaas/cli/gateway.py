@@ -63,9 +63,9 @@ def gateway(
     deployment = _with_flags(load_deployment(file), host, port, policy, advise)
     section = deployment.gateway
     options = GatewayOptions(
-        words=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
+        tokenizer=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
         keys=[_key(key, file) for key in section.keys],
-        back=BackendOptions(record=record, node_key=read_secret(node_key) if node_key else None),
+        backend=BackendOptions(record=record, node_key=read_secret(node_key) if node_key else None),
         drain_s=drain_s,
     )
     problem = Study(file, "exact").problem(deployment)

@@ -1,5 +1,12 @@
 """One OpenAI endpoint over a local PD cluster and remote PrfaaS clusters.
 
-`front` speaks HTTP with clients, `back` carries out the life of a request; `ask` is between them.
-Soft state only: everything is rebuilt from the kvds' reports and events after a restart.
+    api/         HTTP for clients and operators
+    dispatch/    one request: attempts, hand-off, answer
+    fleet/       members, roles, booked work, links, polling
+    planning/    plans, role changes, prefix copies
+    client/      HTTP to nodes and kvds
+
+`request` is the seam between `api` and the rest, which `backend` wires together; `router` decides
+where requests go. All state is soft: after a restart it is rebuilt from the kvds' reports and
+events.
 """

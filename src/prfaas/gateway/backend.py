@@ -1,6 +1,6 @@
-"""The gateway's back, put together: membership, watching, routing, planning, lives of requests.
+"""The gateway's backend, wired together: fleet, polling, routing, planning, dispatch.
 
-`running` owns every task and connection of it; the front talks to the `GatewayBackend` it yields.
+`running` owns all its tasks and connections; `api` calls the `GatewayBackend` that it yields.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
+from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
-from prfaas.gateway.dispatch.dispatcher import Dispatcher, request_of
-from prfaas.gateway.dispatch.handoff import ABORT_S, OPEN_S
-from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
+from prfaas.gateway.dispatch.handoff import ABORT_S, OPEN_S, HandOffs
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
@@ -31,81 +32,75 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import Replication
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
-from prfaas.gateway.status import pace_metric, shown_explanation, shown_plan, shown_state
+from prfaas.gateway.short_term_loop import run_short_term_loop
+from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
 from prfaas.planner.problem import Problem
 from prfaas.types import ClusterId
 
-CUT_S = 5.0  # for requests that are cut off when the gateway stops to give back what they hold
-# For background calls when the gateway stops: a transfer that is being opened, and then its abort.
+CUT_S = 5.0  # when the gateway stops, for requests that are cut off to release what they hold
+# When the gateway stops, for background calls: a transfer that is being opened, and then its abort.
 END_S = OPEN_S + ABORT_S
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What is not in the deployment file."""
+    """Options that are not in the deployment file."""
 
-    record: Path | None = None  # routing decisions, one JSON line each
+    record: Path | None = None  # file for routing decisions, one JSON line each
     node_key: str | None = None  # sent to nodes and kvds as a bearer token
 
 
 class GatewayBackend:
-    """A `Backend`."""
+    """The live `Backend`."""
 
     def __init__(
         self,
+        fleet: Fleet,
         router: Router,
-        lives: Dispatcher,
-        moves: PrefixCopies,
-        watching: Poller,
-        planning: LongTermLoop,
-        budget: RetryBudget,
+        dispatcher: Dispatcher,
+        poller: Poller,
+        status: GatewayStatus,
         clock: Clock,
     ) -> None:
+        self.fleet = fleet
         self.router = router
-        self._lives = lives
-        self._moves = moves
-        self._watching = watching
-        self._book = planning.book
-        self._budget = budget
+        self.dispatcher = dispatcher
+        self._poller = poller
+        self._status = status
         self._clock = clock
 
     def answer(
-        self, ask: GatewayRequest, story: RequestTrace
+        self, request: GatewayRequest, trace: RequestTrace
     ) -> AbstractAsyncContextManager[Upstream]:
-        return self._lives.answer(ask, story)
+        return self.dispatcher.answer(request, trace)
 
-    def explain(self, ask: GatewayRequest) -> dict[str, Any]:
-        prompt = PromptHashes(ask.token_ids.array, salt=ask.salt, adapter=ask.adapter)
-        request = request_of(ask, 0, self._clock.now())
-        return shown_explanation(self.router.explain(request, prompt))
+    def explain(self, request: GatewayRequest) -> dict[str, Any]:
+        prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
+        routed = routed_request(request, 0, self._clock.now())
+        return explanation_json(self.router.explain(routed, prompt))
 
     def state(self) -> dict[str, Any]:
-        in_flight, now = self._lives.in_flight, self._clock.now()
-        return shown_state(self.router, self._book, self._budget, self._moves, in_flight, now)
+        return self._status.state(self.dispatcher.in_flight)
 
     def metrics(self) -> Iterator[Metric]:
-        yield from self._moves.metrics()
-        yield from self._book.metrics(self.router.plan)
-        yield pace_metric(self.router)
-        yield from self.router.loop_log.metrics()
+        return self._status.metrics()
 
     def plan(self) -> dict[str, Any]:
-        return shown_plan(self.router.plan, self._clock.now())
+        return self._status.plan()
 
-    def register(self, beat: Heartbeat) -> None:
-        known = self.router.members.clusters
-        if beat.cluster not in known:
+    def register(self, heartbeat: Heartbeat) -> None:
+        known = self.fleet.members.clusters
+        if heartbeat.cluster not in known:
             raise RequestError(
                 400,
                 "unknown_cluster",
-                f"no cluster is named {beat.cluster!r}; there are: {', '.join(known)}",
+                f"no cluster is named {heartbeat.cluster!r}; there are: {', '.join(known)}",
                 param="cluster",
             )
-        now = self._clock.now()
-        member = self.router.members.registered(beat.kvd_url, ClusterId(beat.cluster), now)
+        member = self.fleet.register(heartbeat.kvd_url, ClusterId(heartbeat.cluster))
         if member is not None:
-            self._watching.watch(member)
+            self._poller.start(member)
 
 
 @asynccontextmanager
@@ -115,40 +110,46 @@ async def running(
     options: BackendOptions | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[GatewayBackend]:
-    """`problem` is the deployment's, as `cli.wiring.Study.problem` builds it; the policy is
-    `deployment.scheduler`'s."""
+    """`studies.problem_files.Study.problem` builds `problem` from the deployment. The policy is
+    that of `deployment.scheduler`."""
     options, clock = options or BackendOptions(), clock or MonotonicClock()
     async with AsyncExitStack() as stack:
-        recorder = None
+        decision_log = None
         if options.record is not None:
             try:
-                recorder = DecisionLog(stack.enter_context(options.record.open("ab")))
+                decision_log = DecisionLog(stack.enter_context(options.record.open("ab")))
             except OSError as error:
                 raise InputError(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
-        calls = await stack.enter_async_context(open_client(options.node_key))
-        # Ended last, before the connections close: what is ended earlier still starts calls.
-        errands = await stack.enter_async_context(BackgroundCalls(END_S))
+        http = await stack.enter_async_context(open_client(options.node_key))
+        # Ends last, before the connections close: the parts that end earlier still start calls.
+        background_calls = await stack.enter_async_context(BackgroundCalls(END_S))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        router = Router(deployment, problem, clock, recorder)
-        budget = RetryBudget()
-        watching = Poller(router, calls, clock, tasks)
-        moves = PrefixCopies(router, calls, errands, clock)
+        fleet = Fleet(deployment, problem, clock)
+        router = Router(fleet, deployment.scheduler, clock, decision_log)
+        poller = Poller(fleet, http, clock, tasks)
+        copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves
-        evacuations = Evacuations(router, moves, errands, clock, rules)
-        planning = LongTermLoop(router, evacuations, deployment, problem, calls, clock)
-        for member in router.members:
-            watching.watch(member)
-        loops = [tasks.create_task(watching.tick()), tasks.create_task(planning.run())]
+        evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
+        planning = LongTermLoop(fleet, router, evacuations, deployment, problem, http, clock)
+        for member in fleet.members:
+            poller.start(member)
+        loops = [
+            tasks.create_task(run_short_term_loop(fleet, router, poller)),
+            tasks.create_task(planning.run()),
+        ]
         if deployment.gateway.plans:
-            replicating = Replication(router, moves, evacuations, clock, rules)
-            loops.append(tasks.create_task(replicating.run()))
-        lives = Dispatcher(router, calls, errands, moves, budget, clock)
+            replication = Replication(fleet, copies, evacuations, clock, rules)
+            loops.append(tasks.create_task(replication.run()))
+        budget = RetryBudget()
+        hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
+        dispatcher = Dispatcher(router, hand_offs, budget, planning.traffic, clock)
+        status = GatewayStatus(fleet, router, planning, budget, copies, clock)
         try:
-            yield GatewayBackend(router, lives, moves, watching, planning, budget, clock)
+            yield GatewayBackend(fleet, router, dispatcher, poller, status, clock)
         finally:
-            await lives.end(CUT_S)
+            await dispatcher.end(CUT_S)
             for loop in loops:
                 loop.cancel()
-            watching.end()
+            poller.stop()

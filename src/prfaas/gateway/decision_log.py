@@ -1,7 +1,7 @@
-"""Routing decisions as they were taken, one JSON line each, and the same decisions again.
+"""A log of routing decisions, one JSON line each, and their replay.
 
-A line has everything `route` was given but what is fixed for the deployment's life: its profiles
-and the problem behind the plan. JSON has no infinity; None stands for it.
+A line has all arguments of `route` except those that a deployment fixes: its profiles and the
+problem that the plan solves. JSON has no infinity; None stands for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Node(NamedTuple):
     node: NodeId
     role: Role
     usable: bool
-    free_at_s: float | None  # None: it never had work
+    free_at_s: float | None  # None: the node never had work
     queued: int
     active: int
     slots: int
@@ -49,7 +49,7 @@ class _Link(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One line."""
+    """One line of the log."""
 
     now_s: float
     request: Request
@@ -87,31 +87,31 @@ class DecisionLog:
 def replay(
     lines: Iterable[bytes], costs: Costs, plan: Plan
 ) -> Iterator[tuple[Decision, Route | Hold]]:
-    """Every recorded decision, and what `route` says today. `plan` lends its problem."""
+    """Yields every recorded decision, and what `route` decides now. `plan` supplies the problem."""
     for line in lines:
         decision = msgspec.json.decode(line, type=Decision)
-        then = replace(
+        recorded_plan = replace(
             plan,
             threshold_tokens=decision.threshold_tokens,
             roles=decision.roles,
             shares=decision.shares,
         )
         view = _view(decision, costs.paced(decision.paces))
-        yield decision, route(decision.request, view, then, _state(decision))
+        yield decision, route(decision.request, view, recorded_plan, _state(decision))
 
 
 def _decision(
     request: Request, view: View, plan: Plan, state: ShortTermState, taken: Route | Hold
 ) -> Decision:
-    ways = {**view.links, **state.links}
+    link_ids = {**view.links, **state.links}
     return Decision(
         now_s=view.now_s,
         request=request,
         clusters=[
-            _Cluster(cluster.cluster, [_written(node) for node in cluster.nodes])
+            _Cluster(cluster.cluster, [_node_record(node) for node in cluster.nodes])
             for cluster in (view.local, *view.remotes)
         ],
-        links=[_Link(*way, view.links.get(way), state.links.get(way)) for way in ways],
+        links=[_Link(*one, view.links.get(one), state.links.get(one)) for one in link_ids],
         cached={n: NodeMatch(c.tokens, c.attention_tokens) for n, c in view.cached.items()},
         held=dict(view.held),
         threshold_tokens=plan.threshold_tokens,
@@ -126,14 +126,13 @@ def _decision(
     )
 
 
-def _written(node: NodeView) -> _Node:
-    written = _Node(*node)
-    return written._replace(
+def _node_record(node: NodeView) -> _Node:
+    return _Node(*node)._replace(
         free_at_s=_finite(node.free_at_s), free_kv_bytes=_finite(node.free_kv_bytes)
     )
 
 
-def _read(node: _Node) -> NodeView:
+def _node_view(node: _Node) -> NodeView:
     return NodeView(
         node.node,
         node.role,
@@ -148,14 +147,14 @@ def _read(node: _Node) -> NodeView:
 
 def _view(decision: Decision, costs: Costs) -> View:
     local, *remotes = [
-        ClusterView(cluster.cluster, tuple(_read(node) for node in cluster.nodes))
+        ClusterView(cluster.cluster, tuple(_node_view(node) for node in cluster.nodes))
         for cluster in decision.clusters
     ]
     return View(
         decision.now_s,
         local,
         tuple(remotes),
-        {(way.source, way.target): way.view for way in decision.links if way.view is not None},
+        {(link.source, link.target): link.view for link in decision.links if link.view is not None},
         costs,
         decision.cached,
         decision.held,
@@ -165,7 +164,11 @@ def _view(decision: Decision, costs: Costs) -> View:
 def _state(decision: Decision) -> ShortTermState:
     return ShortTermState(
         decision.rules,
-        {(way.source, way.target): way.state for way in decision.links if way.state is not None},
+        {
+            (link.source, link.target): link.state
+            for link in decision.links
+            if link.state is not None
+        },
         decision.threshold_factor,
         -math.inf if decision.changed_s is None else decision.changed_s,
     )

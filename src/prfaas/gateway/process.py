@@ -1,4 +1,4 @@
-"""A gateway's process: front and back wired together, served until told to stop."""
+"""The gateway process: API and backend wired together, served until a signal stops it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
 _MB = 10**6
-SHORTEST_DRAIN_S = 0.01  # aiohttp takes zero for no limit
-LINGER_S = 1.0  # what is still being sent behind a refusal is read so long, so that it is heard
+SHORTEST_DRAIN_S = 0.01  # to aiohttp, zero means no limit
+# Drain the body this long after an early error, so that the client receives the response.
+LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """What was read from files that the deployment names, and what is not in it."""
+    """Contents of the files that the deployment names, and options that it does not have."""
 
-    words: ModelTokenizer | None = None
+    tokenizer: ModelTokenizer | None = None
     keys: Sequence[TenantKey] = ()
-    back: BackendOptions = BackendOptions()
-    drain_s: float = 30.0  # how long answers under way may take after a SIGTERM
+    backend: BackendOptions = BackendOptions()
+    drain_s: float = 30.0  # how long requests in flight may take after SIGTERM
 
 
 async def run_gateway(
@@ -51,17 +52,17 @@ async def run_gateway(
     options: GatewayOptions,
     report: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then lets answers end. Reports its URL once it listens."""
+    """Serves until SIGTERM or SIGINT, then drains. Reports its URL once it listens."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     clock = MonotonicClock()
     with _listen(deployment.gateway.host, deployment.gateway.port) as listening:
-        async with running(deployment, problem, options.back, clock) as back:
-            async with serving(deployment, back, options, clock, listening) as url:
-                # What lives as long as the process is not looked through for garbage again: every
-                # stream would wait for the 50 ms that takes.
+        async with running(deployment, problem, options.backend, clock) as backend:
+            async with serving(deployment, backend, options, clock, listening) as url:
+                # The garbage collector skips objects that live as long as the process: every stream
+                # would wait for the 50 ms that a scan takes.
                 gc.collect()
                 gc.freeze()
                 report(url)
@@ -77,15 +78,15 @@ async def serving(
     clock: Clock,
     listening: socket.socket,
 ) -> AsyncIterator[str]:
-    """The front over any backend; yields its URL."""
+    """Serves the API over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = ApiMetrics()
         metrics.include(backend.metrics)
-        front = GatewayApi(
+        api = GatewayApi(
             ServedModel(deployment.model.name, max_tokens),
             backend,
-            Prompts(options.words, max_tokens, threads),
+            Prompts(options.tokenizer, max_tokens, threads),
             Keyring(options.keys),
             BodyReader(
                 each_bytes=int(section.max_body_mb * _MB),
@@ -96,14 +97,14 @@ async def serving(
             RequestLog(metrics, clock),
         )
         runner = web.AppRunner(
-            front.application(),
-            # A client that hangs up ends its request, also where nothing is being written to it.
+            api.application(),
+            # A client that disconnects cancels its request, also while nothing is written to it.
             handler_cancellation=True,
             access_log=None,
-            # Also ends connections whose first request never gets complete.
+            # Also closes connections whose first request is never completed.
             keepalive_timeout=section.body_s,
             lingering_time=LINGER_S,
-            # aiohttp waits this long twice: once for the answers under way, and once more after it
+            # aiohttp waits this long twice: once for the requests in flight, and once more after it
             # has refused the rest of the bodies that are still arriving.
             shutdown_timeout=max(options.drain_s / 2, SHORTEST_DRAIN_S),
         )

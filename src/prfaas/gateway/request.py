@@ -1,7 +1,7 @@
-"""What the front (OpenAI over HTTP) asks of the back (routing, hand-off, retries): the seam.
+"""The seam between `api` (OpenAI over HTTP) and the backend (routing, hand-off, retries).
 
-No sockets and no HTTP here. A request that has been read, checked and tokenised is a
-`GatewayRequest`; what comes back is the decode engine's own answer, event by event, from its first
+No sockets and no HTTP here. A request that has been read, validated and tokenised is a
+`GatewayRequest`; the backend returns the decode engine's answer, event by event, from the first
 token on.
 """
 
@@ -20,9 +20,9 @@ from prfaas.gateway.client.token_ids import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """One request. `fields` is the client's body less `prompt`, `cache_salt` and
-    `kv_transfer_params`: it reaches the decode engine untouched, whatever it holds (messages,
-    tools, reasoning, structured output, ...); but streams always ask for their usage."""
+    """One request. `fields` is the client's body without `prompt`, `cache_salt` and
+    `kv_transfer_params`. It reaches the decode engine unchanged (messages, tools, reasoning,
+    structured output, ...), except that streams always request their usage."""
 
     id: str  # names the request in logs, at the nodes (X-Request-Id) and to the client
     path: Literal["/v1/completions", "/v1/chat/completions"]
@@ -30,7 +30,7 @@ class GatewayRequest:
     fields: Mapping[str, Any]
     salt: str  # the tenant's; prompts of different salts share no cache
     stream: bool
-    conversation: bool  # more turns are likely, so a state at the last boundary will be of use
+    conversation: bool  # more turns are likely, so a state at the last boundary is worth keeping
     prompt_logprobs: bool = False
     adapter: str = ""
     multimodal: bool = False
@@ -38,30 +38,30 @@ class GatewayRequest:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What became of a request; filled in as it happens, then logged and counted once."""
+    """The course of one request, filled in as it happens, then logged and counted once."""
 
     arrived_s: float
-    cluster: str = ""  # that prefilled
+    cluster: str = ""  # of the prefill node
     prefill: str = ""
     decode: str = ""
     offloaded: bool = False
     reason: str = ""
     cached_tokens: int = 0
-    nbytes: int = 0  # handed off, as expected by the route; the kvd counts what was sent
+    nbytes: int = 0  # of the hand-off, as the route expects; the kvd counts what it sends
     attempts: int = 0
-    waited_s: float = 0.0  # until its prefill began; 0 where none was handed off
-    # Moments on the gateway's clock; None: it never came to that.
+    waited_s: float = 0.0  # until its prefill began; 0 without a hand-off
+    # Times on the gateway's clock; None: the request did not get that far.
     routed_s: float | None = None
     granted_s: float | None = None
     committed_s: float | None = None
     first_token_s: float | None = None
-    failures: list[str] = field(default_factory=list)  # of attempts, one line each
+    failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
 
 
 class Upstream(Protocol):
     """The decode engine's answer. For a stream every item is a list of whole events
-    (`data: ...\\n\\n`) that have come together, of which the first is there already; else the one
-    item is the whole JSON body."""
+    (`data: ...\\n\\n`) that arrived together, and the first item has arrived already. Otherwise
+    the only item is the whole JSON body."""
 
     def events(self) -> AsyncIterator[Sequence[bytes]]:
         """Raises `StreamBroken`."""
@@ -69,21 +69,21 @@ class Upstream(Protocol):
 
 class Backend(Protocol):
     def answer(
-        self, ask: GatewayRequest, story: RequestTrace
+        self, request: GatewayRequest, trace: RequestTrace
     ) -> AbstractAsyncContextManager[Upstream]:
-        """Entering waits for the first token (raises `RequestError`); leaving, also by
-        cancellation, gives up whatever is still under way: grant, prefill, transfer, decode."""
+        """Entering the context waits for the first token or raises `RequestError`. Leaving it, also
+        by cancellation, releases what is still under way: grant, prefill, transfer, decode."""
 
-    def explain(self, ask: GatewayRequest) -> dict[str, Any]:
-        """Where it would go now and why, with every alternative's predicted TTFT. Dispatches
-        nothing."""
+    def explain(self, request: GatewayRequest) -> dict[str, Any]:
+        """Where the request would go now and why, with the predicted TTFT of every alternative.
+        Dispatches nothing."""
 
     def state(self) -> dict[str, Any]: ...
 
     def metrics(self) -> Iterable[Metric]:
-        """What the back counts, for Prometheus."""
+        """The backend's metrics for Prometheus."""
 
     def plan(self) -> dict[str, Any]: ...
 
-    def register(self, beat: Heartbeat) -> None:
-        """A kvd says that it is there. Raises `RequestError`."""
+    def register(self, heartbeat: Heartbeat) -> None:
+        """Adds the kvd that sent the heartbeat to the fleet. Raises `RequestError`."""

@@ -1,8 +1,8 @@
-"""What the short-term loop concluded, for people: one log line and one metric per change.
+"""Conclusions of the short-term loop for operators: one log line and one metric per change.
 
-Verdicts on links, rates that are believed of them, and the factor on the plan's threshold, each
-with its cause. Without these lines an operator cannot tell afterwards why requests went where they
-went.
+The conclusions are verdicts on links, estimates of their rates, and the factor on the plan's
+threshold, each with its cause. Without them an operator cannot find out later why requests were
+routed as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prfaas.scheduler.view import LinkId
 
 log = logging.getLogger(__name__)
 
-# A believed rate moves a little with every report. It is worth a line when it has moved this much
+# A link's estimated rate moves a little with every report. It is logged when it has moved this much
 # since the last line.
 _NOTABLE_RATIO = 1.5
 
@@ -27,27 +27,27 @@ _NOTABLE_RATIO = 1.5
 class ShortTermLog:
     def __init__(self) -> None:
         self._state: ShortTermState | None = None
-        self._said_bps: dict[LinkId, float | None] = {}
+        self._logged_bps: dict[LinkId, float | None] = {}
         self._changes: Counter[tuple[LinkId, str, str]] = Counter()  # link, verdict, cause
         self._factor_changes = 0
 
-    def tell(self, state: ShortTermState) -> None:
-        """The state after a round of reports."""
+    def record(self, state: ShortTermState) -> None:
+        """Logs and counts what has changed in the state since the last call."""
         before, self._state = self._state, state
         for link_id, link in state.links.items():
             known = LinkState() if before is None else before.links.get(link_id) or LinkState()
-            self._tell_verdict(link_id, known, link)
-            self._tell_rate(link_id, link)
+            self._record_verdict(link_id, known, link)
+            self._record_rate(link_id, link)
         if before is not None and before.threshold_factor != state.threshold_factor:
             self._factor_changes += 1
             log.info(
-                "the threshold factor is %g, it was %g: %s",
+                "the threshold factor changed to %g from %g: %s",
                 state.threshold_factor,
                 before.threshold_factor,
                 state.cause,
             )
 
-    def _tell_verdict(self, link_id: LinkId, known: LinkState, link: LinkState) -> None:
+    def _record_verdict(self, link_id: LinkId, known: LinkState, link: LinkState) -> None:
         if link.health.verdict is known.health.verdict:
             return
         cause = link.health.cause or known.health.cause
@@ -55,26 +55,26 @@ class ShortTermLog:
         level = logging.INFO if link.health.verdict is LinkVerdict.CLEAR else logging.WARNING
         log.log(
             level,
-            "link %s -> %s is %s, it was %s",
+            "link %s -> %s is %s; it was %s",
             *link_id,
             link.health.described,
             known.health.described,
         )
 
-    def _tell_rate(self, link_id: LinkId, link: LinkState) -> None:
-        said = self._said_bps.get(link_id)
+    def _record_rate(self, link_id: LinkId, link: LinkState) -> None:
+        logged = self._logged_bps.get(link_id)
         if link.bps is None:
-            if said is not None:
-                log.info("link %s -> %s is believed to carry what is configured", *link_id)
-        elif said is None or not said / _NOTABLE_RATIO <= link.bps <= said * _NOTABLE_RATIO:
+            if logged is not None:
+                log.info("link %s -> %s: estimated rate reset to the configured rate", *link_id)
+        elif logged is None or not logged / _NOTABLE_RATIO <= link.bps <= logged * _NOTABLE_RATIO:
             log.info(
-                "link %s -> %s is believed to carry %.3g Mbit/s: that arrived while bytes waited",
+                "link %s -> %s: estimated rate %.3g Mbit/s, as delivered while bytes waited",
                 *link_id,
                 link.bps / 1e6,
             )
         else:
             return
-        self._said_bps[link_id] = link.bps
+        self._logged_bps[link_id] = link.bps
 
     def metrics(self) -> Iterator[Metric]:
         if self._state is None:
@@ -86,7 +86,7 @@ class ShortTermLog:
         )
         rate = GaugeMetricFamily(
             "prfaas_gateway_link_believed_bps",
-            "Bits per second that a link is believed to carry; absent: as configured.",
+            "Estimated rate of a link in bits per second; absent: the configured rate.",
             labels=["source", "target"],
         )
         changes = CounterMetricFamily(
@@ -105,7 +105,7 @@ class ShortTermLog:
         yield changes
         yield GaugeMetricFamily(
             "prfaas_gateway_threshold_factor",
-            "What the plan's threshold is multiplied by.",
+            "Factor on the plan's offloading threshold.",
             value=self._state.threshold_factor,
         )
         yield CounterMetricFamily(

@@ -1,16 +1,19 @@
-"""The gateway's state as people and scripts read it: `/prfaas/v1/state`, `plan`, `explain`."""
+"""The gateway's state for operators and scripts: `/prfaas/v1/state`, `plan`, `explain`, metrics."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.clock import Clock
+from prfaas.gateway.dispatch.attempts import RetryBudget
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
-from prfaas.gateway.planning.plan_history import PlanHistory
+from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.scheduler.explain import Explanation
@@ -21,74 +24,153 @@ from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
 
 
-def shown_state(
-    router: Router,
-    book: PlanHistory,
-    budget: RetryBudget,
-    moves: PrefixCopies,
-    in_flight: int,
-    now_s: float,
-) -> dict[str, Any]:
-    view = router.board.view(now_s, {}, router.held.work)
-    clusters = [router.local, *router.remotes]
-    return {
-        "policy": router.state.rules.policy,
-        "up_s": round(now_s - router.started_s, 3),
-        "clusters": [_cluster(router, cluster, now_s) for cluster in clusters],
-        "links": [_link(way, link, router.state.links) for way, link in view.links.items()],
-        "plan": shown_plan(router.plan, now_s),
-        **_long_term(router, book, now_s),
-        "threshold_factor": router.state.threshold_factor,
-        "requests": {
-            "in_flight": in_flight,
-            "waiting": len(router.held),
-            "waiting_for": {c: router.held.count(c) for c in clusters if router.held.count(c)},
-        },
-        "retries": {
-            "left": round(budget.left, 1),
-            "spent": budget.spent,
-            "denied": budget.denied,
-        },
-        "moves": _moves(moves),
-    }
+class GatewayStatus:
+    """Reads the gateway's parts; changes none."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        loop: LongTermLoop,
+        budget: RetryBudget,
+        copies: PrefixCopies,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._loop = loop
+        self._budget = budget
+        self._copies = copies
+        self._clock = clock
+        self._started_s = clock.now()
+
+    def state(self, in_flight: int) -> dict[str, Any]:
+        router, now_s = self._router, self._clock.now()
+        view = self._fleet.board.view(now_s, {}, router.waiting_room.work)
+        clusters = self._clusters()
+        waiting = {c: router.waiting_room.count(c) for c in clusters}
+        return {
+            "policy": router.state.rules.policy,
+            "up_s": round(now_s - self._started_s, 3),
+            "clusters": [self._cluster(cluster, now_s) for cluster in clusters],
+            "links": [
+                _link(link_id, link, router.state.links) for link_id, link in view.links.items()
+            ],
+            "plan": plan_json(router.plan, now_s),
+            **self._long_term(now_s),
+            "threshold_factor": router.state.threshold_factor,
+            "requests": {
+                "in_flight": in_flight,
+                "waiting": len(router.waiting_room),
+                "waiting_for": {c: count for c, count in waiting.items() if count},
+            },
+            "retries": {
+                "left": round(self._budget.left, 1),
+                "spent": self._budget.spent,
+                "denied": self._budget.denied,
+            },
+            "moves": self._moves(),
+        }
+
+    def plan(self) -> dict[str, Any]:
+        return plan_json(self._router.plan, self._clock.now())
+
+    def metrics(self) -> Iterator[Metric]:
+        yield from self._copies.metrics()
+        yield from self._loop.history.metrics(self._router.plan)
+        pace = GaugeMetricFamily(
+            "prfaas_gateway_prefill_pace",
+            "Observed prefill time divided by the profile's.",
+            labels=["cluster"],
+        )
+        for cluster in self._clusters():
+            pace.add_metric([cluster], self._fleet.pace.factors.get(cluster, 1.0))
+        yield pace
+        yield from self._router.short_term_log.metrics()
+
+    def _clusters(self) -> list[ClusterId]:
+        return [self._fleet.local, *self._fleet.remotes]
+
+    def _long_term(self, now_s: float) -> dict[str, Any]:
+        """What the long-term loop has observed, and what it did."""
+        history = self._loop.history
+        seen = self._loop.traffic.summarise(now_s)
+        return {
+            "advises": history.advises,
+            "advice": None if history.advice is None else plan_json(history.advice, now_s),
+            "plans": [plan_json(plan, now_s) for plan in history.plans],
+            "conversions": [
+                {"age_s": round(now_s - done.at_s, 3), "node": done.node, "role": done.role}
+                for done in history.conversions
+            ],
+            "traffic": None if seen is None else seen._asdict(),
+        }
+
+    def _moves(self) -> dict[str, Any]:
+        under_way = [
+            {"why": copy.why, "from": copy.source, "to": copy.target, "tokens": copy.tokens}
+            for copy in self._copies.under_way
+        ]
+        totals: dict[str, Any] = {
+            why: {"made": t.made, "failed": t.failed, "tokens": t.tokens, "bytes": t.nbytes}
+            for why, t in self._copies.tallies.items()
+        }
+        return {"under_way": under_way, **totals}
+
+    def _cluster(self, cluster: ClusterId, now_s: float) -> dict[str, Any]:
+        return {
+            "cluster": cluster,
+            "prefill_pace": self._fleet.pace.factors.get(cluster, 1.0),
+            "nodes": [self._node(m, now_s) for m in self._fleet.members if m.cluster == cluster],
+        }
+
+    def _node(self, member: Member, now_s: float) -> dict[str, Any]:
+        fleet = self._fleet
+        found: dict[str, Any] = {
+            "node": member.node,
+            "url": member.engine_url,
+            "kvd_url": member.kvd_url,
+            "alive": member.is_alive(now_s),
+            "listed": member.listed,
+            "model": None if member.card is None else member.card.model,
+            "incompatible": list(fleet.members.differences(member)),
+        }
+        if member.node is not None and member.node in fleet.board:
+            seen = fleet.board.node(member.node)
+            wait_s = seen.free_at_s - now_s
+            found |= {
+                "role": seen.role,
+                "becomes": self._next_role(member.node),
+                "in_use": seen.usable,
+                "draining": fleet.roles.is_draining(member.node) or member.leaving,
+                "queued": seen.queued,
+                "wait_s": round(max(0.0, wait_s), 3) if math.isfinite(wait_s) else 0.0,
+                "active": seen.active,
+            }
+        if member.load is not None:
+            found |= {"running": member.load.running, "waiting": member.load.waiting}
+        report = member.report
+        if report is not None:
+            found |= {"epoch": report.role.epoch, "data_address": report.data_address}
+            if report.pool is not None:
+                pool = report.pool
+                used, idle = pool.occupancy.used_pages, pool.occupancy.idle_pages
+                found["cache"] = {
+                    "block_tokens": pool.block_tokens,
+                    "used_bytes": used * pool.page_bytes,
+                    "evictable_bytes": idle * pool.page_bytes,
+                    "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
+                }
+        return found
+
+    def _next_role(self, node: NodeId) -> str | None:
+        """The node's role in the plan, where it differs from its role now."""
+        plan = self._router.plan
+        wanted = None if plan is None else plan.roles.get(node)
+        return None if wanted == self._fleet.roles.of(node) else wanted
 
 
-def _long_term(router: Router, book: PlanHistory, now_s: float) -> dict[str, Any]:
-    """What the loop has seen, and what it did."""
-    seen = router.traffic.summarise(now_s)
-    return {
-        "advises": book.advises,
-        "advice": None if book.advice is None else shown_plan(book.advice, now_s),
-        "plans": [shown_plan(plan, now_s) for plan in book.plans],
-        "conversions": [
-            {"age_s": round(now_s - done.at_s, 3), "node": done.node, "role": done.role}
-            for done in book.conversions
-        ],
-        "traffic": None if seen is None else seen._asdict(),
-    }
-
-
-def pace_metric(router: Router) -> Metric:
-    says = "What prefills take over what the profile says."
-    found = GaugeMetricFamily("prfaas_gateway_prefill_pace", says, labels=["cluster"])
-    for cluster in (router.local, *router.remotes):
-        found.add_metric([cluster], router.paces.factors.get(cluster, 1.0))
-    return found
-
-
-def _moves(moves: PrefixCopies) -> dict[str, Any]:
-    under_way = [
-        {"why": m.why, "from": m.source, "to": m.target, "tokens": m.tokens}
-        for m in moves.under_way
-    ]
-    totals: dict[str, Any] = {
-        why: {"made": t.made, "failed": t.failed, "tokens": t.tokens, "bytes": t.nbytes}
-        for why, t in moves.tallies.items()
-    }
-    return {"under_way": under_way, **totals}
-
-
-def shown_plan(plan: Plan | None, now_s: float) -> dict[str, Any]:
+def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:
     if plan is None:
         return {"made": False, "reason": "no node of the PD cluster has answered yet"}
     return {
@@ -103,17 +185,17 @@ def shown_plan(plan: Plan | None, now_s: float) -> dict[str, Any]:
     }
 
 
-def shown_explanation(found: Explanation | None) -> dict[str, Any]:
+def explanation_json(found: Explanation | None) -> dict[str, Any]:
     if found is None:
         return {"chosen": {"wait": True, "reason": "no node decodes yet"}, "alternatives": []}
-    chosen = found.chosen
-    if isinstance(chosen, Hold):
-        shown: dict[str, Any] = {"wait": True, "reason": chosen.reason, "for": chosen.cluster}
+    if isinstance(found.chosen, Hold):
+        hold = found.chosen
+        chosen: dict[str, Any] = {"wait": True, "reason": hold.reason, "for": hold.cluster}
     else:
-        shown = {"wait": False, **chosen._asdict()}
-        shown["copies"] = [copy._asdict() for copy in chosen.copies]
+        chosen = {"wait": False, **found.chosen._asdict()}
+        chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {
-        "chosen": shown,
+        "chosen": chosen,
         "threshold_tokens": found.threshold_tokens,
         "alternatives": [
             {
@@ -129,65 +211,12 @@ def shown_explanation(found: Explanation | None) -> dict[str, Any]:
     }
 
 
-def _cluster(router: Router, cluster: ClusterId, now_s: float) -> dict[str, Any]:
-    return {
-        "cluster": cluster,
-        "prefill_pace": router.paces.factors.get(cluster, 1.0),
-        "nodes": [_node(router, m, now_s) for m in router.members if m.cluster == cluster],
-    }
-
-
-def _node(router: Router, member: Member, now_s: float) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "node": member.node,
-        "url": member.engine_url,
-        "kvd_url": member.kvd_url,
-        "alive": member.alive(now_s),
-        "listed": member.listed,
-        "model": None if member.card is None else member.card.model,
-        "incompatible": list(router.members.differences(member)),
-    }
-    if member.node is not None and member.node in router.board:
-        seen = router.board.node(member.node)
-        wait_s = seen.free_at_s - now_s
-        shown |= {
-            "role": seen.role,
-            "becomes": _becomes(router, member.node),
-            "in_use": seen.usable,
-            "draining": member.node in router.draining or member.leaving,
-            "queued": seen.queued,
-            "wait_s": round(max(0.0, wait_s), 3) if math.isfinite(wait_s) else 0.0,
-            "active": seen.active,
-        }
-    if member.load is not None:
-        shown |= {"running": member.load.running, "waiting": member.load.waiting}
-    report = member.report
-    if report is not None:
-        shown |= {"epoch": report.role.epoch, "data_address": report.data_address}
-        if report.pool is not None:
-            pool = report.pool
-            used, idle = pool.occupancy.used_pages, pool.occupancy.idle_pages
-            shown["cache"] = {
-                "block_tokens": pool.block_tokens,
-                "used_bytes": used * pool.page_bytes,
-                "evictable_bytes": idle * pool.page_bytes,
-                "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
-            }
-    return shown
-
-
-def _becomes(router: Router, node: NodeId) -> str | None:
-    """The role that it is to have, where that is another one."""
-    wanted = None if router.plan is None else router.plan.roles.get(node)
-    return None if wanted == router.roles.get(node) else wanted
-
-
-def _link(way: LinkId, link: LinkView, states: Any) -> dict[str, Any]:
-    known: LinkState = states.get(way) or LinkState()
+def _link(link_id: LinkId, link: LinkView, states: Mapping[LinkId, LinkState]) -> dict[str, Any]:
+    known = states.get(link_id) or LinkState()
     stats = link.stats
     return {
-        "from": way[0],
-        "to": way[1],
+        "from": link_id[0],
+        "to": link_id[1],
         "up": link.up,
         "verdict": known.health.verdict.value,
         "cause": known.health.cause,

@@ -161,7 +161,7 @@ async def api_server(
         aiohttp.ClientSession() as http,
     ):
         backend = OneNode(node)
-        options = GatewayOptions(words=tokenizer, keys=keys, drain_s=0.1)
+        options = GatewayOptions(tokenizer=tokenizer, keys=keys, drain_s=0.1)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(**section), backend, options, MonotonicClock(), listening

@@ -13,7 +13,7 @@ from aiohttp import web
 from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
 from prfaas.http_client.client import open_client
-from tests.gateway.backs import until
+from tests.gateway.backends import until
 
 DONE = b"data: [DONE]\n\n"
 TOKENS = [b'data: {"choices":[{"token_ids":[%d]}]}\n\n' % i for i in range(4)]

@@ -1,53 +1,89 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
-from prfaas.gateway.dispatch.attempts import PATIENCE_S, Attempts
-from prfaas.gateway.dispatch.handoff import Failed, Later
-from prfaas.gateway.dispatch.retry_budget import MAX_ATTEMPTS, RetryBudget
+from prfaas.gateway.dispatch.attempts import (
+    MAX_ATTEMPTS,
+    PLACEMENT_TIMEOUT_S,
+    Attempts,
+    RetryBudget,
+)
+from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
 from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow
-from tests.gateway.test_router import LONG, A, B, C, F, router, seeker
+from tests.gateway.fleets import LONG, A, B, C, F, fleet_and_router, placement
 
 
-def tries(clock: FakeClock) -> tuple[Attempts, Router, RequestTrace]:
-    subject, story = router(clock), RequestTrace(clock.now(), attempts=1)
-    return Attempts(subject, RetryBudget(), clock, story), subject, story
+def attempts(clock: FakeClock) -> tuple[Attempts, Router, RequestTrace]:
+    fleet, router = fleet_and_router(clock)
+    trace = RequestTrace(clock.now(), attempts=1)
+    return Attempts(fleet, RetryBudget(), clock, trace), router, trace
 
 
 async def test_after_a_failed_remote_prefill_all_remote_nodes_are_avoided() -> None:
     clock = FakeClock()
-    subject, at, story = tries(clock)
-    booking = await at.place(seeker(LONG, clock), 1.0)
-    subject.failed(Failed("it broke", B), booking)
-    assert (subject.avoid, story.failures) == ({B}, ["it broke"])
-    subject.failed(Failed("it broke", F, prefill=True), booking)
+    subject, router, trace = attempts(clock)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    subject.record_failure(AttemptFailed("it broke", B), booking)
+    assert (subject.avoid, trace.failures) == ({B}, ["it broke"])
+    subject.record_failure(AttemptFailed("it broke", F, prefill=True), booking)
     assert subject.avoid == {B, F}
 
 
-async def test_an_attempt_too_many_is_refused_with_the_reason() -> None:
+async def test_one_attempt_too_many_fails_with_the_reason() -> None:
     clock = FakeClock()
-    subject, at, story = tries(clock)
-    booking = await at.place(seeker(LONG, clock), 1.0)
-    story.attempts = MAX_ATTEMPTS
+    subject, router, trace = attempts(clock)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    trace.attempts = MAX_ATTEMPTS
     with pytest.raises(RequestError, match="it broke") as refused:
-        subject.failed(Failed("it broke", A), booking)
+        subject.record_failure(AttemptFailed("it broke", A), booking)
     assert refused.value.status == 503 and refused.value.retry_after_s
 
 
-def test_not_now_means_another_node_and_then_a_rest() -> None:
+def test_a_full_decode_node_means_another_node_and_then_a_backoff() -> None:
     clock = FakeClock()
-    subject, _, story = tries(clock)
-    subject.put_off(Later(B, NotNow("full", 5.0)))
-    assert (subject.avoid, story.attempts) == ({B}, 0), "nothing was tried"
-    story.attempts = 1
-    subject.put_off(Later(C, NotNow("full", 5.0)))
-    assert subject.avoid == frozenset(), "after a rest, everybody again"
-    clock.advance(PATIENCE_S - 1)
-    subject.put_off(Later(B, NotNow("full", 5.0)))
+    subject, _, trace = attempts(clock)
+    subject.record_full(DecodeNodeFull(B, NotNow("full", 5.0)))
+    assert (subject.avoid, trace.attempts) == ({B}, 0), "nothing was tried"
+    trace.attempts = 1
+    subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))
+    assert subject.avoid == frozenset(), "after the backoff all nodes are tried again"
+    clock.advance(PLACEMENT_TIMEOUT_S - 1)
+    subject.record_full(DecodeNodeFull(B, NotNow("full", 5.0)))
     with pytest.raises(RequestError, match="full") as refused:
-        subject.put_off(Later(C, NotNow("full", 5.0)))
+        subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5.0)
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_retries_are_a_share_of_the_requests(events: list[bool]) -> None:
+    budget = RetryBudget()
+    requests = 0
+    for is_request in events:
+        if is_request:
+            requests += 1
+            budget.add_request()
+        else:
+            budget.take(1)
+        assert 0 <= budget.left <= budget.limit
+        assert budget.spent <= budget.limit + requests * budget.per_request + 1e-9
+    assert budget.spent + budget.denied == len(events) - requests
+
+
+def test_the_attempts_of_one_request_are_bounded() -> None:
+    budget = RetryBudget()
+    assert [budget.take(n) for n in range(1, MAX_ATTEMPTS + 1)] == [True] * (MAX_ATTEMPTS - 1) + [
+        False
+    ]
+
+
+def test_a_quiet_time_saves_up_retries_up_to_the_limit() -> None:
+    budget = RetryBudget()
+    for _ in range(1000):
+        budget.add_request()
+    assert sum(budget.take(1) for _ in range(1000)) == budget.limit

@@ -1,4 +1,4 @@
-"""Requests through the back: real kvds and nodes, engines that check every byte they resume."""
+"""Requests through the backend: real kvds and nodes, engines that check every byte they resume."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route
 from prfaas.text import Chat, load_tokenizer
 from prfaas.types import NodeId
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     THRESHOLD,
     answered,
-    ask,
+    gateway_request,
     in_use,
     is_clean,
     problem,
@@ -45,31 +45,31 @@ def alone(hosts: Hosts, ids: list[int], max_tokens: int = 4) -> list[int]:
     return tokens
 
 
-async def collect(back: GatewayBackend, asked: GatewayRequest, story: RequestTrace) -> list[int]:
+async def collect(backend: GatewayBackend, asked: GatewayRequest, trace: RequestTrace) -> list[int]:
     tokens: list[int] = []
-    async with back.answer(asked, story) as upstream:
+    async with backend.answer(asked, trace) as upstream:
         async for together in upstream.events():
             tokens += [token for event in together for token in tokens_of(event)]
     return tokens
 
 
-def with_use(back: GatewayBackend, name: str) -> bool:
-    return any(node["node"] == name for node in in_use(back))
+def with_use(backend: GatewayBackend, name: str) -> bool:
+    return any(node["node"] == name for node in in_use(backend))
 
 
 async def test_long_prompts_are_prefilled_far_away_and_short_ones_at_home(emulated: Hosts) -> None:
-    async with serving(emulated.deployment()) as back:
-        (near,) = with_role(back, "prefill")
+    async with serving(emulated.deployment()) as backend:
+        (near,) = with_role(backend, "prefill")
         for ids, where, cluster in ((prompt(LONG), "far0", "far"), (prompt(SHORT), near, "pd")):
-            found = await answered(back, ask(ids))
+            found = await answered(backend, gateway_request(ids))
             assert found.tokens == alone(emulated, ids)
-            assert (found.story.prefill, found.story.cluster) == (where, cluster)
-            assert found.story.decode in with_role(back, "decode")
-            assert found.story.offloaded == (cluster == "far")
-            story = found.story
-            times = (story.routed_s, story.granted_s, story.committed_s, story.first_token_s)
+            assert (found.trace.prefill, found.trace.cluster) == (where, cluster)
+            assert found.trace.decode in with_role(backend, "decode")
+            assert found.trace.offloaded == (cluster == "far")
+            trace = found.trace
+            times = (trace.routed_s, trace.granted_s, trace.committed_s, trace.first_token_s)
             assert None not in times and list(times) == sorted(times)
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
@@ -79,22 +79,24 @@ async def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -
     record = tmp_path / "decisions.jsonl"
     made = emulated.deployment()
 
-    async def conversation(back: GatewayBackend, seed: int) -> None:
+    async def conversation(backend: GatewayBackend, seed: int) -> None:
         length = (1, 2, 70, SHORT, THRESHOLD + 1, LONG)[seed % 6]
         ids = prompt(length, seed)
         for turn in range(2):
-            asked = ask(ids, conversation=True, stream=seed % 2 == 0, salt=f"tenant {seed % 3}")
-            found = await answered(back, asked)
+            asked = gateway_request(
+                ids, conversation=True, stream=seed % 2 == 0, salt=f"tenant {seed % 3}"
+            )
+            found = await answered(backend, asked)
             expected = await asyncio.to_thread(alone, emulated, ids)
             assert found.tokens == expected, f"conversation {seed}, turn {turn}"
             ids = [*ids, *found.tokens, *prompt(200, seed)]
 
-    async with serving(made, record=record) as back:
+    async with serving(made, record=record) as backend:
         async with asyncio.TaskGroup() as group:
             for seed in range(24):
-                group.create_task(conversation(back, seed))
-        await until(lambda: is_clean(back))
-        assert back.state()["retries"]["spent"] == 0
+                group.create_task(conversation(backend, seed))
+        await until(lambda: is_clean(backend))
+        assert backend.state()["retries"]["spent"] == 0
     await asyncio.to_thread(emulated.wait_until_idle)
     solved = problem(made)
     lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
@@ -110,19 +112,19 @@ async def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
     far = emulated.far[0]
 
     try:
-        async with serving(emulated.deployment()) as back:
-            (near,) = with_role(back, "prefill")
+        async with serving(emulated.deployment()) as backend:
+            (near,) = with_role(backend, "prefill")
             far.node.popen.send_signal(signal.SIGSTOP)
-            asked, story = ask(prompt(LONG, 1)), RequestTrace(0.0)
-            answering = asyncio.create_task(collect(back, asked, story))
-            await until(lambda: story.granted_s is not None)
+            asked, trace = gateway_request(prompt(LONG, 1)), RequestTrace(0.0)
+            answering = asyncio.create_task(collect(backend, asked, trace))
+            await until(lambda: trace.granted_s is not None)
             far.node.kill()
             assert await answering == alone(emulated, prompt(LONG, 1))
-            assert (story.attempts, story.prefill, len(story.failures)) == (2, near, 1)
-            await until(lambda: is_clean(back) and not with_use(back, "far0"))
-            # Nobody is there: the next one goes home at once.
-            found = await answered(back, ask(prompt(LONG, 2)))
-            assert (found.story.attempts, found.story.prefill) == (1, near)
+            assert (trace.attempts, trace.prefill, len(trace.failures)) == (2, near, 1)
+            await until(lambda: is_clean(backend) and not with_use(backend, "far0"))
+            # The far node does not answer: the next request is prefilled at home at once.
+            found = await answered(backend, gateway_request(prompt(LONG, 2)))
+            assert (found.trace.attempts, found.trace.prefill) == (1, near)
     finally:
         far.begin_node()
         far.wait_until_ready()
@@ -134,19 +136,19 @@ async def test_a_dead_decode_node_is_replaced_before_the_first_token(emulated: H
     lost: list[Host] = []
 
     try:
-        async with serving(emulated.deployment()) as back:
+        async with serving(emulated.deployment()) as backend:
             expected = alone(emulated, prompt(LONG, 3))
             far.node.popen.send_signal(signal.SIGSTOP)
-            asked, story = ask(prompt(LONG, 3)), RequestTrace(0.0)
-            answering = asyncio.create_task(collect(back, asked, story))
-            await until(lambda: story.granted_s is not None)
-            first = story.decode
+            asked, trace = gateway_request(prompt(LONG, 3)), RequestTrace(0.0)
+            answering = asyncio.create_task(collect(backend, asked, trace))
+            await until(lambda: trace.granted_s is not None)
+            first = trace.decode
             lost.append(emulated.named(first))
             lost[0].node.kill()
             far.node.popen.send_signal(signal.SIGCONT)
             assert await answering == expected
-            assert story.attempts >= 2 and story.decode != first
-            await until(lambda: is_clean(back))
+            assert trace.attempts >= 2 and trace.decode != first
+            await until(lambda: is_clean(backend))
     finally:
         far.node.popen.send_signal(signal.SIGCONT)
         for host in lost:
@@ -159,16 +161,18 @@ async def test_behind_the_first_token_nothing_is_tried_again(emulated: Hosts) ->
     lost: list[Host] = []
 
     try:
-        async with serving(emulated.deployment()) as back:
-            story = RequestTrace(0.0)
+        async with serving(emulated.deployment()) as backend:
+            trace = RequestTrace(0.0)
             with pytest.raises(StreamBroken):
-                async with back.answer(ask(prompt(SHORT, 4), 20_000), story) as upstream:
+                async with backend.answer(
+                    gateway_request(prompt(SHORT, 4), 20_000), trace
+                ) as upstream:
                     async for _ in upstream.events():
                         if not lost:
-                            lost.append(emulated.named(story.decode))
+                            lost.append(emulated.named(trace.decode))
                             lost[0].node.kill()
-            assert story.attempts == 1
-            await until(lambda: is_clean(back))
+            assert trace.attempts == 1
+            await until(lambda: is_clean(backend))
     finally:
         for host in lost:
             host.begin_node()
@@ -181,33 +185,33 @@ async def test_a_client_that_leaves_takes_everything_along(emulated: Hosts, mome
     far = emulated.far[0]
 
     try:
-        async with serving(emulated.deployment()) as back:
-            asked, story = ask(prompt(LONG, 5), 20_000), RequestTrace(0.0)
+        async with serving(emulated.deployment()) as backend:
+            asked, trace = gateway_request(prompt(LONG, 5), 20_000), RequestTrace(0.0)
             if moment == "prefill":
                 far.node.popen.send_signal(signal.SIGSTOP)
-            answering = asyncio.create_task(collect(back, asked, story))
+            answering = asyncio.create_task(collect(backend, asked, trace))
             reached = "granted_s" if moment == "prefill" else "first_token_s"
-            await until(lambda: getattr(story, reached) is not None)
+            await until(lambda: getattr(trace, reached) is not None)
             answering.cancel()
             await asyncio.wait([answering])
             assert answering.cancelled()
             far.node.popen.send_signal(signal.SIGCONT)
-            await until(lambda: is_clean(back))
-            assert story.attempts == 1
+            await until(lambda: is_clean(backend))
+            assert trace.attempts == 1
     finally:
         far.node.popen.send_signal(signal.SIGCONT)
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
 async def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> None:
-    async with serving(emulated.deployment()) as back:
-        asked = ask(prompt(70))
+    async with serving(emulated.deployment()) as backend:
+        asked = gateway_request(prompt(70))
         asked.fields["presence_penalty"] = 1.0  # type: ignore[index]
         with pytest.raises(RequestError) as refused:
-            await answered(back, asked)
+            await answered(backend, asked)
         assert (refused.value.status, refused.value.param) == (400, "presence_penalty")
-        await until(lambda: is_clean(back))
-        assert back.state()["retries"]["spent"] == 0
+        await until(lambda: is_clean(backend))
+        assert backend.state()["retries"]["spent"] == 0
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
@@ -216,22 +220,22 @@ async def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
     enough for home, where the prefill node lacks it."""
     ids = prompt(LONG + 64, 9)
 
-    async with serving(emulated.deployment()) as back:
-        first = await answered(back, ask(ids, conversation=True))
-        again = ask([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
+    async with serving(emulated.deployment()) as backend:
+        first = await answered(backend, gateway_request(ids, conversation=True))
+        again = gateway_request([*ids, *first.tokens, *prompt(100, 9)], conversation=True)
 
         def copies() -> list[dict[str, object]]:
-            found: list[dict[str, object]] = back.explain(again)["chosen"]["copies"]
+            found: list[dict[str, object]] = backend.explain(again)["chosen"]["copies"]
             return found
 
         await until(lambda: bool(copies()))
-        near = emulated.named(with_role(back, "prefill")[0])
+        near = emulated.named(with_role(backend, "prefill")[0])
         before = near.hit_tokens()
-        second = await answered(back, again)
-        assert not second.story.offloaded and second.story.cached_tokens >= LONG
-        assert near.hit_tokens() - before == second.story.cached_tokens
-        assert second.story.attempts == 1
-        await until(lambda: is_clean(back))
+        second = await answered(backend, again)
+        assert not second.trace.offloaded and second.trace.cached_tokens >= LONG
+        assert near.hit_tokens() - before == second.trace.cached_tokens
+        assert second.trace.attempts == 1
+        await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
@@ -241,18 +245,18 @@ async def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
     """The gateway's tokenizer is not the engines' own: that costs time, and no answer."""
     messages = [{"role": "user", "content": "why? " * LONG}]
     rendered = load_tokenizer(emulated.tokenizer).encode_chat(Chat(messages))
-    asked = ask(prompt(LONG), stream=False, conversation=True)
+    asked = gateway_request(prompt(LONG), stream=False, conversation=True)
     fields = {**asked.fields, "messages": messages}
     asked = replace(asked, path="/v1/chat/completions", fields=fields)
 
-    async with serving(emulated.deployment()) as back:
-        story = RequestTrace(0.0)
-        async with back.answer(asked, story) as upstream:
+    async with serving(emulated.deployment()) as backend:
+        trace = RequestTrace(0.0)
+        async with backend.answer(asked, trace) as upstream:
             body = b"".join([e async for events in upstream.events() for e in events])
         usage = json.loads(body)["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
-        assert (story.attempts, story.prefill) == (2, story.decode)
-        assert "tokenised this chat differently" in story.reason
-        await until(lambda: is_clean(back))
-    assert "Is [gateway] tokenizer the engines' own?" in caplog.text
+        assert (trace.attempts, trace.prefill) == (2, trace.decode)
+        assert "other tokens" in trace.reason
+        await until(lambda: is_clean(backend))
+    assert "Check that [gateway] tokenizer" in caplog.text
     await asyncio.to_thread(emulated.wait_until_idle)

@@ -8,11 +8,11 @@ from prfaas.gateway.fleet.link_reports import (
     CONNECTING_S,
     STALLED_S,
     LinkReports,
-    combined,
+    combine,
 )
 from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member, Membership
 from prfaas.types import LinkStats
-from tests.gateway.backs import FAR, HOME, deployment
+from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
 
 STATS = LinkStats(
@@ -34,49 +34,49 @@ OUT = (FAR, HOME)
 
 def test_senders_of_one_link_add_up() -> None:
     other = msgspec.structs.replace(STATS, waited_s=0.4, late_s=0.2, rtt_s=0.01, delivery_bps=None)
-    total = combined([STATS, other], 50.0)
+    total = combine([STATS, other], 50.0)
     assert (total.at_s, total.connections, total.goodput_bps) == (50.0, 8, 2e9)
     assert (total.backlog_bytes, total.in_flight_bytes) == (1000, 600)
     assert (total.waited_s, total.late_s, total.rtt_s) == (1.0, 0.2, 0.01)
     assert total.delivery_bps == 3e9, "one sender's bytes wait, so the link is full of both's"
     quiet = msgspec.structs.replace(STATS, delivery_bps=None)
-    assert combined([quiet, quiet], 50.0).delivery_bps is None
+    assert combine([quiet, quiet], 50.0).delivery_bps is None
     assert (total.retransmitted_segments, total.congestion_window_bytes) == (6, 200)
 
 
 def test_without_connections_a_link_is_cut_only_when_something_waits() -> None:
     broken = msgspec.structs.replace(STATS, connections=0)
-    assert combined([broken], 1.0).connections == 0
-    assert combined([msgspec.structs.replace(broken, backlog_bytes=0)], 1.0).connections > 0
+    assert combine([broken], 1.0).connections == 0
+    assert combine([msgspec.structs.replace(broken, backlog_bytes=0)], 1.0).connections > 0
     just_ready = msgspec.structs.replace(broken, waited_s=CONNECTING_S / 2)
-    assert combined([just_ready], 1.0).connections > 0, "connections are made when they are needed"
+    assert combine([just_ready], 1.0).connections > 0, "connections are made when they are needed"
 
 
 def test_what_waited_for_a_late_receiver_did_not_wait_for_the_path() -> None:
     subject, members = two_clusters()
     d, _, p = members
-    members.heard(p, report("p", links=(STATS,)), 0.0)
+    members.record_report(p, report("p", links=(STATS,)), 0.0)
 
-    def heard(late_s: float, at_s: float) -> LinkStats:
-        members.heard(d, report("d", late_s=late_s), at_s)
+    def collect(late_s: float, at_s: float) -> LinkStats:
+        members.record_report(d, report("d", late_s=late_s), at_s)
         stats = msgspec.structs.replace(STATS, at_s=at_s)
-        members.heard(p, report("p", links=(stats,)), at_s)
-        return subject.new(list(members), at_s)[OUT]
+        members.record_report(p, report("p", links=(stats,)), at_s)
+        return subject.collect(list(members), at_s)[OUT]
 
-    assert (heard(0.0, 2.0).waited_s, heard(0.0, 3.0).delivery_bps) == (1.0, 2e9)
-    assert (heard(0.75, 4.0).waited_s, heard(0.75, 5.0).delivery_bps) == (0.25, 2e9)
-    assert (heard(1.5, 6.0).waited_s, heard(1.5, 7.0).delivery_bps) == (0.0, None)
+    assert (collect(0.0, 2.0).waited_s, collect(0.0, 3.0).delivery_bps) == (1.0, 2e9)
+    assert (collect(0.75, 4.0).waited_s, collect(0.75, 5.0).delivery_bps) == (0.25, 2e9)
+    assert (collect(1.5, 6.0).waited_s, collect(1.5, 7.0).delivery_bps) == (0.0, None)
 
 
 def test_a_receiver_that_does_not_answer_is_late_until_it_is_dead() -> None:
     subject, members = two_clusters()
     d, _, p = members
-    members.heard(d, report("d"), 10.0)
+    members.record_report(d, report("d"), 10.0)
 
     def waited_s(now_s: float) -> float:
         stats = msgspec.structs.replace(STATS, at_s=now_s)
-        members.heard(p, report("p", links=(stats,)), now_s)
-        return subject.new(list(members), now_s)[OUT].waited_s
+        members.record_report(p, report("p", links=(stats,)), now_s)
+        return subject.collect(list(members), now_s)[OUT].waited_s
 
     assert waited_s(10.5) == 1.0
     assert waited_s(10.0 + ANSWERS_WITHIN_S + 0.4) == pytest.approx(0.6)
@@ -102,24 +102,24 @@ def test_an_address_tells_the_cluster_and_old_news_is_none() -> None:
     d, e, p = members
     local = msgspec.structs.replace(STATS, peer="e:7400")
     unknown = msgspec.structs.replace(STATS, peer="x:7400")
-    members.heard(d, report("d", links=(local,)), 0.0)
-    members.heard(e, report("e"), 0.0)
-    members.heard(p, report("p", links=(STATS, unknown)), 0.0)
-    found = subject.new(list(members), 9.0)
-    assert set(found) == {OUT} and found[OUT] == combined([STATS], 9.0)
-    assert subject.new(list(members), 10.0) == {}
+    members.record_report(d, report("d", links=(local,)), 0.0)
+    members.record_report(e, report("e"), 0.0)
+    members.record_report(p, report("p", links=(STATS, unknown)), 0.0)
+    found = subject.collect(list(members), 9.0)
+    assert set(found) == {OUT} and found[OUT] == combine([STATS], 9.0)
+    assert subject.collect(list(members), 10.0) == {}
     later = msgspec.structs.replace(STATS, at_s=2.0)
-    members.heard(p, report("p", links=(later,)), 0.0)
-    assert set(subject.new(list(members), 11.0)) == {OUT}
+    members.record_report(p, report("p", links=(later,)), 0.0)
+    assert set(subject.collect(list(members), 11.0)) == {OUT}
 
 
 def test_a_relay_stands_for_the_cluster_behind_it() -> None:
     subject, members = two_clusters("relay:1")
     *_, p = members
     relayed = msgspec.structs.replace(STATS, peer="relay:1")
-    members.heard(p, report("p", links=(relayed,)), 0.0)
-    assert set(subject.new(list(members), 9.0)) == {OUT}
-    assert subject.via(OUT) == "relay:1"
+    members.record_report(p, report("p", links=(relayed,)), 0.0)
+    assert set(subject.collect(list(members), 9.0)) == {OUT}
+    assert subject.relay(OUT) == "relay:1"
 
 
 def test_connections_over_which_nothing_passes_are_none() -> None:
@@ -130,8 +130,8 @@ def test_connections_over_which_nothing_passes_are_none() -> None:
         stats = msgspec.structs.replace(
             STATS, peer="relay:1", at_s=at_s, goodput_bps=goodput_bps, backlog_bytes=10
         )
-        members.heard(p, report("p", links=(stats,)), 0.0)
-        return subject.new(list(members), at_s)[OUT].connections
+        members.record_report(p, report("p", links=(stats,)), 0.0)
+        return subject.collect(list(members), at_s)[OUT].connections
 
     assert connections(10.0, 0.0) > 0
     assert connections(10.0 + 0.9 * STALLED_S, 0.0) > 0
@@ -147,10 +147,10 @@ def test_retransmissions_count_once() -> None:
 
     def retransmitted(member: Member, stats: LinkStats) -> int | None:
         name = "p" if member is p else "q"
-        members.heard(member, report(name, links=(stats,)), 0.0)
-        return subject.new(list(members), 9.0)[OUT].retransmitted_segments
+        members.record_report(member, report(name, links=(stats,)), 0.0)
+        return subject.collect(list(members), 9.0)[OUT].retransmitted_segments
 
     assert retransmitted(p, relayed) == 3
-    also = members.registered("http://q:2", FAR, 0.0)
+    also = members.register("http://q:2", FAR, 0.0)
     assert also is not None
     assert retransmitted(also, relayed) == 3, "of the first one's nothing is new"

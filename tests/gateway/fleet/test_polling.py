@@ -1,20 +1,181 @@
+"""Polls of one member whose kvd and engine are loopback HTTP servers."""
+
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import MonotonicClock
+from prfaas.gateway.client.node_client import Load
+from prfaas.gateway.fleet import polling
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.membership import FORGOTTEN_AFTER_S, Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
-from tests.gateway.test_router import router
+from prfaas.types import ClusterId, HashEvent, NodeId
+from tests.gateway.backends import FAR, prompt, until
+from tests.gateway.fleets import fleet_and_router
+from tests.gateway.peers import Peer, peer
+from tests.gateway.reports import report
+
+N = NodeId("n")
+STATS, EVENTS = "GET /v1/stats", "GET /v1/events"
+MODELS, METRICS, HEALTH = "GET /v1/models", "GET /metrics", "GET /health"
+CARD = {"data": [{"id": "m", "max_model_len": 4096, "prfaas": {}}]}
+LOAD = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
+PROMPT = PromptHashes(prompt(640))
 
 
-async def test_a_member_that_registers_during_the_shutdown_is_not_watched() -> None:
-    """Nor is the coroutine left behind that would have watched it: Python would warn of it."""
-    clock = FakeClock()
-    subject = router(clock)
+@dataclass(slots=True)
+class Case:
+    fleet: Fleet
+    poller: Poller
+    member: Member
+    kvd: Peer
+    engine: Peer
 
-    async with open_client() as calls:
+    @property
+    def is_usable(self) -> bool:
+        return N in self.fleet.board and self.fleet.board.node(N).usable
+
+    def cached_tokens(self) -> int:
+        return self.fleet.manager.match(PROMPT).node_tokens(N)
+
+
+@asynccontextmanager
+async def polled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
+    """A member that has just registered, and answers nothing yet."""
+    monkeypatch.setattr(polling, "KVD_EVERY_S", 0.01)
+    monkeypatch.setattr(polling, "ENGINE_EVERY_S", 0.01)
+    clock = MonotonicClock()
+    fleet, _ = fleet_and_router(clock)
+    async with peer() as kvd, peer() as engine, open_client() as http:
         async with asyncio.TaskGroup() as tasks:
-            watching = Poller(subject, calls, clock, tasks)
-        watching.watch(next(iter(subject.members)))
-        watching.end()
+            poller = Poller(fleet, http, clock, tasks)
+            member = fleet.register(kvd.url, ClusterId(FAR))
+            assert member is not None
+            member.url = engine.url
+            poller.start(member)
+            yield Case(fleet, poller, member, kvd, engine)
+            poller.stop()
+
+
+async def answer(one: Case) -> None:
+    await one.kvd.script(STATS, report(N))
+    await one.engine.script(MODELS, CARD)
+    await one.engine.script(METRICS, LOAD)
+    await one.engine.script(HEALTH, {})
+
+
+def page(next_seq: int, *events: HashEvent, instance: str = "first", **more: Any) -> dict[str, Any]:
+    return {
+        "node": N,
+        "instance": instance,
+        "next_seq": next_seq,
+        "events": list(events),
+        **more,
+    }
+
+
+def stored(seq: int, group: str, blocks: int) -> HashEvent:
+    hashes = PROMPT.at(64)[:blocks]
+    return HashEvent(seq, N, group, 64, tuple(hashes if group == "full" else hashes[-1:]), "stored")
+
+
+async def test_a_member_is_used_once_kvd_and_engine_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with polled(monkeypatch) as one:
+        await one.kvd.script(STATS, report(N))
+        await until(lambda: one.member.report is not None)
+        assert not one.is_usable
+        await answer(one)
+        await until(lambda: one.is_usable)
+        assert one.member.card is not None and one.member.card.ours
+        assert one.member.load == Load(running=2, waiting=1)
+        assert len(one.engine.bodies[MODELS]) == 1, "the card is asked for once"
+
+
+async def test_an_engine_that_fails_loses_its_card_and_is_asked_for_it_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with polled(monkeypatch) as one:
+        await answer(one)
+        await until(lambda: one.is_usable)
+        await one.engine.script(METRICS, "broken", 500)
+        await until(lambda: one.member.card is None)
+        await one.engine.script(MODELS, {"data": [{"id": "other"}]})
+        # One request may have been answered before; the one after it has the new card.
+        await one.engine.requested(MODELS, times=len(one.engine.bodies[MODELS]) + 2)
+        await one.engine.script(METRICS, LOAD)
+        await until(lambda: one.member.card is not None and one.member.card.model == "other")
+        assert caplog.text.count(f"the engine of {one.kvd.url} does not answer") == 1
+
+
+async def test_a_draining_engine_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with polled(monkeypatch) as one:
+        await answer(one)
+        await until(lambda: one.is_usable)
+        await one.engine.script(HEALTH, {"error": {"code": "draining", "message": "bye"}}, 503)
+        await until(lambda: not one.is_usable)
+        assert one.member.leaving and one.member.card is not None
+
+
+async def test_cache_events_are_applied_after_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with polled(monkeypatch) as one:
+        await answer(one)
+        held = {"full": PROMPT.at(64)[:2], "state": PROMPT.at(64)[1:2]}
+        await one.kvd.script(EVENTS, page(7, snapshot=held))
+        await until(lambda: one.cached_tokens() == 2 * 64)
+        await one.kvd.script(EVENTS, page(9, stored(7, "full", 5), stored(8, "state", 5)))
+        await until(lambda: one.cached_tokens() == 5 * 64)
+
+
+async def test_after_a_restart_of_the_kvd_a_snapshot_replaces_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with polled(monkeypatch) as one:
+        await answer(one)
+        held = {"full": PROMPT.at(64)[:2], "state": PROMPT.at(64)[1:2]}
+        await one.kvd.script(EVENTS, page(7, snapshot=held))
+        await until(lambda: one.cached_tokens() == 2 * 64)
+        await one.kvd.script(EVENTS, page(3, stored(2, "full", 5), instance="second"))
+        asked = len(one.kvd.bodies[EVENTS])
+        await one.kvd.requested(EVENTS, times=asked + 2)
+        assert one.cached_tokens() == 2 * 64, "events of another process need a snapshot first"
+        await one.kvd.script(EVENTS, page(3, instance="second", snapshot={"full": [], "state": []}))
+        await until(lambda: one.cached_tokens() == 0)
+
+
+async def test_a_member_that_has_expired_is_not_polled_any_more() -> None:
+    clock = FakeClock()
+    fleet, _ = fleet_and_router(clock)
+    async with open_client() as http, asyncio.TaskGroup() as tasks:
+        poller = Poller(fleet, http, clock, tasks)
+        member = fleet.register("http://127.0.0.1:1", ClusterId(FAR))
+        assert member is not None
+        poller.start(member)
+        poller.drop_expired()
+        assert member in list(fleet.members)
+        clock.advance(FORGOTTEN_AFTER_S + 1.0)
+        poller.drop_expired()
+        assert member not in list(fleet.members)
+        # The task group ends because the member's task is cancelled.
+
+
+async def test_a_member_that_registers_during_the_shutdown_is_not_polled() -> None:
+    """Its coroutine is closed: Python would warn of one that was never awaited."""
+    clock = FakeClock()
+    fleet, _ = fleet_and_router(clock)
+    async with open_client() as http:
+        async with asyncio.TaskGroup() as tasks:
+            poller = Poller(fleet, http, clock, tasks)
+        poller.start(next(iter(fleet.members)))
+        poller.stop()

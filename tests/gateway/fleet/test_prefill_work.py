@@ -7,10 +7,10 @@ from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 
 
-def test_the_first_is_at_work_since_the_one_before_ended() -> None:
+def test_the_first_job_has_run_since_the_one_before_ended() -> None:
     work = PrefillWork()
-    work.give("a", 4.0, 10.0)
-    work.give("b", 6.0, 11.0)
+    work.add("a", 4.0, 10.0)
+    work.add("b", 6.0, 11.0)
     assert work.left_s(12.0) == 2.0 + 6.0
     assert work.left_s(20.0) == 6.0, "it takes longer than expected, but is still the first"
     assert work.end("a", 20.0) and not work.end("a", 21.0)
@@ -19,31 +19,31 @@ def test_the_first_is_at_work_since_the_one_before_ended() -> None:
     assert work.left_s(30.0) == 0.0
 
 
-def test_what_others_gave_a_node_counts_at_our_average() -> None:
+def test_requests_of_other_gateways_count_with_the_average() -> None:
     work = PrefillWork()
-    work.give("a", 4.0, 10.0)
-    report = work.report(Load(running=1, waiting=2), "prefill", 1, 0, 10.0)
+    work.add("a", 4.0, 10.0)
+    report = work.node_report(Load(running=1, waiting=2), "prefill", 1, 0, 10.0)
     assert (report.work_s, report.decoding) == (4.0 + 2 * 4.0, 0)
 
 
-def test_an_idle_node_has_nothing_to_do_but_what_is_on_its_way() -> None:
+def test_an_idle_node_has_the_work_that_was_just_sent() -> None:
     work = PrefillWork()
-    assert work.report(Load(0, 0), "prefill", 0, 0, 10.0).work_s == 0.0
-    work.give("a", 4.0, 10.0)
-    assert work.report(Load(0, 0), "prefill", 1, 0, 10.0).work_s == 4.0
+    assert work.node_report(Load(0, 0), "prefill", 0, 0, 10.0).work_s == 0.0
+    work.add("a", 4.0, 10.0)
+    assert work.node_report(Load(0, 0), "prefill", 1, 0, 10.0).work_s == 4.0
 
 
 def test_requests_at_a_decode_node_are_decoded() -> None:
-    report = PrefillWork().report(Load(running=5, waiting=1), "decode", 0, 2, 3.0)
+    report = PrefillWork().node_report(Load(running=5, waiting=1), "decode", 0, 2, 3.0)
     assert (report.at_s, report.work_s, report.decoding) == (3.0, 0.0, 6)
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=20))
-def test_work_never_is_negative(steps: list[tuple[float, float]]) -> None:
+def test_work_is_never_negative(steps: list[tuple[float, float]]) -> None:
     work, now_s = PrefillWork(), 0.0
     for index, (later_s, work_s) in enumerate(steps):
         now_s += later_s
-        work.give(index, work_s, now_s)
+        work.add(index, work_s, now_s)
         if index % 3 == 2:
             work.end(index - 1, now_s)
         total = sum(w for _, w in steps[: index + 1])

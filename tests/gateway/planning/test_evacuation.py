@@ -10,19 +10,19 @@ import pytest
 
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.types import NodeId
-from tests.gateway.backs import in_use, is_clean, moved, prompt, serving, until, with_role
+from tests.gateway.backends import in_use, is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 
 
-def other(back: GatewayBackend, name: str) -> str:
-    (found,) = set(with_role(back, "prefill")) - {name}
+def other(backend: GatewayBackend, name: str) -> str:
+    (found,) = set(with_role(backend, "prefill")) - {name}
     return found
 
 
-def running(back: GatewayBackend, name: str) -> int:
+def running(backend: GatewayBackend, name: str) -> int:
     """Requests at that engine, as it last said."""
-    (found,) = [node for node in in_use(back) if node["node"] == name]
+    (found,) = [node for node in in_use(backend) if node["node"] == name]
     requests: int = found["running"]
     return requests
 
@@ -32,24 +32,24 @@ async def test_before_a_node_changes_its_role(
 ) -> None:
     caplog.set_level("INFO", "prfaas.gateway")
 
-    async with serving(deployment(unassigned, replicate=False)) as back:
-        crowd = Crowd(unassigned, back, "converting")
+    async with serving(deployment(unassigned, replicate=False)) as backend:
+        crowd = Crowd(unassigned, backend, "converting")
         holder = await crowd.warm()
         name = holder.stats()["node"]
-        keeper = unassigned.named(other(back, name))
-        (decodes,) = with_role(back, "decode")
-        plan = back.router.plan
+        keeper = unassigned.named(other(backend, name))
+        (decodes,) = with_role(backend, "decode")
+        plan = backend.router.plan
         assert plan is not None and crowd.held_by(keeper) == 0
         swapped = {**plan.roles, NodeId(name): "decode", NodeId(decodes): "prefill"}
-        back.router.plan = replace(plan, roles=swapped)
-        await until(lambda: name in with_role(back, "decode"))
-        assert moved(back, "evacuate") == (1, 0)
+        backend.router.follow(replace(plan, roles=swapped))
+        await until(lambda: name in with_role(backend, "decode"))
+        assert moved(backend, "evacuate") == (1, 0)
         assert crowd.held_by(keeper) == SHARED_TOKENS
-        await until(lambda: len(with_role(back, "prefill")) == 2)
+        await until(lambda: len(with_role(backend, "prefill")) == 2)
         hits = keeper.hit_tokens()
-        assert await crowd.ask() == keeper.stats()["node"]
+        assert await crowd.send() == keeper.stats()["node"]
         assert keeper.hit_tokens() - hits == SHARED_TOKENS
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     await asyncio.to_thread(unassigned.wait_until_idle)
     said = [record.getMessage() for record in caplog.records]
     (saved,) = [at for at, line in enumerate(said) if line.startswith("evacuate:")]
@@ -59,26 +59,26 @@ async def test_before_a_node_changes_its_role(
 
 async def test_when_it_is_told_to_stop(unassigned: Hosts) -> None:
     """It finishes what it has, and says so at /health: prefixes are saved meanwhile."""
-    async with serving(deployment(unassigned, replicate=False)) as back:
-        crowd = Crowd(unassigned, back, "leaving")
+    async with serving(deployment(unassigned, replicate=False)) as backend:
+        crowd = Crowd(unassigned, backend, "leaving")
         holder = await crowd.warm()
         name = holder.stats()["node"]
-        keeper = unassigned.named(other(back, name))
+        keeper = unassigned.named(other(backend, name))
         assert crowd.held_by(keeper) == 0
         busy = asyncio.create_task(
             asyncio.to_thread(holder.ask, prompt(70), max_tokens=100_000, ignore_eos=True)
         )
         try:
-            await until(lambda: running(back, name) > 0)
+            await until(lambda: running(backend, name) > 0)
             holder.node.popen.send_signal(signal.SIGTERM)
-            await until(lambda: moved(back, "evacuate") == (1, 0))
+            await until(lambda: moved(backend, "evacuate") == (1, 0))
             assert holder.node.popen.poll() is None, "it is still there"
-            assert name not in [node["node"] for node in in_use(back)]
+            assert name not in [node["node"] for node in in_use(backend)]
             assert crowd.held_by(keeper) == SHARED_TOKENS
             hits = keeper.hit_tokens()
-            assert await crowd.ask() == keeper.stats()["node"]
+            assert await crowd.send() == keeper.stats()["node"]
             assert keeper.hit_tokens() - hits == SHARED_TOKENS
-            await until(lambda: is_clean(back))
+            await until(lambda: is_clean(backend))
         finally:
             holder.node.kill()
             await asyncio.wait([busy])

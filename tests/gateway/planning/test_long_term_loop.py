@@ -15,12 +15,12 @@ from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import RequestTrace
 from prfaas.types import NodeId
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     FAR,
     HOME,
     THRESHOLD,
     answered,
-    ask,
+    gateway_request,
     in_use,
     is_clean,
     prompt,
@@ -43,8 +43,8 @@ def following(made: Deployment) -> Deployment:
 
 async def test_roles_are_recorded_and_survive_the_planner(emulated: Hosts) -> None:
     async def once(made: Deployment) -> tuple[list[str], list[str], dict[str, Any]]:
-        async with serving(made) as back:
-            return with_role(back, "prefill"), with_role(back, "decode"), back.plan()
+        async with serving(made) as backend:
+            return with_role(backend, "prefill"), with_role(backend, "decode"), backend.plan()
 
     prefill, decode, plan = await once(emulated.deployment())
     assert len(prefill) == 1 and len(decode) == 2
@@ -58,34 +58,34 @@ async def test_roles_are_recorded_and_survive_the_planner(emulated: Hosts) -> No
 
 
 async def test_policy_local_plans_without_the_prfaas_cluster(emulated: Hosts) -> None:
-    async with serving(emulated.deployment(policy="local")) as back:
-        assert back.plan()["instances"] == {HOME: 3}
+    async with serving(emulated.deployment(policy="local")) as backend:
+        assert backend.plan()["instances"] == {HOME: 3}
 
 
 async def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Hosts) -> None:
-    async with serving(emulated.deployment()) as back:
-        (prefills,) = with_role(back, "prefill")
-        story = RequestTrace(0.0)
-        async with back.answer(ask(prompt(70), 20_000), story) as upstream:
+    async with serving(emulated.deployment()) as backend:
+        (prefills,) = with_role(backend, "prefill")
+        trace = RequestTrace(0.0)
+        async with backend.answer(gateway_request(prompt(70), 20_000), trace) as upstream:
             events = upstream.events()
             await anext(events)
-            busy = NodeId(story.decode)
-            plan = back.router.plan
+            busy = NodeId(trace.decode)
+            plan = backend.router.plan
             assert plan is not None
             swapped = {**plan.roles, busy: "prefill", NodeId(prefills): "decode"}
-            back.router.plan = replace(plan, roles=swapped)
-            await until(lambda: role_of(back, prefills) == "decode")
-            assert busy in back.router.draining and role_of(back, busy) == "decode"
-            other = await answered(back, ask(prompt(70, 1)))
-            assert other.story.decode != busy, "it gets no new work"
-        await until(lambda: role_of(back, busy) == "prefill" and is_clean(back))
-        assert not back.router.draining
-        assert (await answered(back, ask(prompt(70, 2)))).story.prefill == busy
+            backend.router.follow(replace(plan, roles=swapped))
+            await until(lambda: role_of(backend, prefills) == "decode")
+            assert backend.fleet.roles.is_draining(busy) and role_of(backend, busy) == "decode"
+            other = await answered(backend, gateway_request(prompt(70, 1)))
+            assert other.trace.decode != busy, "it gets no new work"
+        await until(lambda: role_of(backend, busy) == "prefill" and is_clean(backend))
+        assert not backend.fleet.roles.is_draining(busy)
+        assert (await answered(backend, gateway_request(prompt(70, 2)))).trace.prefill == busy
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
-def role_of(back: GatewayBackend, name: str) -> str:
-    return next(role for role in ("prefill", "decode") if name in with_role(back, role))
+def role_of(backend: GatewayBackend, name: str) -> str:
+    return next(role for role in ("prefill", "decode") if name in with_role(backend, role))
 
 
 async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -> None:
@@ -97,20 +97,20 @@ async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -
         report = msgspec.convert(host.stats(check=False), KvdReport)
         return Heartbeat(host.kvd_url, cluster, report)
 
-    async with serving(made) as back:
+    async with serving(made) as backend:
         with pytest.raises(RequestError) as refused:
-            back.register(beat(emulated.far[0], "nowhere"))
+            backend.register(beat(emulated.far[0], "nowhere"))
         assert refused.value.status == 400 and "pd" in refused.value.message
-        assert not back.plan()["made"]
+        assert not backend.plan()["made"]
         # A request that comes before anybody can decode it waits.
-        early = asyncio.create_task(answered(back, ask(prompt(2 * THRESHOLD, 7))))
+        early = asyncio.create_task(answered(backend, gateway_request(prompt(2 * THRESHOLD, 7))))
         for host in emulated.home:
-            back.register(beat(host, HOME))
-        back.register(beat(emulated.far[0], FAR))
-        await until(lambda: len(in_use(back)) == 4)
+            backend.register(beat(host, HOME))
+        backend.register(beat(emulated.far[0], FAR))
+        await until(lambda: len(in_use(backend)) == 4)
         await early
-        found = await answered(back, ask(prompt(2 * THRESHOLD, 8)))
-        assert found.story.prefill == "far0"
-        back.register(beat(emulated.far[0], FAR))  # again and again
-        assert sum(len(c["nodes"]) for c in back.state()["clusters"]) == 4
+        found = await answered(backend, gateway_request(prompt(2 * THRESHOLD, 8)))
+        assert found.trace.prefill == "far0"
+        backend.register(beat(emulated.far[0], FAR))  # again and again
+        assert sum(len(c["nodes"]) for c in backend.state()["clusters"]) == 4
     await asyncio.to_thread(emulated.wait_until_idle)

@@ -20,24 +20,26 @@ def plan(threshold_tokens: int = 100) -> Plan:
     return replace(made, threshold_tokens=threshold_tokens, roles=roles, reason="why")
 
 
-def samples(book: PlanHistory, followed: Plan | None) -> dict[tuple[str, str], float]:
+def samples(history: PlanHistory, followed: Plan | None) -> dict[tuple[str, str], float]:
     return {
         (sample.name, sample.labels.get("role", "")): sample.value
-        for metric in book.metrics(followed)
+        for metric in history.metrics(followed)
         for sample in metric.samples
     }
 
 
-def test_plans_and_conversions_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_plans_and_conversions_are_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-    book = PlanHistory(advises=False)
-    book.followed(plan())
-    book.converted(B, "prefill", 3.0)
+    history = PlanHistory(advises=False)
+    history.record_plan(plan())
+    history.record_conversion(B, "prefill", 3.0)
     assert caplog.messages == [
-        "plan: threshold 100 tokens, 1 prefill and 1 decode nodes (why)",
-        "b: converted, prefill from now on",
+        "new plan: threshold 100 tokens, 1 prefill and 1 decode nodes (why)",
+        "b: its role is prefill now",
     ]
-    found = samples(book, plan())
+    found = samples(history, plan())
     assert found["prfaas_gateway_plans_total", ""] == 1
     assert found["prfaas_gateway_conversions_total", "prefill"] == 1
     assert found["prfaas_gateway_conversions_total", "decode"] == 0
@@ -46,18 +48,18 @@ def test_plans_and_conversions_are_counted_and_said_once(caplog: pytest.LogCaptu
     assert not any("advice" in name for name, _ in found)
 
 
-def test_advice_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    book = PlanHistory(advises=True)
-    book.advised(None)
+    history = PlanHistory(advises=True)
+    history.record_advice(None)
     for threshold in (200, 200, 300):
-        book.advised(replace(plan(threshold), made_s=float(len(caplog.messages))))
-    assert samples(book, None)["prfaas_gateway_advice_threshold_tokens", ""] == 300
-    book.advised(None)
+        history.record_advice(replace(plan(threshold), made_s=float(len(caplog.messages))))
+    assert samples(history, None)["prfaas_gateway_advice_threshold_tokens", ""] == 300
+    history.record_advice(None)
     assert [message.split(",")[0] for message in caplog.messages] == [
         "advice",
         "advice",
-        "advice: none any more",
+        "advice withdrawn: the plan in force is good",
     ]
     assert "300 tokens" in caplog.messages[1]
-    assert not any("advice" in name for name, _ in samples(book, plan()))
+    assert not any("advice" in name for name, _ in samples(history, plan()))

@@ -16,13 +16,13 @@ from prfaas.testing.clock import FakeClock
 from prfaas.types import BlockHash, NodeId
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from tests.gateway.backs import (
+from tests.gateway.backends import (
     FAR,
     HOME,
     THRESHOLD,
     answered,
-    ask,
     deployment,
+    gateway_request,
     is_clean,
     moved,
     node,
@@ -32,7 +32,7 @@ from tests.gateway.backs import (
     until_it_would_resume,
 )
 from tests.gateway.conftest import Hosts
-from tests.gateway.test_router import A, B, C, router
+from tests.gateway.fleets import A, B, C, fleet_and_router
 
 BLOCK = 64
 
@@ -58,50 +58,50 @@ async def test_a_copy_that_does_not_come_is_computed(emulated: Hosts, relay: Rel
     third = [*second, *prompt(2 * THRESHOLD, 32)]
     cached = [0, len(first) // BLOCK * BLOCK, len(second) // BLOCK * BLOCK]
 
-    async with serving(made) as back:
+    async with serving(made) as backend:
         for ids, tokens in zip((first, second, third), cached, strict=True):
-            asked = ask(ids, conversation=True)
-            await until_it_would_resume(back, asked, tokens)
+            asked = gateway_request(ids, conversation=True)
+            await until_it_would_resume(backend, asked, tokens)
             if ids is third:
                 relay.outage()
-            found = await answered(back, asked)
+            found = await answered(backend, asked)
             alone = await asyncio.to_thread(
                 emulated.home[0].complete, ids, max_tokens=4, cache_salt="alone"
             )
             assert found.tokens == alone["choices"][0]["token_ids"]
-            assert found.story.attempts == 1
-        assert found.story.cluster == FAR and moved(back, "route") == (1, 1)
-        assert back.state()["moves"]["under_way"] == []
-        await until(lambda: found.story.cached_tokens == cached[1])
+            assert found.trace.attempts == 1
+        assert found.trace.cluster == FAR and moved(backend, "route") == (1, 1)
+        assert backend.state()["moves"]["under_way"] == []
+        await until(lambda: found.trace.cached_tokens == cached[1])
         relay.restore()
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
 async def test_one_for_all_and_a_rest_after_a_failure() -> None:
     clock = FakeClock()
-    subject = router(clock)
-    for member in subject.members:
-        member.kvd_url = "http://127.0.0.1:1"  # nobody is there
-    move = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
+    fleet, _ = fleet_and_router(clock)
+    for member in fleet.members:
+        member.kvd_url = "http://127.0.0.1:1"  # no process listens
+    copy = PrefixCopy("route", B, A, (BlockHash(b"x"),), BLOCK)
 
-    async with open_client() as calls, BackgroundCalls(0.0) as errands:
-        moves = PrefixCopies(subject, calls, errands, clock)
-        tally = moves.tallies["route"]
+    async with open_client() as http, BackgroundCalls(0.0) as background_calls:
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        tally = copies.tallies["route"]
 
         async def tried(which: PrefixCopy) -> bool:
-            task = moves.start(which, 5.0)
+            task = copies.start(which, 5.0)
             if task is None:
                 return False
-            assert moves.start(which, 5.0) is task and moves.under_way == [which]
+            assert copies.start(which, 5.0) is task and copies.under_way == [which]
             await task
             return True
 
-        assert await tried(move) and (tally.made, tally.failed) == (0, 1)
-        assert not await tried(move), "the two are left alone for a while"
-        assert await tried(move._replace(source=C)), "others are not"
-        assert not await tried(move._replace(source=NodeId("nobody")))
-        assert not await tried(move._replace(hashes=()))
+        assert await tried(copy) and (tally.made, tally.failed) == (0, 1)
+        assert not await tried(copy), "no copy between these two for a while"
+        assert await tried(copy._replace(source=C)), "but between others"
+        assert not await tried(copy._replace(source=NodeId("unknown")))
+        assert not await tried(copy._replace(hashes=()))
         clock.advance(REST_S)
-        assert await tried(move) and (tally.made, tally.failed) == (0, 3)
-        assert moves.under_way == []
+        assert await tried(copy) and (tally.made, tally.failed) == (0, 3)
+        assert copies.under_way == []

@@ -12,19 +12,20 @@ import pytest
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.deployment import MovesSection
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
-from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.gateway.router import PlacementRequest
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats
-from tests.gateway.backs import is_clean, moved, prompt, serving, until, with_role
+from tests.gateway.backends import is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
+from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 from tests.gateway.reports import report
-from tests.gateway.test_router import A, B, C, router
 
 
 async def test_a_saturated_holder_gets_company(
@@ -32,33 +33,33 @@ async def test_a_saturated_holder_gets_company(
 ) -> None:
     caplog.set_level("INFO", "prfaas.gateway.planning.prefix_copies")
 
-    async with serving(deployment(unassigned, saturated_s=0.05)) as back:
-        crowd = Crowd(unassigned, back, "replicating")
+    async with serving(deployment(unassigned, saturated_s=0.05)) as backend:
+        crowd = Crowd(unassigned, backend, "replicating")
         holder = await crowd.warm()
-        (name,) = set(with_role(back, "prefill")) - {holder.stats()["node"]}
+        (name,) = set(with_role(backend, "prefill")) - {holder.stats()["node"]}
         other = unassigned.named(name)
         await crowd.burst(3)
-        await until(lambda: moved(back, "replicate") == (1, 0))
+        await until(lambda: moved(backend, "replicate") == (1, 0))
         assert crowd.held_by(other) == SHARED_TOKENS
         before = other.hit_tokens()
         await crowd.burst(8)  # the holder is still the busier one
         assert other.hit_tokens() > before
         assert (other.hit_tokens() - before) % SHARED_TOKENS == 0, "it computes none of it"
-        await until(lambda: is_clean(back))
+        await until(lambda: is_clean(backend))
         metrics = {
             (sample.name, *sample.labels.values()): sample.value
-            for family in back.metrics()
+            for family in backend.metrics()
             for sample in family.samples
         }
         assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
         assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
-        assert back.state()["moves"]["replicate"]["bytes"] > 0
+        assert backend.state()["moves"]["replicate"]["bytes"] > 0
     await asyncio.to_thread(unassigned.wait_until_idle)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("replicate")]
     assert len(lines) == 1 and f"{SHARED_TOKENS} tokens" in lines[0]
 
 
-# Decisions: kvds that never answer, so that what was begun stays under way ------------------------
+# Decisions: kvds that never answer, so that copies stay under way ------------------------
 
 
 PROMPTS = [PromptHashes(prompt(640, seed)) for seed in range(3)]
@@ -66,70 +67,70 @@ PROMPTS = [PromptHashes(prompt(640, seed)) for seed in range(3)]
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """The address of somebody who takes connections and says nothing."""
+    """The address of a server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-async def busy_router(clock: FakeClock, kvd_url: str) -> Router:
+async def busy_fleet(clock: FakeClock, kvd_url: str) -> Fleet:
     """`a` and `b` prefill; `a` has every prompt, all are hot, and it has much to do."""
-    subject = router(clock, policy="local")
-    subject.roles = {A: "prefill", B: "prefill", C: "decode"}
-    subject.refresh()
-    for member in subject.members:
+    fleet, router = fleet_and_router(clock, policy="local")
+    for node, role in ((A, "prefill"), (B, "prefill"), (C, "decode")):
+        fleet.assign_role(node, role)
+    fleet.refresh()
+    for member in fleet.members:
         member.kvd_url = kvd_url
-        assert member.node is not None and subject.indexed(member, member.node)
+        assert member.node is not None and fleet.prefixes.add(member, member.node)
     held = [hashed.at(64) for hashed in PROMPTS]
     chains = {
         "full": [name for chain in held for name in chain],
         "state": [chain[-1] for chain in held],
     }
     for seq, (group, names) in enumerate(chains.items()):
-        assert subject.manager.apply(HashEvent(seq, A, group, 64, tuple(names), "stored"))
+        assert fleet.manager.apply(HashEvent(seq, A, group, 64, tuple(names), "stored"))
     for hashed in PROMPTS:
         for _ in range(5):
-            subject.manager.observe(hashed, subject.manager.match(hashed), clock.now())
-    seeker = PlacementRequest(Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,))
-    assert (await subject.place(seeker, 1.0)).route.prefill == A
-    return subject
+            fleet.manager.observe(hashed, fleet.manager.match(hashed), clock.now())
+    wanted = PlacementRequest(Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,))
+    assert (await router.place(wanted, 1.0)).route.prefill == A
+    return fleet
 
 
-async def begun(clock: FakeClock, subject: Router, looks_at_s: Sequence[float]) -> list[int]:
-    """How many are under way after each look."""
+async def started(clock: FakeClock, fleet: Fleet, steps_at_s: Sequence[float]) -> list[int]:
+    """How many copies are under way after each step."""
     rules = MovesSection(every_s=1.0, at_once=2)
     found = []
 
-    async with open_client() as calls, BackgroundCalls(0.0) as errands:
-        moves = PrefixCopies(subject, calls, errands, clock)
-        evacuations = Evacuations(subject, moves, errands, clock, rules)
-        replicating = Replication(subject, moves, evacuations, clock, rules)
-        for at_s in looks_at_s:
+    async with open_client() as http, BackgroundCalls(0.0) as background_calls:
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
+        replication = Replication(fleet, copies, evacuations, clock, rules)
+        for at_s in steps_at_s:
             clock.advance(at_s - clock.now())
-            replicating.look()
-            assert {(m.source, m.target) for m in moves.under_way} <= {(A, B)}
-            found.append(len(moves.under_way))
+            replication.step()
+            assert {(m.source, m.target) for m in copies.under_way} <= {(A, B)}
+            found.append(len(copies.under_way))
     return found
 
 
 async def test_replications_are_few_and_far_between() -> None:
     clock = FakeClock()
     with silent() as url:
-        subject = await busy_router(clock, url)
+        fleet = await busy_fleet(clock, url)
         start_s = clock.now()
-        looks = [start_s + later for later in (0.0, 0.5, 1.1, 1.5, 2.2)]
-        assert await begun(clock, subject, looks) == [1, 1, 2, 2, 2]
+        steps = [start_s + later for later in (0.0, 0.5, 1.1, 1.5, 2.2)]
+        assert await started(clock, fleet, steps) == [1, 1, 2, 2, 2]
 
 
 async def test_a_busy_fabric_is_not_given_more() -> None:
     clock = FakeClock()
     with silent() as url:
-        subject = await busy_router(clock, url)
-        holder = subject.members.named(A)
-        assert holder is not None
-        subject.heard(holder, report("a", links=(link(10**9, 2 * LONGEST_WAIT_S),)))
-        assert await begun(clock, subject, [clock.now()]) == [0]
-        subject.heard(holder, report("a", links=(link(10**9, LONGEST_WAIT_S / 2),)))
-        assert await begun(clock, subject, [clock.now()]) == [1]
+        fleet = await busy_fleet(clock, url)
+        holder = member_of(fleet, A)
+        fleet.record_report(holder, report("a", links=(link(10**9, 2 * LONGEST_WAIT_S),)))
+        assert await started(clock, fleet, [clock.now()]) == [0]
+        fleet.record_report(holder, report("a", links=(link(10**9, LONGEST_WAIT_S / 2),)))
+        assert await started(clock, fleet, [clock.now()]) == [1]
 
 
 def link(backlog_bytes: int, waited_s: float) -> LinkStats:

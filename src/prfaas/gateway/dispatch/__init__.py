@@ -1,1 +1,1 @@
-"""One request on its way through the gateway: attempts, the hand-off between nodes, retries."""
+"""One request in the gateway: its attempts, the hand-off between two nodes, the answer."""

@@ -1,68 +1,101 @@
-"""What one request has been through, and whether and where it may be tried again."""
+"""Attempts of one request, and whether and where it may be retried.
+
+Retries are a share of the traffic, so that a fault does not double the load: every request adds a
+part of a retry to the budget, every retry takes a whole one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from prfaas.clock import Clock
 from prfaas.errors import RequestError
-from prfaas.gateway.dispatch.booking import Booking
-from prfaas.gateway.dispatch.handoff import Failed, Later
-from prfaas.gateway.dispatch.retry_budget import RetryBudget
+from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
+from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.request import RequestTrace
-from prfaas.gateway.router import Router
 from prfaas.types import NodeId
 
-PATIENCE_S = 60.0  # a request waits so long for a place, all attempts together
-RETRY_S = 1.0  # what a client is told whose request has failed too often
+MAX_ATTEMPTS = 4  # of one request, the first included
+PLACEMENT_TIMEOUT_S = 60.0  # a request waits at most this long for nodes, all attempts together
+RETRY_AFTER_S = 1.0  # sent to a client whose request has failed too often
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """The retries that all requests together may make. Pure."""
+
+    per_request: float = 0.2
+    limit: float = 20.0  # the most that a quiet time saves up, and the amount at the start
+    left: float = 20.0
+    spent: int = 0
+    denied: int = 0
+
+    def add_request(self) -> None:
+        self.left = min(self.limit, self.left + self.per_request)
+
+    def take(self, attempts: int) -> bool:
+        """Whether a request that has made `attempts` attempts may make one more."""
+        if attempts >= MAX_ATTEMPTS or self.left < 1:
+            self.denied += 1
+            return False
+        self.left -= 1
+        self.spent += 1
+        return True
 
 
 class Attempts:
+    """The attempts of one request so far."""
+
     def __init__(
-        self, router: Router, budget: RetryBudget, clock: Clock, story: RequestTrace
+        self, fleet: Fleet, budget: RetryBudget, clock: Clock, trace: RequestTrace
     ) -> None:
-        self._router = router
+        self._fleet = fleet
         self._budget = budget
         self._clock = clock
-        self._story = story
-        self._until_s = clock.now() + PATIENCE_S
+        self._trace = trace
+        self._until_s = clock.now() + PLACEMENT_TIMEOUT_S
         self._failed_at: set[NodeId] = set()
         self._full: set[NodeId] = set()
-        self._rest_s = 0.0
+        self._backoff_s = 0.0
 
     @property
     def avoid(self) -> frozenset[NodeId]:
         return frozenset(self._failed_at | self._full)
 
-    def patience_s(self) -> float:
+    def time_left_s(self) -> float:
         return max(0.0, self._until_s - self._clock.now())
 
-    def failed(self, failure: Failed, booking: Booking) -> None:
-        """Raises `RequestError` when that was the last attempt."""
-        self._story.failures.append(str(failure))
-        if not self._budget.take(self._story.attempts):
+    def record_failure(self, failure: AttemptFailed, booking: Booking) -> None:
+        """Raises `RequestError` when the request may not be retried."""
+        self._trace.failures.append(str(failure))
+        if not self._budget.take(self._trace.attempts):
             raise RequestError(
                 503,
                 "upstream_failed",
-                f"tried {self._story.attempts} times: {failure}",
-                retry_after_s=RETRY_S,
+                f"failed after {self._trace.attempts} attempts: {failure}",
+                retry_after_s=RETRY_AFTER_S,
             ) from None
         self._failed_at.update(failure.avoid)
         if failure.prefill and booking.route.offloaded:
-            self._failed_at.update(self._router.remote_nodes())
+            self._failed_at.update(self._fleet.members.remote_nodes())
 
-    def put_off(self, later: Later) -> None:
-        """Nothing was computed, so this costs no retry: another decode node, or a rest."""
-        self._story.attempts -= 1
-        self._full.add(later.node)
-        if self._router.decodes_elsewhere(self._full):
+    def record_full(self, full: DecodeNodeFull) -> None:
+        """The next attempt uses another decode node or, when all are full, follows a backoff. The
+        attempt does not count: nothing was computed. Raises `RequestError` when no time is left."""
+        self._trace.attempts -= 1
+        self._full.add(full.node)
+        if self._fleet.can_decode_elsewhere(self._full):
             return
         self._full.clear()
-        self._rest_s = later.retry_after_s
-        if self._rest_s > self.patience_s():
-            raise RequestError(503, "overloaded", str(later), retry_after_s=self._rest_s) from None
+        self._backoff_s = full.retry_after_s
+        if self._backoff_s > self.time_left_s():
+            raise RequestError(
+                503, "overloaded", str(full), retry_after_s=self._backoff_s
+            ) from None
 
-    async def rest(self) -> None:
-        if self._rest_s:
-            await asyncio.sleep(self._rest_s)
-            self._rest_s = 0.0
+    async def back_off(self) -> None:
+        if self._backoff_s:
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = 0.0

@@ -35,31 +35,31 @@ class BackgroundCalls:
         await self.end()
 
     def run(
-        self, errand: Coroutine[Any, Any, T], within_s: float, *, must_finish: bool = False
+        self, call: Coroutine[Any, Any, T], within_s: float, *, must_finish: bool = False
     ) -> asyncio.Future[T | PeerError]:
-        """The call's result, or what went wrong. Cancelling the future is allowed.
+        """Returns a future of the call's result or error. The caller may cancel it.
 
-        A shutdown cancels the call at once, unless it `must_finish`. A call that comes too late is
-        closed, and its result is an error.
+        A shutdown cancels the call at once, unless it `must_finish`. A call that starts too
+        late is closed, and its result is an error.
         """
         if self._ended or (self._ending and not must_finish):
-            errand.close()
+            call.close()
             refused: asyncio.Future[T | PeerError] = asyncio.get_running_loop().create_future()
             refused.set_result(PeerError("the gateway is shutting down"))
             return refused
-        task = asyncio.create_task(_bounded(errand, within_s))
+        task = asyncio.create_task(_bounded(call, within_s))
         self._running[task] = must_finish
         task.add_done_callback(self._running.pop)
         # A task that is cancelled before its first step never awaits the call.
-        task.add_done_callback(lambda _: errand.close())
+        task.add_done_callback(lambda _: call.close())
         return task
 
     def __len__(self) -> int:
         return len(self._running)
 
     async def end(self) -> None:
-        """Cancels what need not finish, waits for the rest and for the calls that these start, and
-        cancels what is left after `patience_s`."""
+        """Cancels the calls that need not finish, waits for the others and for the calls that these
+        start, and cancels what is left after `patience_s`."""
         self._ending = True
         for task, must_finish in list(self._running.items()):
             if not must_finish:
@@ -82,14 +82,14 @@ class BackgroundCalls:
             await asyncio.gather(*late, return_exceptions=True)
 
 
-async def _bounded(errand: Coroutine[Any, Any, T], within_s: float) -> T | PeerError:
+async def _bounded(call: Coroutine[Any, Any, T], within_s: float) -> T | PeerError:
     try:
         async with asyncio.timeout(within_s):
-            return await errand
+            return await call
     except PeerError as error:
         return error
     except TimeoutError:
-        return PeerError(f"not done within {within_s:g} s")
-    except Exception as error:  # a fault of ours ends this errand, not the gateway
-        log.exception("an errand failed")
+        return PeerError(f"not finished within {within_s:g} s")
+    except Exception as error:  # a bug in the gateway ends this call, not the process
+        log.exception("a background call failed")
         return PeerError(str(error))

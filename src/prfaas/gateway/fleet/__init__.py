@@ -1,1 +1,1 @@
-"""What the gateway knows of its nodes and links: members, polls, link reports, prefill work."""
+"""The fleet that the gateway serves with: members, roles, booked work, links, and their polling."""

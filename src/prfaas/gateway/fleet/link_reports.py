@@ -1,7 +1,7 @@
-"""From what every kvd says of its connections to one report per link between clusters. Pure.
+"""From the kvds' reports on their connections to one report per link between clusters. Pure.
 
-A kvd reports per peer address; which cluster an address belongs to is known here. The report of a
-link is the sum over its senders.
+A kvd reports per peer address; this module maps each address to its cluster. The report of a link
+is the sum over its senders.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from prfaas.gateway.fleet.membership import DEAD_AFTER_S, Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
-STALLED_S = 2.5  # bytes wait so long, and none arrives: nothing passes any more
-# A link whose bytes have waited less may have no connection yet: making one takes round trips.
+STALLED_S = 2.5  # bytes have waited this long and none has arrived: the link is cut
+# A link whose bytes have waited less may have no connection yet: connecting takes round trips.
 CONNECTING_S = 0.5
-# Kvds are asked twice a second; one that has not answered for longer than this is late.
+# Kvds are polled twice a second; one that has not answered for longer than this is late.
 ANSWERS_WITHIN_S = 0.75
 
 
 class LinkReports:
     def __init__(self, deployment: Deployment) -> None:
-        self._via = {
+        self._relays = {
             (ClusterId(link.source), ClusterId(link.target)): link.via for link in deployment.links
         }
-        self._heard: dict[tuple[str, str], float] = {}  # kvd, peer: its last report's time
-        self._stalled: dict[LinkId, float] = {}  # links over which nothing passes, since when
+        self._reported_s: dict[tuple[str, str], float] = {}  # kvd, peer: the latest report's time
+        self._stalled_s: dict[LinkId, float] = {}  # links over which no byte passes, since when
 
-    def via(self, link_id: LinkId) -> str | None:
-        return self._via.get(link_id)
+    def relay(self, link_id: LinkId) -> str | None:
+        """Address of the relay through which the link leads, if there is one."""
+        return self._relays.get(link_id)
 
-    def new(self, members: Sequence[Member], now_s: float) -> dict[LinkId, LinkStats]:
-        """Of every link about which something new was said."""
+    def collect(self, members: Sequence[Member], now_s: float) -> dict[LinkId, LinkStats]:
+        """One report for every link on which a sender has reported since the last call."""
         found: dict[LinkId, list[LinkStats]] = {}
         fresh: set[LinkId] = set()
         for sender in members:
@@ -46,22 +47,26 @@ class LinkReports:
                 if link_id is None:
                     continue
                 key = (sender.kvd_url, stats.peer)
-                if self._heard.get(key) != stats.at_s:
-                    self._heard[key] = stats.at_s
+                if self._reported_s.get(key) != stats.at_s:
+                    self._reported_s[key] = stats.at_s
                     fresh.add(link_id)
                 elif stats.retransmitted_segments:
                     # Counted when this report was new.
                     stats = msgspec.structs.replace(stats, retransmitted_segments=0)
                 late_s = self._receivers_late_s(link_id, stats.peer, members, now_s)
-                found.setdefault(link_id, []).append(discounted(stats, late_s))
-        return {way: self._judged(way, combined(found[way], now_s), now_s) for way in fresh}
+                found.setdefault(link_id, []).append(discount(stats, late_s))
+        return {
+            link_id: self._without_stalled(link_id, combine(found[link_id], now_s), now_s)
+            for link_id in fresh
+        }
 
-    def _judged(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
-        """Connections may stand although nothing passes: their ends notice much later."""
+    def _without_stalled(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
+        """Reports no connections when no byte passes. Connections may be open although nothing
+        passes: their ends notice much later."""
         if not stats.backlog_bytes or stats.goodput_bps or not stats.waited_s:
-            self._stalled.pop(link_id, None)
+            self._stalled_s.pop(link_id, None)
             return stats
-        since_s = self._stalled.setdefault(link_id, now_s)
+        since_s = self._stalled_s.setdefault(link_id, now_s)
         if now_s - since_s < STALLED_S:
             return stats
         return msgspec.structs.replace(stats, connections=0)
@@ -69,27 +74,27 @@ class LinkReports:
     def _receivers_late_s(
         self, link_id: LinkId, peer: str, members: Sequence[Member], now_s: float
     ) -> float:
-        """How late the process at `peer` was lately; where a relay leads to several, the latest of
-        them."""
+        """How late the event loop of the process at `peer` was lately; where a relay leads to
+        several processes, the largest of their values."""
         known = [m for m in members if m.report is not None and m.cluster == link_id[1]]
         at_peer = [m for m in known if m.report and peer in (m.report.data_address, m.via)]
         return max((_late_s(m, now_s) for m in at_peer or known), default=0.0)
 
     def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
-        for link_id, via in self._via.items():
+        for link_id, via in self._relays.items():
             if link_id[0] == sender.cluster and via == peer:
                 return link_id
         for member in members:
             if member.report is not None and peer in (member.report.data_address, member.via):
                 link_id = (sender.cluster, member.cluster)
-                return link_id if link_id[0] != link_id[1] and link_id in self._via else None
+                return link_id if link_id[0] != link_id[1] and link_id in self._relays else None
         return None
 
 
-def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
-    """Clocks of different hosts do not compare: the sum has ours. A broken connection is made anew
-    when there is something to send, so a link with nothing to send counts as one that works: the
-    next transfer will show."""
+def combine(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
+    """Sums the senders' reports. Clocks of different hosts do not compare, so the sum carries the
+    gateway's time. A kvd reconnects when it has something to send, so a link with nothing to send
+    counts as up until the next transfer shows otherwise."""
     backlog = sum(s.backlog_bytes for s in stats)
     connections = sum(s.connections for s in stats)
     waited_s = max(s.waited_s for s in stats)
@@ -111,18 +116,18 @@ def combined(stats: Sequence[LinkStats], now_s: float) -> LinkStats:
 
 
 def _late_s(receiver: Member, now_s: float) -> float:
-    """As it says itself or, where it does not answer, as long as it has been silent. A member that
-    stays silent is dead, and its silence explains nothing any more."""
-    said_s = 0.0 if receiver.report is None else receiver.report.late_s
-    silent_s = now_s - receiver.kvd_heard_s - ANSWERS_WITHIN_S
-    return max(said_s, silent_s if silent_s < DEAD_AFTER_S else 0.0)
+    """As the receiver reports or, where it does not answer, as long as it has been silent. A
+    receiver that stays silent is dead, and its silence does not explain waiting bytes."""
+    reported_s = 0.0 if receiver.report is None else receiver.report.late_s
+    silent_s = now_s - receiver.kvd_seen_s - ANSWERS_WITHIN_S
+    return max(reported_s, silent_s if silent_s < DEAD_AFTER_S else 0.0)
 
 
-def discounted(stats: LinkStats, receiver_late_s: float) -> LinkStats:
-    """Bytes that waited while their receiver was not able to run did not wait for the path."""
+def discount(stats: LinkStats, receiver_late_s: float) -> LinkStats:
+    """Subtracts the time in which the receiver could not run: bytes did not wait for the path."""
     if not receiver_late_s:
         return stats
-    # A rate that was taken while the receiver was mostly late is the receiver's.
+    # A rate that was measured while the receiver was mostly late is the receiver's, not the link's.
     unsure = receiver_late_s > LATE_WINDOW_S / 2
     return msgspec.structs.replace(
         stats,
@@ -132,8 +137,8 @@ def discounted(stats: LinkStats, receiver_late_s: float) -> LinkStats:
 
 
 def _delivery_bps(stats: Sequence[LinkStats]) -> float | None:
-    """Once bytes stand waiting at one sender, the link is full: what the others get through it is
-    a part of what it carries."""
+    """The link's total rate. Once bytes wait at one sender the link is full, and the goodput of the
+    other senders is a part of what it carries."""
     if all(s.delivery_bps is None for s in stats):
         return None
     return sum(s.goodput_bps if s.delivery_bps is None else s.delivery_bps for s in stats)

@@ -1,9 +1,10 @@
-"""Who is there: every kvd with its engine, as it last described itself.
+"""Members of the fleet: every kvd with its engine, as of its latest report.
 
-Bookkeeping only; `watching` feeds it, the router asks it. A member comes from the deployment file
-or registers itself by heartbeat. It counts as alive while kvd and engine answer: one that has been
-silent for `DEAD_AFTER_S`, or has just failed a request, is routed to again when it answers; one
-that has been silent for `HUNG_AFTER_S` is not waited for, either.
+Bookkeeping only: the poller reports, `Fleet` records, the router reads. A member comes from the
+deployment file or registers itself by heartbeat. A member is alive while its kvd and its engine
+answer. A member that has been silent for `DEAD_AFTER_S`, or has just failed a request, gets no new
+requests until it answers again. Requests stop waiting for a member that has been silent for
+`HUNG_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -21,28 +22,30 @@ from prfaas.types import ClusterId, Compat, NodeId
 log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 4.0
-# It is not only passed over: whoever waits for it gives up. Later than the above, for a busy node
-# costs others its speed, and a request that is given up costs its work.
+# Longer than the above: passing over a busy node costs other requests its speed, but cancelling a
+# request that waits for it costs the work already done.
 HUNG_AFTER_S = 10.0
-FORGOTTEN_AFTER_S = 60.0  # silent ones that had registered themselves
+FORGOTTEN_AFTER_S = 60.0  # of silence, for members that registered themselves
 
 
 @dataclass(slots=True)
 class Member:
+    """One kvd and its engine. Only `Fleet` and `Membership` change it."""
+
     kvd_url: str
     cluster: ClusterId
     listed: bool  # in the deployment file
-    url: str | None = None  # of its engine; else as the engine has told the kvd
-    via: str | None = None  # of a relay that other clusters use to reach this kvd
+    url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
+    via: str | None = None  # address of a relay that other clusters use to reach this kvd
     report: KvdReport | None = None
     card: Card | None = None
     load: Load | None = None
-    kvd_heard_s: float = -math.inf
-    engine_heard_s: float = -math.inf
-    engine_failed_s: float = -math.inf  # a request found nobody there
+    kvd_seen_s: float = -math.inf  # the latest answer
+    engine_seen_s: float = -math.inf
+    engine_failed_s: float = -math.inf  # the latest request that could not connect
     kvd_failed_s: float = -math.inf
-    leaving: bool = False  # its engine finishes what it has, and takes nothing new
-    namesake: bool = False  # another one has its name: this one is not listened to
+    leaving: bool = False  # the engine drains: it finishes its requests and accepts no new ones
+    has_duplicate_name: bool = False  # another member has its name; this one's reports are ignored
 
     @property
     def node(self) -> NodeId | None:
@@ -59,31 +62,32 @@ class Member:
         pool = None if self.report is None else self.report.pool
         return None if pool is None else pool.compat
 
-    def kvd_alive(self, now_s: float) -> bool:
-        return self.kvd_heard_s > max(now_s - DEAD_AFTER_S, self.kvd_failed_s)
+    def is_kvd_alive(self, now_s: float) -> bool:
+        return self.kvd_seen_s > max(now_s - DEAD_AFTER_S, self.kvd_failed_s)
 
-    def alive(self, now_s: float) -> bool:
+    def is_alive(self, now_s: float) -> bool:
         return (
             self.compat is not None
             and self.card is not None
             and not self.leaving
-            and self.kvd_alive(now_s)
-            and self.engine_heard_s > max(now_s - DEAD_AFTER_S, self.engine_failed_s)
+            and self.is_kvd_alive(now_s)
+            and self.engine_seen_s > max(now_s - DEAD_AFTER_S, self.engine_failed_s)
         )
 
-    def hung(self, now_s: float, *, engine_alone: bool = False) -> bool:
-        """Connections stand, yet nobody is behind them; not of one that was never heard. An answer
-        that streams needs the `engine_alone`."""
-        heard_s = self.engine_heard_s
-        if not engine_alone:
-            heard_s = min(heard_s, self.kvd_heard_s)
-        return math.isfinite(heard_s) and heard_s < now_s - HUNG_AFTER_S
+    def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
+        """Whether the member has been silent for `HUNG_AFTER_S`, although its connections may be
+        open. False for a member that has never answered. An answer that already streams needs the
+        engine only."""
+        seen_s = self.engine_seen_s
+        if not engine_only:
+            seen_s = min(seen_s, self.kvd_seen_s)
+        return math.isfinite(seen_s) and seen_s < now_s - HUNG_AFTER_S
 
 
 class Membership:
     def __init__(self, deployment: Deployment) -> None:
         self._members: dict[str, Member] = {}  # by the kvd's address
-        self._named: dict[NodeId, Member] = {}
+        self._by_name: dict[NodeId, Member] = {}
         self._local = ClusterId(deployment.of_kind("pd")[0].name)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
         for cluster in deployment.clusters:
@@ -100,55 +104,78 @@ class Membership:
         return len(self._members)
 
     def named(self, node: NodeId) -> Member | None:
-        return self._named.get(node)
+        return self._by_name.get(node)
 
-    def registered(self, kvd_url: str, cluster: ClusterId, now_s: float) -> Member | None:
-        """A member that has not been here before; None when it has."""
+    def register(self, kvd_url: str, cluster: ClusterId, now_s: float) -> Member | None:
+        """Adds a member. Returns None when the kvd is a member already."""
         kvd_url = kvd_url.rstrip("/")
         if kvd_url in self._members:
             return None
-        log.info("kvd %s has registered for %s", kvd_url, cluster)
+        log.info("kvd %s registered for cluster %s", kvd_url, cluster)
         member = self._members[kvd_url] = Member(kvd_url, cluster, False)
-        member.kvd_heard_s = now_s
+        member.kvd_seen_s = now_s
         return member
 
-    def heard(self, member: Member, report: KvdReport, now_s: float) -> bool:
-        """Whether it is a new process, which holds nothing. A second kvd of the same name is not
-        listened to."""
+    def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
+        """Returns whether the report is of a new process, which holds nothing. The report of a
+        second kvd with the same name is ignored."""
         other = self.named(report.node)
         if other is not None and other is not member:
-            if not member.namesake:
-                log.warning("%s: %s is the name of %s", member.kvd_url, report.node, other.kvd_url)
-            member.namesake = True
+            if not member.has_duplicate_name:
+                log.warning(
+                    "ignoring kvd %s: its node name %s belongs to %s",
+                    member.kvd_url,
+                    report.node,
+                    other.kvd_url,
+                )
+            member.has_duplicate_name = True
             return False
-        member.namesake = False
-        fresh = member.report is None or member.report.instance != report.instance
+        member.has_duplicate_name = False
+        is_new = member.report is None or member.report.instance != report.instance
         if member.node is not None:
-            del self._named[member.node]  # another process may have another name
-        self._named[report.node] = member
+            del self._by_name[member.node]  # another process may have another name
+        self._by_name[report.node] = member
         member.report = report
-        member.kvd_heard_s = now_s
-        return fresh
+        member.kvd_seen_s = now_s
+        return is_new
 
-    def forgotten(self, now_s: float) -> list[Member]:
-        """Who registered and has been silent for so long that it is not expected back."""
+    def expired(self, now_s: float) -> list[Member]:
+        """Members that registered themselves and have been silent for `FORGOTTEN_AFTER_S`."""
         since_s = now_s - FORGOTTEN_AFTER_S
-        return [m for m in self._members.values() if not m.listed and m.kvd_heard_s < since_s]
+        return [m for m in self._members.values() if not m.listed and m.kvd_seen_s < since_s]
 
-    def drop(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         del self._members[member.kvd_url]
         if member.node is not None:
-            del self._named[member.node]
+            del self._by_name[member.node]
+
+    def is_usable(self, member: Member, now_s: float) -> bool:
+        """Whether the member is alive and its KV state is compatible with the decode side's."""
+        return member.is_alive(now_s) and not self.differences(member)
+
+    def usable_nodes(self, cluster: ClusterId, now_s: float) -> list[NodeId]:
+        return [
+            m.node
+            for m in self
+            if m.cluster == cluster and m.node is not None and self.is_usable(m, now_s)
+        ]
+
+    def remote_nodes(self) -> list[NodeId]:
+        return [m.node for m in self if m.cluster != self._local and m.node is not None]
+
+    def block_sizes(self) -> set[int]:
+        """The block sizes in tokens at which prompts are hashed."""
+        return {member.compat.block_tokens for member in self if member.compat}
 
     def differences(self, member: Member) -> tuple[str, ...]:
-        """Why this member's state is of no use to the decode side, or the other way round."""
+        """Why this member's KV state is incompatible with the decode side's; empty: it is not."""
         reference = self._reference()
         if reference is None or member.compat is None:
             return ()
         return reference.differences(member.compat)
 
     def _reference(self) -> Compat | None:
-        """The decode side's: of the first of its members that has said."""
+        """The decode side's format: that of the first PD member that has reported one."""
         return next(
             (m.compat for m in self._members.values() if m.cluster == self._local and m.compat),
             None,

@@ -1,7 +1,8 @@
-"""Prefill seconds that this gateway has given to one node and that are not done.
+"""Seconds of prefill work that this gateway has sent to one node and that are not done.
 
-No node can say how long its queue will take, only how many requests wait there. We know what we
-gave it, and when each prefill ended; what others gave it is their number times our average.
+A node reports how many requests wait there, not how long they will take. The gateway has the length
+of each prefill that it sent, and when each ended. Requests of other gateways count with this
+gateway's average.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ _NEWEST = 0.1  # weight of the newest prefill in the average
 
 class PrefillWork:
     def __init__(self) -> None:
-        self._jobs: dict[object, float] = {}  # in the order they were given
-        self._since_s = 0.0  # the first of them has been at work since
+        self._jobs: dict[object, float] = {}  # in the order in which they were sent
+        self._since_s = 0.0  # when the first of them started
         self._mean_s = 0.0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def give(self, job: object, work_s: float, now_s: float) -> None:
+    def add(self, job: object, work_s: float, now_s: float) -> None:
         if not self._jobs:
             self._since_s = now_s
         self._jobs[job] = work_s
         self._mean_s += (work_s - self._mean_s) * (_NEWEST if self._mean_s else 1.0)
 
     def end(self, job: object, now_s: float) -> bool:
-        """Whether it was not known before."""
+        """Returns False when the job has ended before."""
         if job not in self._jobs:
             return False
         first = next(iter(self._jobs)) is job
@@ -44,10 +45,10 @@ class PrefillWork:
         first_s = next(iter(self._jobs.values()))
         return sum(self._jobs.values()) - min(first_s, max(0.0, now_s - self._since_s))
 
-    def report(
+    def node_report(
         self, load: Load, role: Role, own: int, own_decodes: int, asked_s: float
     ) -> NodeReport:
-        """`own` prefills of ours were there at most while the node was asked."""
+        """At most `own` prefills of this gateway were at the node while it was polled."""
         requests = load.running + load.waiting
         work_s = self.left_s(asked_s)
         if role == "decode":

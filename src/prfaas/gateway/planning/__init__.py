@@ -1,1 +1,1 @@
-"""The gateway's slow decisions: new plans, changes of roles, copies of prefixes between nodes."""
+"""The gateway's slow decisions: new plans, role changes, prefix copies between nodes."""

@@ -1,9 +1,9 @@
-"""The long-term loop, live: plans for the nodes that are there, and brings their roles about.
+"""The long-term loop of the live gateway: plans for the usable nodes, and changes their roles.
 
-A gateway that plans writes roles to the kvds, each change on the epoch it was decided on; others
-read them there. One that advises gives roles to nodes that have none, and only says the rest. A
-node that is to change its role lets its hot prefixes go elsewhere first; then it gets no new work
-until it has finished what it has. Paper: section 3.4.3.
+A gateway that plans writes roles to the kvds, each change on the epoch that the decision was based
+on; other gateways read the roles there. A gateway that advises assigns roles to nodes without one
+and only logs its other plans. A node that is to change its role is evacuated first; then it gets no
+new requests until it has finished those it has. Paper: section 3.4.3.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import replace
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
-from prfaas.contracts.kvd_api import Role as Recorded
+from prfaas.contracts.kvd_api import Role as RecordedRole
 from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.plan_history import PlanHistory
@@ -25,6 +26,7 @@ from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term.replan import replan
+from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.plan import (
     Plan,
     Role,
@@ -37,77 +39,84 @@ from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
-START_S = 5.0  # a first plan waits so long for the nodes of the deployment file
+STEP_EVERY_S = 0.5
+START_S = 5.0  # the first plan waits this long for the nodes of the deployment file
 
 
 class LongTermLoop:
     def __init__(
         self,
+        fleet: Fleet,
         router: Router,
         evacuations: Evacuations,
         deployment: Deployment,
         problem: Problem,
-        calls: HttpClient,
+        http: HttpClient,
         clock: Clock,
     ) -> None:
+        self._fleet = fleet
         self._router = router
         self._evacuations = evacuations
         self._problem = hardware_for(deployment.scheduler.policy, problem)
         self._plans = deployment.gateway.plans
-        self.book = PlanHistory(advises=deployment.gateway.advise)
         self._rules = deployment.scheduler.replan
-        self._calls = calls
+        self._http = http
         self._clock = clock
         self._started_s = clock.now()
-        self._looked_s = self._started_s  # at the traffic
-        self._seen: object = None  # who lived at the last plan
+        self._replanned_s = self._started_s  # when the traffic was last looked at
+        self._planned_for: object = None  # the nodes and roles at the latest plan
+        self.history = PlanHistory(advises=deployment.gateway.advise)
+        self.traffic = TrafficHistory(self._started_s, self._rules.window_s)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
-            self._router.changed.clear()
-            await self._look()
+            self._fleet.changed.clear()
+            await self._step()
             try:
-                async with asyncio.timeout(LOOK_EVERY_S):
-                    await self._router.changed.wait()
+                async with asyncio.timeout(STEP_EVERY_S):
+                    await self._fleet.changed.wait()
             except TimeoutError:
                 pass
 
-    async def _look(self) -> None:
-        local = self._router.live(self._router.local)
+    async def _step(self) -> None:
+        local = self._usable(self._fleet.local)
         counted = [ClusterId(remote.pool.cluster) for remote in self._problem.remotes]
-        remotes = tuple(len(self._router.live(cluster)) for cluster in counted)
-        if local and self._may_begin():
-            plan = await self._next(local, remotes)
+        remotes = tuple(len(self._usable(cluster)) for cluster in counted)
+        if local and self._may_plan():
+            plan = await self._next_plan(local, remotes)
             if plan is not None:
-                self._router.plan = plan
-                self.book.followed(plan)
+                self._router.follow(plan)
+                self.history.record_plan(plan)
         if self._router.plan is not None:
             for node in local:
-                await self._bring_about(node, self._router.plan)
-        self._router.refresh()
+                await self._apply_role(node, self._router.plan)
+        self._fleet.refresh()
 
-    def _may_begin(self) -> bool:
-        """Not with the first node that answers: the others of the file are given a moment."""
+    def _usable(self, cluster: ClusterId) -> list[NodeId]:
+        return self._fleet.members.usable_nodes(cluster, self._clock.now())
+
+    def _may_plan(self) -> bool:
+        """The first plan does not come with the first node that answers: the other nodes of the
+        deployment file are given `START_S`."""
         if self._router.plan is not None or self._clock.now() > self._started_s + START_S:
             return True
         now = self._clock.now()
-        return all(member.alive(now) for member in self._router.members if member.listed)
+        return all(member.is_alive(now) for member in self._fleet.members if member.listed)
 
-    async def _next(self, local: list[NodeId], remotes: tuple[int, ...]) -> Plan | None:
-        """A new plan, where there is reason for one. Solving takes a thread's time."""
+    async def _next_plan(self, local: list[NodeId], remotes: tuple[int, ...]) -> Plan | None:
+        """A new plan, where there is a reason for one. A thread solves it."""
         now = self._clock.now()
         plan = self._router.plan
         roles = self._known_roles(local)
-        who = (remotes, tuple(sorted(roles.items(), key=str)))
-        changed, self._seen = who != self._seen, who
+        planned_for = (remotes, tuple(sorted(roles.items(), key=str)))
+        changed, self._planned_for = planned_for != self._planned_for, planned_for
         newcomers = plan is None or any(node not in plan.roles for node in local)
         if newcomers or (changed and not self._plans):
             base = self._problem
             if plan is not None:
                 base = replace(base, workload=plan.problem.workload)
-            base = with_paces(base, self._router.paces.factors)
+            base = with_paces(base, self._fleet.pace.factors)
             problem = with_instances(base, remotes, len(local))
             reason = "the deployment's stated traffic" if plan is None else "nodes came or went"
             new = await asyncio.to_thread(
@@ -116,22 +125,22 @@ class LongTermLoop:
             if plan is None:
                 return new
             return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)
-        if not self._plans or not (changed or now >= self._looked_s + self._rules.every_s):
+        if not self._plans or not (changed or now >= self._replanned_s + self._rules.every_s):
             return None
-        # In step with the start, however late a look comes, or early because of who came or went.
-        self._looked_s = now - (now - self._started_s) % self._rules.every_s
+        # The intervals count from the start, even when a step is late, or early after a change.
+        self._replanned_s = now - (now - self._started_s) % self._rules.every_s
         assert plan is not None
-        paces = self._router.paces.factors
-        window = self._router.traffic.window(now, remotes, set(local), paces)
+        window = self.traffic.window(now, remotes, set(local), self._fleet.pace.factors)
         better = await asyncio.to_thread(replan, window, plan)
-        if not self.book.advises:
+        if not self.history.advises:
             return better
-        self.book.advised(better)
+        self.history.record_advice(better)
         return None
 
     def _known_roles(self, local: list[NodeId]) -> Mapping[NodeId, Role | None]:
-        """As the kvds have them: after a restart of the gateway, or from whoever plans. A planner's
-        own plan comes first: a restarted kvd has forgotten."""
+        """The roles that the kvds have recorded, from before a restart of the gateway or from the
+        gateway that plans. The plan of a gateway that plans takes precedence: a restarted kvd has
+        lost its role."""
         plan = self._router.plan
         known: dict[NodeId, Role | None] = {}
         for node in local:
@@ -141,49 +150,48 @@ class LongTermLoop:
                 known[node] = plan.roles.get(node, known[node])
         return known
 
-    def _recorded(self, node: NodeId) -> Recorded:
-        member = self._router.members.named(node)
+    def _recorded(self, node: NodeId) -> RecordedRole:
+        member = self._fleet.members.named(node)
         assert member is not None and member.report is not None
         return member.report.role
 
-    async def _bring_about(self, node: NodeId, plan: Plan) -> None:
-        router = self._router
+    async def _apply_role(self, node: NodeId, plan: Plan) -> None:
+        """One step towards the node's role in the plan."""
+        fleet = self._fleet
         wanted = plan.roles[node]
-        current = router.roles.get(node)
-        member = router.members.named(node)
+        current = fleet.roles.of(node)
+        member = fleet.members.named(node)
         if member is None or member.report is None:
             return
         if not self._plans:
-            router.roles[node] = wanted
+            fleet.assign_role(node, wanted)
             return
         if current is not None and current != wanted:
-            if node not in router.draining and not self._evacuations.over(node):
-                return  # in use until its hot prefixes are elsewhere
-            router.draining.add(node)
-            router.refresh()
-            view = router.board.node(node)
+            if not fleet.roles.is_draining(node) and not self._evacuations.evacuate(node):
+                return  # in use until its hot prefixes are copied
+            fleet.drain(node)
+            view = fleet.board.node(node)
             if view.queued or view.active:
                 return
         recorded = member.report.role
-        if recorded.role != wanted and not await self._write(
-            member, Recorded(wanted, recorded.epoch)
+        if recorded.role != wanted and not await self._write_role(
+            member, RecordedRole(wanted, recorded.epoch)
         ):
             return
         if current is not None and current != wanted:
-            self.book.converted(node, wanted, self._clock.now())
-        router.roles[node] = wanted
-        router.draining.discard(node)
-        self._evacuations.forget(node)
+            self.history.record_conversion(node, wanted, self._clock.now())
+        fleet.assign_role(node, wanted)
+        self._evacuations.reset(node)
 
-    async def _write(self, member: Member, role: Recorded) -> bool:
-        """Whether it is this plan's role now; if not, the next look sees why."""
-        kvd = KvdClient(self._calls, member.kvd_url)
+    async def _write_role(self, member: Member, role: RecordedRole) -> bool:
+        """Returns whether the kvd has recorded the role; if not, the next step retries."""
+        kvd = KvdClient(self._http, member.kvd_url)
         try:
             written = await kvd.set_role(role)
             if written is None:
-                log.warning("%s: another gateway plans, too", member.kvd_url)
-            self._router.heard(member, await kvd.stats())
+                log.warning("%s: another gateway has changed the role", member.kvd_url)
+            self._fleet.record_report(member, await kvd.stats())
         except PeerError as error:
-            log.warning("%s keeps its role: %s", member.kvd_url, error)
+            log.warning("cannot change the role of %s: %s", member.kvd_url, error)
             return False
         return written is not None

@@ -1,9 +1,9 @@
-"""Copies of prefixes between pools, carried out: one kvd pulls from another, behind its hand-offs.
+"""Prefix copies: one kvd pulls a prefix from another, with lower priority than its hand-offs.
 
-A route asks for them before its prefill, replication, and nodes that are about to leave. Here each
-is bounded in time, made once when several ask for the same, counted and logged. A pair of kvds that
-has just failed is left alone for a while. A copy that fails is a miss and nothing else. Paper:
-section 3.2.
+Routes request copies before a prefill; so do replication and evacuation. Each copy is bounded in
+time, made once when several callers request the same one, counted and logged. After a failure no
+copy is made between the two kvds for `REST_S`. A copy that fails is a cache miss and nothing else.
+Paper: section 3.2.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import ASK_S, KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import Member
-from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
 from prfaas.types import BlockHash, NodeId, NotNow
 
 log = logging.getLogger(__name__)
 
-REST_S = 10.0  # a pair of kvds between which a copy has failed makes none for so long
+REST_S = 10.0  # after a failed copy, none is made between the same two kvds for this long
 Why: TypeAlias = Literal["route", "replicate", "evacuate"]
 
 
@@ -45,27 +45,27 @@ class PrefixCopy(NamedTuple):
         return f"{self.why}: prefix of {self.tokens} tokens from {self.source} to {self.target}"
 
 
-def move_of(why: Why, proposal: CopyProposal) -> PrefixCopy:
+def copy_of(why: Why, proposal: CopyProposal) -> PrefixCopy:
     return PrefixCopy(why, proposal.source, proposal.target, proposal.hashes, proposal.tokens)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of what was asked for by one of them."""
+    """Counts of the copies with one reason."""
 
     made: int = 0
     failed: int = 0
-    tokens: int = 0  # of the prefixes that are there now
-    nbytes: int = 0  # that the target lacked of them
+    tokens: int = 0  # of the prefixes that were copied
+    nbytes: int = 0  # of them, what the targets lacked
 
 
 class PrefixCopies:
     def __init__(
-        self, router: Router, calls: HttpClient, errands: BackgroundCalls, clock: Clock
+        self, fleet: Fleet, http: HttpClient, background_calls: BackgroundCalls, clock: Clock
     ) -> None:
-        self._router = router
-        self._calls = calls
-        self._errands = errands
+        self._fleet = fleet
+        self._http = http
+        self._background_calls = background_calls
         self._clock = clock
         self._under_way: dict[tuple[NodeId, BlockHash], tuple[PrefixCopy, asyncio.Future[Any]]] = {}
         self._rests_until_s: dict[tuple[NodeId, NodeId], float] = {}
@@ -73,52 +73,52 @@ class PrefixCopies:
 
     @property
     def under_way(self) -> list[PrefixCopy]:
-        return [move for move, _ in self._under_way.values()]
+        return [copy for copy, _ in self._under_way.values()]
 
     @property
-    def of_hot_ones(self) -> list[PrefixCopy]:
-        """Those that no request waits for."""
-        return [move for move in self.under_way if move.why != "route"]
+    def under_way_without_request(self) -> list[PrefixCopy]:
+        """The copies that no request waits for."""
+        return [copy for copy in self.under_way if copy.why != "route"]
 
-    def start(self, move: PrefixCopy, within_s: float) -> asyncio.Future[Any] | None:
-        """Ends when the copy is there, has failed, or after `within_s`, and never fails. None: it
-        cannot be made now."""
-        source = self._router.members.named(move.source)
-        target = self._router.members.named(move.target)
-        if source is None or target is None or not move.hashes:
+    def start(self, copy: PrefixCopy, within_s: float) -> asyncio.Future[Any] | None:
+        """Returns a future that ends when the copy is made or has failed, or after `within_s`; the
+        future never fails. Returns None when the copy cannot be made now."""
+        source = self._fleet.members.named(copy.source)
+        target = self._fleet.members.named(copy.target)
+        if source is None or target is None or not copy.hashes:
             return None
-        key = (move.target, move.hashes[-1])
+        key = (copy.target, copy.hashes[-1])
         if key in self._under_way:
             return self._under_way[key][1]
-        if self._clock.now() < self._rests_until_s.get((move.source, move.target), -math.inf):
+        if self._clock.now() < self._rests_until_s.get((copy.source, copy.target), -math.inf):
             return None
         within_s = min(within_s, PULL_S)
-        making = self._make(move, source, target, within_s)
-        task: asyncio.Future[Any] = self._errands.run(making, within_s + ASK_S)
-        self._under_way[key] = (move, task)
+        copying = self._make(copy, source, target, within_s)
+        task: asyncio.Future[Any] = self._background_calls.run(copying, within_s + ASK_S)
+        self._under_way[key] = (copy, task)
         task.add_done_callback(lambda _: self._under_way.pop(key))
         return task
 
     async def _make(
-        self, move: PrefixCopy, source: Member, target: Member, within_s: float
+        self, copy: PrefixCopy, source: Member, target: Member, within_s: float
     ) -> None:
         began_s = self._clock.now()
-        via = self._router.way(source, target)
-        asked = PullPrefix(source.kvd_url, move.hashes, via, within_s)
-        tally = self.tallies[move.why]
+        relay = self._fleet.links.relay_between(source, target)
+        pull = PullPrefix(source.kvd_url, copy.hashes, relay, within_s)
+        tally = self.tallies[copy.why]
         try:
             async with asyncio.timeout(within_s):
-                answer = await KvdClient(self._calls, target.kvd_url).pull(asked)
+                answer = await KvdClient(self._http, target.kvd_url).pull(pull)
             if isinstance(answer, NotNow):
-                raise TransferFailed(f"{move.target} says: {answer.reason}")
+                raise TransferFailed(f"{copy.target} refused: {answer.reason}")
         except (PeerError, TimeoutError) as error:
             tally.failed += 1
-            self._rests_until_s[move.source, move.target] = self._clock.now() + REST_S
-            log.warning("%s failed: %s", move, error or f"not there within {within_s:g} s")
+            self._rests_until_s[copy.source, copy.target] = self._clock.now() + REST_S
+            log.warning("%s failed: %s", copy, error or f"not copied within {within_s:g} s")
             return
         self._count(tally, answer)
         took_s = self._clock.now() - began_s
-        log.info("%s: %d bytes in %.3f s", move, answer.granted_bytes, took_s)
+        log.info("%s: %d bytes in %.3f s", copy, answer.granted_bytes, took_s)
 
     def _count(self, tally: Tally, answer: PrefixPulled) -> None:
         tally.made += 1
@@ -126,18 +126,18 @@ class PrefixCopies:
         tally.nbytes += answer.granted_bytes
 
     def metrics(self) -> Iterator[Metric]:
-        copies = _counter("moves", "Copies of prefixes between nodes.", "why", "outcome")
-        tokens = _counter("moved_tokens", "Of prefixes that were copied.", "why")
-        nbytes = _counter("moved_bytes", "That the targets lacked of them.", "why")
+        copies = _counter("moves", "Prefix copies between nodes.", "why", "outcome")
+        tokens = _counter("moved_tokens", "Tokens of prefixes that were copied.", "why")
+        nbytes = _counter("moved_bytes", "Bytes of copied prefixes that the targets lacked.", "why")
         for why, tally in self.tallies.items():
             copies.add_metric([why, "made"], tally.made)
             copies.add_metric([why, "failed"], tally.failed)
             tokens.add_metric([why], tally.tokens)
             nbytes.add_metric([why], tally.nbytes)
         yield from (copies, tokens, nbytes)
-        under_way = "Copies of prefixes that are being made."
+        under_way = "Prefix copies that are being made."
         yield GaugeMetricFamily("prfaas_gateway_moves_under_way", under_way, len(self._under_way))
 
 
-def _counter(name: str, says: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"prfaas_gateway_{name}", says, labels=labels)
+def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"prfaas_gateway_{name}", help_text, labels=labels)

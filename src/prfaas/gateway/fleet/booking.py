@@ -1,7 +1,7 @@
-"""One attempt of one request, as the board keeps account of it: every step once, in any order of
+"""One attempt of one request, as booked on the board: each step is booked once, in any order of
 events. Bookkeeping only.
 
-    made ─► prefilled ─► landed ─► closed       the hand-off is in place, decoding, over
+    made ─► prefilled ─► landed ─► closed       hand-off committed, decoding, finished
       └─────────┴────────────────► closed       given up
 """
 
@@ -25,26 +25,26 @@ class Booking:
         route: Route,
         kv_bytes: float,
         now_s: float,
-        on_change: Callable[[], None],
+        on_prefill_end: Callable[[], None],
     ) -> None:
-        """`on_change` hears when the prefill node has become free of it."""
+        """`on_prefill_end` is called when the prefill node has finished with the request."""
         self.route = route
         self._board = board
         self._work = work
         self._kv_bytes = kv_bytes
-        self._on_change = on_change
+        self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
         board.record_dispatch(route, kv_bytes, now_s)
-        work.give(self, route.prefill_s, now_s)
+        work.add(self, route.prefill_s, now_s)
 
     @property
     def stage(self) -> Stage:
         return self._stage
 
     def prefilled(self, now_s: float) -> None:
-        """The prefill node can go on; whoever learns it first says so."""
+        """The prefill node has finished with the request. May be called more than once."""
         if self._work.end(self, now_s):
-            self._on_change()
+            self._on_prefill_end()
 
     def landed(self, now_s: float) -> None:
         assert self._stage == "made"
@@ -53,7 +53,7 @@ class Booking:
         self.prefilled(now_s)
 
     def close(self, now_s: float) -> None:
-        """Over, whatever has become of it. Again: nothing."""
+        """The attempt is over, with whatever outcome. Calling it again does nothing."""
         if self._stage == "landed":
             self._board.record_end(self.route, self._kv_bytes)
         elif self._stage == "made":

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.gateway.dispatch.booking import Booking
+from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.request import Route
@@ -14,22 +14,24 @@ STEPS = st.lists(st.sampled_from(["prefilled", "landed", "close"]), max_size=6)
 
 
 @given(st.lists(st.tuples(st.booleans(), STEPS), min_size=1, max_size=8), st.randoms())
-def test_whatever_becomes_of_requests_the_board_forgets_them(lives: list, random: object) -> None:
-    """Steps of several attempts in any order, each told as often as it happens to be learnt."""
+def test_after_its_end_a_request_leaves_nothing_on_the_board(
+    attempts: list, random: object
+) -> None:
+    """Steps of several attempts in any order, each booked any number of times."""
     link = LinkView(True, 1e8, 0.01, None, 0.0)
     board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], {OUT: link, BACK: link}, slots=4)
     work = {name: PrefillWork() for name in (*LOCAL, *REMOTE)}
     start = board.view(0.0, {}, {})
     freed: list[int] = []
     bookings = []
-    for index, (offloaded, _) in enumerate(lives):
+    for index, (offloaded, _) in enumerate(attempts):
         prefill = REMOTE[0] if offloaded else LOCAL[0]
         cluster = FAR if offloaded else NEAR
         route = Route(cluster, prefill, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
         bookings.append(
             Booking(board, work[prefill], route, 5e8, 0.0, lambda i=index: freed.append(i))
         )
-    todo = [(b, step) for b, (_, steps) in zip(bookings, lives, strict=True) for step in steps]
+    todo = [(b, step) for b, (_, steps) in zip(bookings, attempts, strict=True) for step in steps]
     random.shuffle(todo)  # type: ignore[attr-defined]
     for now_s, (booking, step) in enumerate(todo):
         if step == "prefilled":
@@ -40,7 +42,7 @@ def test_whatever_becomes_of_requests_the_board_forgets_them(lives: list, random
             booking.close(now_s)
     for booking in bookings:
         booking.close(100.0)
-    assert sorted(freed) == list(range(len(lives))), "each prefill node is free of it once"
+    assert sorted(freed) == list(range(len(attempts))), "each prefill node is free of it once"
     assert all(len(each) == 0 for each in work.values())
     for name in (LOCAL[0], REMOTE[0]):
         board.forget_work(name)

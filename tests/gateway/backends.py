@@ -1,4 +1,4 @@
-"""The gateway's back in this process, over hosts that are processes of their own."""
+"""The gateway's backend in this process, over hosts that are separate processes."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ def node(host: Host) -> dict[str, str]:
 async def serving(
     made: Deployment, *, record: Path | None = None, nodes: int | None = None
 ) -> AsyncIterator[GatewayBackend]:
-    """A back whose nodes are all in use."""
+    """A backend whose nodes are all in use."""
     wanted = sum(len(cluster.nodes) for cluster in made.clusters) if nodes is None else nodes
-    async with running(made, problem(made), BackendOptions(record=record)) as back:
-        await until(lambda: len(in_use(back)) == wanted)
-        yield back
+    async with running(made, problem(made), BackendOptions(record=record)) as backend:
+        await until(lambda: len(in_use(backend)) == wanted)
+        yield backend
 
 
-def in_use(back: GatewayBackend) -> list[dict[str, Any]]:
-    return [n for c in back.state()["clusters"] for n in c["nodes"] if n.get("in_use")]
+def in_use(backend: GatewayBackend) -> list[dict[str, Any]]:
+    return [n for c in backend.state()["clusters"] for n in c["nodes"] if n.get("in_use")]
 
 
-def with_role(back: GatewayBackend, role: str, cluster: str = HOME) -> list[str]:
-    (found,) = [c for c in back.state()["clusters"] if c["cluster"] == cluster]
+def with_role(backend: GatewayBackend, role: str, cluster: str = HOME) -> list[str]:
+    (found,) = [c for c in backend.state()["clusters"] if c["cluster"] == cluster]
     return [n["node"] for n in found["nodes"] if n.get("role") == role]
 
 
@@ -119,7 +119,9 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return random.Random(f"{tokens} {seed}").choices(range(32, 127), k=tokens)
 
 
-def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any) -> GatewayRequest:
+def gateway_request(
+    ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any
+) -> GatewayRequest:
     fields = {
         "model": MODEL,
         "max_tokens": max_tokens,
@@ -135,14 +137,14 @@ def ask(ids: list[int], max_tokens: int = 4, *, stream: bool = True, **more: Any
 
 @dataclass(slots=True)
 class Answered:
-    story: RequestTrace
+    trace: RequestTrace
     tokens: list[int] = field(default_factory=list)
 
 
-async def answered(back: GatewayBackend, asked: GatewayRequest) -> Answered:
+async def answered(backend: GatewayBackend, asked: GatewayRequest) -> Answered:
     """All of an answer."""
     found = Answered(RequestTrace(MonotonicClock().now()))
-    async with back.answer(asked, found.story) as upstream:
+    async with backend.answer(asked, found.trace) as upstream:
         async for together in upstream.events():
             found.tokens += [token for event in together for token in tokens_of(event)]
     return found
@@ -155,23 +157,25 @@ def tokens_of(event: bytes) -> list[int]:
     return [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
 
 
-def moved(back: GatewayBackend, why: str) -> tuple[int, int]:
+def moved(backend: GatewayBackend, why: str) -> tuple[int, int]:
     """Copies of prefixes that were made, and that failed."""
-    found = back.state()["moves"][why]
+    found = backend.state()["moves"][why]
     return found["made"], found["failed"]
 
 
-async def until_it_would_resume(back: GatewayBackend, asked: GatewayRequest, tokens: int) -> None:
+async def until_it_would_resume(
+    backend: GatewayBackend, asked: GatewayRequest, tokens: int
+) -> None:
     """Cache events have come."""
-    await until(lambda: back.explain(asked)["chosen"].get("cached_tokens") == tokens)
+    await until(lambda: backend.explain(asked)["chosen"].get("cached_tokens") == tokens)
 
 
-def is_clean(back: GatewayBackend) -> bool:
+def is_clean(backend: GatewayBackend) -> bool:
     """Nothing of ours is booked anywhere."""
-    view = back.router.board.view(0.0, {}, {})
+    view = backend.fleet.board.view(0.0, {}, {})
     nodes = [n for cluster in (view.local, *view.remotes) for n in cluster.nodes]
     return (
         all(n.queued == 0 and n.active == 0 for n in nodes)
         and all(link.pending_bytes == 0 for link in view.links.values())
-        and back.state()["requests"]["in_flight"] == 0
+        and backend.state()["requests"]["in_flight"] == 0
     )

@@ -1,0 +1,240 @@
+"""The fleet: members, their roles and work, the links between clusters. It decides nothing.
+
+Everything here is synchronous, so that a routing decision sees one consistent state. The poller and
+the dispatcher record what they observe, the long-term loop assigns roles, the router reads the
+board. Other parts change the fleet through its methods only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from prfaas.cache.manager import GlobalKVManager
+from prfaas.clock import Clock
+from prfaas.config import Deployment
+from prfaas.contracts.kvd_api import KvdReport
+from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
+from prfaas.gateway.fleet.link_monitor import LinkMonitor
+from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.liveness import Liveness
+from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.gateway.fleet.prefill_pace import PrefillPace
+from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.fleet.roles import Roles
+from prfaas.planner.problem import Problem
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.plan import Role
+from prfaas.scheduler.request import Route
+from prfaas.scheduler.view import LinkId, LinkView
+from prfaas.types import ClusterId, NodeId
+
+log = logging.getLogger(__name__)
+
+_LONGEST_LOOKUP = 262_144  # tokens; the times of longer prompts are computed
+
+
+class Fleet:
+    def __init__(self, deployment: Deployment, problem: Problem, clock: Clock) -> None:
+        self.local = ClusterId(problem.local.pool.cluster)
+        self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
+        costs = build_costs(problem, min(deployment.model.max_tokens, _LONGEST_LOOKUP))
+        self.board = Board(
+            costs,
+            [(self.local, ()), *((remote, ()) for remote in self.remotes)],
+            _configured_links(deployment),
+            slots=problem.local.decode.bs_max,
+        )
+        self.members = Membership(deployment)
+        self.roles = Roles()
+        self.liveness = Liveness(self.members, clock)
+        self.links = LinkMonitor(LinkReports(deployment), self.members, self.board, clock)
+        self.pace = PrefillPace(costs, self.board, deployment.scheduler.correction, clock)
+        self.manager = GlobalKVManager(problem.spec)
+        self.prefixes = CachedPrefixes(self.manager, self.board)
+        # Set when a node came into use or went out of use; the long-term loop waits for it.
+        self.changed = asyncio.Event()
+        self._on_change: Callable[[], None] = lambda: None
+        self._work: dict[NodeId, PrefillWork] = {}
+        self._clock = clock
+
+    def call_on_change(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after a node has come into use or gone out of use."""
+        self._on_change = on_change
+
+    # Members --------------------------------------------------------------------------------------
+
+    def register(self, kvd_url: str, cluster: ClusterId) -> Member | None:
+        """Adds a member. Returns None when the kvd is a member already."""
+        return self.members.register(kvd_url, cluster, self._clock.now())
+
+    def remove(self, member: Member) -> None:
+        """The member is not expected back."""
+        self.members.remove(member)
+        self.refresh()
+
+    def record_report(self, member: Member, report: KvdReport) -> None:
+        """Records a kvd's report."""
+        if self.members.record_report(member, report, self._clock.now()):
+            log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
+            self.pace.restart(report.node)
+            if report.node in self.board:
+                self.board.forget_work(report.node)
+        if member.report is not report:
+            return  # another member has its name
+        if report.node not in self.board:
+            self.board.join(member.cluster, report.node)
+            self._work[report.node] = PrefillWork()
+        self.refresh()
+
+    def record_card(self, member: Member, card: Card) -> None:
+        """The engine answers for the first time, or again after it did not."""
+        member.card = card
+        if member.node is not None:
+            self.pace.restart(member.node)
+
+    def clear_card(self, member: Member) -> None:
+        """The engine does not answer. The next process at its address may serve another model."""
+        member.card = None
+
+    def record_load(
+        self, member: Member, load: Load, *, leaving: bool, asked_s: float, own: int
+    ) -> None:
+        """Records an engine's load. `own` is `prefills_at` the member when it was polled."""
+        if leaving and not member.leaving:
+            log.info("the engine of %s is draining", member.kvd_url)
+        member.leaving = leaving
+        member.load = load
+        member.engine_seen_s = asked_s
+        node = member.node
+        if node is not None and node in self.board:
+            work, view = self._work[node], self.board.node(node)
+            own_decodes = self.board.own_decodes(node)
+            report = work.node_report(load, view.role, max(own, len(work)), own_decodes, asked_s)
+            self.board.record_report(node, report)
+        self.refresh()
+
+    def record_engine_failure(self, node: NodeId) -> None:
+        """A request could not connect to the engine. The node is not used until it answers."""
+        member = self.members.named(node)
+        if member is not None:
+            member.engine_failed_s = self._clock.now()
+            self.refresh()
+
+    def record_kvd_failure(self, node: NodeId) -> None:
+        """A request could not connect to the kvd. The node is not used until it answers."""
+        member = self.members.named(node)
+        if member is not None:
+            member.kvd_failed_s = self._clock.now()
+            self.refresh()
+
+    # Roles and work -------------------------------------------------------------------------------
+
+    def assign_role(self, node: NodeId, role: Role) -> None:
+        """Takes effect with the next `refresh`, so that several nodes can change at once."""
+        self.roles.assign(node, role)
+
+    def drain(self, node: NodeId) -> None:
+        """The node gets no new requests until it is assigned a role."""
+        self.roles.drain(node)
+        self.refresh()
+
+    def book(self, route: Route, prompt_tokens: int, on_prefill_end: Callable[[], None]) -> Booking:
+        kv_bytes = float(self.pace.costs.handoff_bytes(prompt_tokens, prompt_tokens))
+        work = self._work[route.prefill]
+        return Booking(self.board, work, route, kv_bytes, self._clock.now(), on_prefill_end)
+
+    def prefills_at(self, member: Member) -> int:
+        """Prefills of this gateway that the member has not finished."""
+        node = member.node
+        return len(self._work[node]) if node in self._work else 0
+
+    # The state that decisions see -----------------------------------------------------------------
+
+    def update(self) -> None:
+        """Twice a second: liveness, calls to silent nodes, link reports, the prefix index."""
+        self.refresh()
+        self.liveness.cancel_silent()
+        self.links.update()
+        self.manager.sweep()
+
+    def refresh(self) -> None:
+        """Brings the board in line with liveness, roles and membership."""
+        now = self._clock.now()
+        changed = False
+        for member in self.members:
+            node = member.node
+            if node is None or node not in self.board:
+                continue
+            role = self.roles.of(node) if member.cluster == self.local else "prefill"
+            usable = (
+                role is not None
+                and not self.roles.is_draining(node)
+                and self.members.is_usable(member, now)
+            )
+            before = self.board.node(node)
+            role = role or before.role
+            if (before.role, before.usable) != (role, usable):
+                self.board.assign(node, role, usable=usable)
+                changed = True
+                log.info("%s: %s, %s", node, role, "in use" if usable else "not in use")
+        for node in list(self._work):
+            if self.members.named(node) is None:
+                self._remove_from_board(node)
+        if changed:
+            self.changed.set()
+            self._on_change()
+
+    def _remove_from_board(self, node: NodeId) -> None:
+        """No member has that name any more. The node stays on the board, unused, until the last
+        booking there is closed."""
+        if self.board.node(node).usable:
+            self.board.assign(node, self.board.node(node).role, usable=False)
+            self.changed.set()
+        if not self.board.leave(node):
+            return
+        del self._work[node]
+        self.pace.restart(node)
+        self.roles.remove(node)
+        self.prefixes.remove(node)
+
+    def pools(self) -> list[NodeId]:
+        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there."""
+        now = self._clock.now()
+        return [
+            m.node
+            for m in self.members
+            if m.node is not None
+            and m.node in self.board
+            and m.is_kvd_alive(now)
+            and not self.members.differences(m)
+        ]
+
+    def prefill_waits_s(self) -> dict[NodeId, float | None]:
+        """How long a prefill would wait at each node in use; None: the node does not prefill."""
+        view = self.board.view(self._clock.now(), {}, {})
+        return {
+            node.node: max(0.0, node.free_at_s - view.now_s) if node.role == "prefill" else None
+            for cluster in (view.local, *view.remotes)
+            for node in cluster.nodes
+            if node.usable
+        }
+
+    def can_decode_elsewhere(self, full: Collection[NodeId]) -> bool:
+        """Whether a decode node is in use that is not one of the `full` ones."""
+        nodes = self.board.view(self._clock.now(), {}, {}).local.nodes
+        return any(n.usable and n.role == "decode" and n.node not in full for n in nodes)
+
+
+def _configured_links(deployment: Deployment) -> dict[LinkId, LinkView]:
+    return {
+        (ClusterId(link.source), ClusterId(link.target)): LinkView(
+            True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0
+        )
+        for link in deployment.links
+        if link.source != link.target
+    }

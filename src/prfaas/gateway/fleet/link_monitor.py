@@ -1,0 +1,48 @@
+"""State of the links between clusters: the latest reports go to the board, cuts are timed."""
+
+from __future__ import annotations
+
+import logging
+
+from prfaas.clock import Clock
+from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.view import LinkId
+
+log = logging.getLogger(__name__)
+
+
+class LinkMonitor:
+    def __init__(
+        self, reports: LinkReports, members: Membership, board: Board, clock: Clock
+    ) -> None:
+        self._reports = reports
+        self._members = members
+        self._board = board
+        self._clock = clock
+        self._cut_s: dict[LinkId, float] = {}  # links that are cut, and since when
+
+    def update(self) -> None:
+        """Passes new link reports to the board, and logs links that were cut or restored."""
+        now = self._clock.now()
+        for link_id, stats in self._reports.collect(list(self._members), now).items():
+            self._board.record_link_report(link_id, stats)
+            if self._board.is_up(link_id):
+                if self._cut_s.pop(link_id, None) is not None:
+                    log.info("link %s -> %s is restored", *link_id)
+            elif link_id not in self._cut_s:
+                log.warning("link %s -> %s is cut", *link_id)
+                self._cut_s[link_id] = now
+
+    def cut_for_s(self, link_id: LinkId) -> float:
+        """How long the link has been cut; 0 when it is up."""
+        since_s = self._cut_s.get(link_id)
+        return 0.0 if since_s is None else self._clock.now() - since_s
+
+    def relay_between(self, source: Member, target: Member) -> str | None:
+        """Address of the relay through which the source's kvd reaches the target's; None: the
+        target's kvd is reached directly."""
+        if source.cluster == target.cluster:
+            return None
+        return target.via or self._reports.relay((source.cluster, target.cluster))

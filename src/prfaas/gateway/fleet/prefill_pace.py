@@ -1,0 +1,51 @@
+"""How long prefills take in practice, and the costs that routing computes with.
+
+A cluster's profile is corrected by what its prefills took (`scheduler/long_term`). A new correction
+changes the costs of every view that the board makes from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from prfaas.clock import Clock
+from prfaas.config.deployment import CorrectionSection
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.long_term.profile_correction import ProfileCorrection
+from prfaas.scheduler.request import Route
+from prfaas.types import ClusterId, NodeId
+
+log = logging.getLogger(__name__)
+
+
+class PrefillPace:
+    def __init__(self, costs: Costs, board: Board, rules: CorrectionSection, clock: Clock) -> None:
+        self.costs = costs
+        self._board = board
+        self._paces = ProfileCorrection(rules)
+        self._clock = clock
+
+    @property
+    def factors(self) -> Mapping[ClusterId, float]:
+        """Observed over stated prefill times, where that is not 1."""
+        return self._paces.factors
+
+    def record_prefill(self, route: Route, tokens: int, cached: int, sent_s: float) -> float:
+        """The prefill node has answered: it has prefilled `tokens`, of which `cached` were in its
+        cache. Returns when it began."""
+        now = self._clock.now()
+        before = self._paces.factors
+        stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
+        took_s = self._paces.record_prefill(route.cluster, route.prefill, stated_s, sent_s, now)
+        if self._paces.factors is not before:
+            self.costs = self.costs.paced(self._paces.factors)
+            self._board.set_costs(self.costs)
+            factor = self._paces.factors[route.cluster]
+            log.info("%s: prefills take %.2f times what its profile states", route.cluster, factor)
+        return now - took_s
+
+    def restart(self, node: NodeId) -> None:
+        """The node has started anew, or is gone: its first prefills are not a measure."""
+        self._paces.reset_node(node)

@@ -1,0 +1,305 @@
+"""One hand-off against a kvd and a prefill node that are loopback HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.errors import RequestError
+from prfaas.gateway.dispatch import handoff
+from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
+from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.membership import HUNG_AFTER_S
+from prfaas.gateway.planning.prefix_copies import PrefixCopies
+from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.http_client.client import open_client
+from prfaas.scheduler.request import CacheCopy
+from prfaas.testing.clock import FakeClock
+from prfaas.types import Grant, LinkStats, NotNow, TransferId
+from tests.gateway.backends import gateway_request, prompt, until
+from tests.gateway.fleets import (
+    FARS,
+    HOMES,
+    LONG,
+    A,
+    B,
+    F,
+    fleet_and_router,
+    member_of,
+    placement,
+)
+from tests.gateway.peers import Peer, peer
+from tests.gateway.reports import report
+
+GRANT = Grant(TransferId("t-1"), "token", "b:7400", {}, 1000, 60.0)
+OPEN, COMMIT, ABORT = "POST /v1/open", "GET /v1/transfers/t-1", "POST /v1/transfers/t-1/abort"
+PREFILL, PULL = "POST /v1/completions", "POST /v1/pull"
+CACHED = 64
+PREFILLED = {"usage": {"prompt_tokens_details": {"cached_tokens": CACHED}}}
+
+
+def status(state: str) -> dict[str, Any]:
+    return {"transfer_id": "t-1", "state": state, "reason": "test", "nbytes": 1000}
+
+
+@dataclass(slots=True)
+class Case:
+    """A request that `f` prefills and `b` decodes."""
+
+    clock: FakeClock
+    fleet: Fleet
+    kvd: Peer  # of `b`
+    node: Peer  # the engine of `f`
+    hand_offs: HandOffs
+    booking: Booking
+    request: GatewayRequest
+    trace: RequestTrace
+
+    def start(self) -> HandOff:
+        prefill, decode = member_of(self.fleet, F), member_of(self.fleet, B)
+        return self.hand_offs.start(self.booking, prefill, decode)
+
+    async def carry_out(self) -> dict[str, Any]:
+        """The whole hand-off; the decode engine takes the state."""
+        async with self.start() as hand_off:
+            params = await self.prefill_with(hand_off)
+            hand_off.mark_taken()
+            return params
+
+    async def prefill_with(self, hand_off: HandOff) -> dict[str, Any]:
+        prompt_hashes = PromptHashes(self.request.token_ids.array)
+        return await hand_off.carry_out(self.request, prompt_hashes, self.trace)
+
+
+@asynccontextmanager
+async def case() -> AsyncIterator[Case]:
+    clock = FakeClock()
+    async with (
+        peer() as kvd,
+        peer() as node,
+        open_client() as http,
+        BackgroundCalls(5.0) as background_calls,
+    ):
+        homes = [HOMES[0], {**HOMES[1], "kvd_url": kvd.url}, HOMES[2]]
+        fleet, router = fleet_and_router(clock, homes=homes, fars=[{**FARS[0], "url": node.url}])
+        booking = await router.place(placement(LONG, clock), 1.0)
+        assert (booking.route.prefill, booking.route.decode) == (F, B)
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
+        request, trace = gateway_request(prompt(LONG)), RequestTrace(clock.now())
+        await kvd.script(OPEN, GRANT)
+        await kvd.script(ABORT, status("failed"))
+        yield Case(clock, fleet, kvd, node, hand_offs, booking, request, trace)
+
+
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "_CHECK_S", 0.01)
+
+
+async def test_grant_then_prefill_then_commit() -> None:
+    async with case() as one:
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("committed"))
+        params = await one.carry_out()
+        assert params == {"do_remote_prefill": True, "transfer_id": "t-1"}
+        assert one.booking.stage == "landed"
+        assert None not in (one.trace.granted_s, one.trace.committed_s)
+        (body,) = await one.node.requested(PREFILL)
+        sent = body["kv_transfer_params"]
+        assert sent["do_remote_decode"] and sent["grant"]["transfer_id"] == "t-1"
+        assert len(body["prompt"]) == sent["handoff_tokens"] and body["max_tokens"] == 1
+        assert ABORT not in one.kvd.bodies
+
+
+async def test_the_commit_is_enough_while_the_prefill_has_not_answered() -> None:
+    """The prefill's response arrives later, and what it reports is still recorded."""
+    async with case() as one:
+        await one.kvd.script(COMMIT, status("committed"))
+        await one.carry_out()
+        assert one.booking.stage == "landed" and one.trace.cached_tokens == 0
+        await one.node.script(PREFILL, PREFILLED)
+        await until(lambda: one.trace.cached_tokens == CACHED)
+        assert ABORT not in one.kvd.bodies
+
+
+async def test_the_prefill_node_is_free_before_the_transfer_commits() -> None:
+    async with case() as one:
+        carrying = asyncio.create_task(one.carry_out())
+        await one.kvd.requested(COMMIT)
+        far = member_of(one.fleet, F)
+        assert one.fleet.prefills_at(far) == 1
+        await one.node.script(PREFILL, PREFILLED)
+        await until(lambda: one.fleet.prefills_at(far) == 0)
+        assert one.booking.stage == "made" and one.trace.committed_s is None
+        await one.kvd.script(COMMIT, status("committed"))
+        await carrying
+
+
+async def test_a_hand_off_that_is_not_carried_out_calls_nothing() -> None:
+    async with case() as one:
+        async with one.start():
+            pass
+        await one.hand_offs.background_calls.end()
+        assert not one.kvd.bodies and not one.node.bodies
+
+
+async def test_a_state_that_the_decode_engine_does_not_take_is_aborted() -> None:
+    async with case() as one:
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("committed"))
+        async with one.start() as hand_off:
+            await one.prefill_with(hand_off)
+        assert await one.kvd.requested(ABORT) == [{"reason": "given up by the gateway"}]
+
+
+async def test_a_refused_grant_leaves_nothing() -> None:
+    async with case() as one:
+        await one.kvd.script(OPEN, NotNow("no room", 2.5))
+        with pytest.raises(DecodeNodeFull, match="b: no room") as refused:
+            await one.carry_out()
+        assert (refused.value.node, refused.value.retry_after_s) == (B, 2.5)
+        await one.hand_offs.background_calls.end()
+        assert set(one.kvd.bodies) == {OPEN} and not one.node.bodies
+
+
+async def test_an_error_of_the_kvd_is_the_prefill_nodes_to_avoid() -> None:
+    """Its state may be incompatible with the decode node's."""
+    async with case() as one:
+        await one.kvd.script(OPEN, {"code": "incompatible", "message": "other format"}, 409)
+        with pytest.raises(AttemptFailed, match="other format") as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (F,) and one.fleet.board.node(B).usable
+
+
+async def test_a_kvd_that_drops_the_connection_is_not_used() -> None:
+    async with case() as one:
+        one.kvd.lose(OPEN)
+        with pytest.raises(AttemptFailed) as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (B,) and not failed.value.prefill
+        assert not one.fleet.board.node(B).usable
+        assert ABORT not in one.kvd.bodies
+
+
+async def test_a_grant_that_arrives_after_the_request_was_cancelled_is_aborted() -> None:
+    async with case() as one, peer() as slow:
+        member_of(one.fleet, B).kvd_url = slow.url
+        await slow.script(ABORT, status("failed"))
+        carrying = asyncio.create_task(one.carry_out())
+        await slow.requested(OPEN)
+        carrying.cancel()
+        await asyncio.wait([carrying])
+        assert carrying.cancelled() and ABORT not in slow.bodies
+        await slow.script(OPEN, GRANT)
+        assert await slow.requested(ABORT) == [{"reason": "the request has ended"}]
+
+
+async def test_a_request_that_is_cancelled_during_the_prefill_aborts_its_transfer() -> None:
+    async with case() as one:
+        carrying = asyncio.create_task(one.carry_out())
+        await one.node.requested(PREFILL)
+        carrying.cancel()
+        await asyncio.wait([carrying])
+        assert carrying.cancelled()
+        await one.kvd.requested(ABORT)
+
+
+async def test_a_failed_prefill_is_the_nodes_fault_and_its_grant_is_aborted() -> None:
+    async with case() as one:
+        await one.node.script(PREFILL, {"error": {"message": "out of memory"}}, 503)
+        with pytest.raises(AttemptFailed, match="out of memory") as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (F,) and failed.value.prefill
+        assert one.fleet.board.node(F).usable, "it answers"
+        await one.kvd.requested(ABORT)
+
+
+async def test_a_prefill_node_that_drops_the_connection_is_not_used() -> None:
+    async with case() as one:
+        one.node.lose(PREFILL)
+        with pytest.raises(AttemptFailed) as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (F,) and failed.value.prefill
+        assert not one.fleet.board.node(F).usable
+
+
+async def test_an_invalid_request_is_the_clients_error() -> None:
+    async with case() as one:
+        error = {"error": {"message": "too long", "code": "invalid", "param": "prompt"}}
+        await one.node.script(PREFILL, error, 400)
+        with pytest.raises(RequestError, match="too long") as refused:
+            await one.carry_out()
+        assert (refused.value.status, refused.value.param) == (400, "prompt")
+        await one.kvd.requested(ABORT)
+
+
+async def test_a_transfer_that_expires_at_the_receiver_fails_the_attempt() -> None:
+    async with case() as one:
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("expired"))
+        with pytest.raises(AttemptFailed, match="expired") as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (F,) and failed.value.prefill
+        await one.kvd.requested(ABORT)
+
+
+async def test_a_commit_that_does_not_come_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "PREFILL_S", 0.2)
+    async with case() as one:
+        with pytest.raises(AttemptFailed, match=r"not finished within 0\.2 s") as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (F,) and failed.value.prefill
+        await one.kvd.requested(ABORT)
+
+
+@pytest.mark.parametrize(("silent", "prefill"), [(F, True), (B, False)])
+@pytest.mark.usefixtures("quick_checks")
+async def test_a_node_that_hangs_during_the_transfer_fails_the_attempt(
+    silent: str, prefill: bool
+) -> None:
+    async with case() as one:
+        carrying = asyncio.create_task(one.carry_out())
+        await one.kvd.requested(COMMIT)
+        one.clock.advance(HUNG_AFTER_S + 1.0)
+        for member in one.fleet.members:
+            if member.node != silent:
+                member.kvd_seen_s = member.engine_seen_s = one.clock.now()
+        with pytest.raises(AttemptFailed, match=f"{silent} has fallen silent") as failed:
+            await carrying
+        assert failed.value.avoid == (silent,) and failed.value.prefill == prefill
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_a_link_that_is_cut_for_long_fails_the_attempt() -> None:
+    async with case() as one:
+        carrying = asyncio.create_task(one.carry_out())
+        await one.kvd.requested(COMMIT)
+        stats = LinkStats("b:7400", 1.0, 0, 0.0, 1000, 0, waited_s=1.0)
+        one.fleet.record_report(member_of(one.fleet, F), report("f", links=(stats,)))
+        one.fleet.update()
+        one.clock.advance(handoff.CUT_S + 0.1)
+        with pytest.raises(AttemptFailed, match="the link from far is cut") as failed:
+            await carrying
+        assert failed.value.avoid == (F,) and failed.value.prefill
+
+
+async def test_a_prefix_copy_that_fails_only_costs_time() -> None:
+    async with case() as one, peer() as target:
+        member_of(one.fleet, F).kvd_url = target.url
+        await target.script(PULL, NotNow("busy", 1.0))
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("committed"))
+        copy = CacheCopy(A, F, 640, 1000, 0.1)
+        one.booking.route = one.booking.route._replace(copies=(copy,))
+        await one.carry_out()
+        assert len(target.bodies[PULL]) == 1
+        assert one.hand_offs.copies.tallies["route"].failed == 1

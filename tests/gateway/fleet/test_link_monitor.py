@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from prfaas.testing.clock import FakeClock
+from prfaas.types import LinkStats
+from tests.gateway.backends import FAR, HOME
+from tests.gateway.fleets import LONG, A, B, F, fleet_and_router, member_of, place, placement, step
+from tests.gateway.reports import report
+
+
+async def test_a_cut_link_is_not_used_until_it_is_restored() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    link = (fleet.remotes[0], fleet.local)
+    assert (FAR, HOME) == link
+
+    def send_report(at_s: float, connections: int) -> None:
+        waited_s = 0.0 if connections else 1.0
+        stats = LinkStats("b:7400", at_s, connections, 0.0, 1000, 0, waited_s=waited_s)
+        fleet.record_report(member_of(fleet, F), report("f", links=(stats,)))
+        step(fleet, router)
+
+    send_report(1.0, 0)
+    clock.advance(2.0)
+    assert fleet.links.cut_for_s(link) == 2.0
+    assert (await place(router, placement(2 * LONG, clock)))[0] == A
+    send_report(2.0, 4)
+    assert fleet.links.cut_for_s(link) == 0.0
+    # The link has yet to show that it is clear: until then the threshold is raised.
+    assert (await place(router, placement(2 * LONG, clock)))[0] == F
+
+
+def test_a_relay_is_used_between_clusters_only() -> None:
+    fleet, _ = fleet_and_router(FakeClock())
+    a, b, f = (member_of(fleet, node) for node in (A, B, F))
+    assert fleet.links.relay_between(f, b) is None
+    b.via = "relay:1"
+    assert fleet.links.relay_between(f, b) == "relay:1"
+    assert fleet.links.relay_between(a, b) is None

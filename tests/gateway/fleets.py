@@ -1,0 +1,71 @@
+"""A fleet and a router over it whose nodes have answered; no process and no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prfaas.cache.hashing import PromptHashes
+from prfaas.clock import Clock
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.scheduler.plan import plan_for_nodes, with_instances
+from prfaas.scheduler.request import Request
+from prfaas.types import NodeId
+from tests.gateway.backends import THRESHOLD, deployment, problem, prompt
+from tests.gateway.reports import appear
+
+A, B, C, F = (NodeId(name) for name in "abcf")
+HOMES = [{"url": f"http://{n}:1", "kvd_url": f"http://{n}:2"} for n in "abc"]
+FARS = [{"url": "http://f:1", "kvd_url": "http://f:2"}]
+LONG, SHORT = 2 * THRESHOLD, THRESHOLD // 2
+
+
+def fleet_and_router(
+    clock: Clock,
+    *,
+    homes: Sequence[dict[str, str]] = HOMES,
+    fars: Sequence[dict[str, str]] = FARS,
+    **scheduler: object,
+) -> tuple[Fleet, Router]:
+    """All nodes answer: `a` prefills, `b` and `c` decode; `f` is the remote node."""
+    made = deployment(homes, fars, **scheduler)
+    solved = problem(made)
+    fleet = Fleet(made, solved, clock)
+    router = Router(fleet, made.scheduler, clock)
+    for member, name in zip(fleet.members, "abcf", strict=True):
+        appear(fleet, member, name, clock.now())
+    plan = plan_for_nodes(
+        with_instances(solved, (1,), 3),
+        dict.fromkeys([A, B, C]),
+        made.scheduler.replan,
+        clock.now(),
+        reason="test",
+    )
+    router.follow(plan)
+    for node, role in plan.roles.items():
+        fleet.assign_role(node, role)
+    fleet.refresh()
+    return fleet, router
+
+
+def member_of(fleet: Fleet, node: NodeId) -> Member:
+    member = fleet.members.named(node)
+    assert member is not None
+    return member
+
+
+def placement(tokens: int, clock: Clock, *avoid: NodeId) -> PlacementRequest:
+    return PlacementRequest(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
+
+
+async def place(router: Router, wanted: PlacementRequest) -> tuple[str, str]:
+    """The prefill and the decode node."""
+    route = (await router.place(wanted, 1.0)).route
+    return route.prefill, route.decode
+
+
+def step(fleet: Fleet, router: Router) -> None:
+    """One step of the short-term loop."""
+    fleet.update()
+    router.adjust()
