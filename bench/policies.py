@@ -273,17 +273,23 @@ def _say(words: str) -> None:
 @click.command(help=__doc__)
 @click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
 @click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
-@click.option("--seeds", default=5, show_default=True, help="how many seeds to run")
-@click.option("--first-seed", default=0, show_default=True, help="the seeds count from this one")
+@click.option("--seeds", default=5, show_default=True, help="Number of seeds to run.")
+@click.option("--first-seed", default=0, show_default=True, help="The first of the seeds.")
 @click.option(
     "--only",
     multiple=True,
     type=click.Choice([CALM, *STRESSES]),
-    help="run only this part, with `paper` and `adaptive` alone; may be given several times",
+    help="Run only this part, with only `paper` and `adaptive`; repeatable.",
 )
-@click.option("--window", "window_s", default=1500.0, show_default=True, help="seconds of a trace")
-@click.option("--tune", "tuning", is_flag=True, help="search the constants of `paper` instead")
-@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+@click.option(
+    "--window",
+    "window_s",
+    default=1500.0,
+    show_default=True,
+    help="Seconds of each trace to replay.",
+)
+@click.option("--tune", "tuning", is_flag=True, help="Search the constants of `paper` instead.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],
     file: Path,

@@ -182,7 +182,11 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 @click.command(help=__doc__)
 @click.argument("results", type=click.Path(exists=True, path_type=Path))
-@click.option("--speed", type=click.Path(exists=True, path_type=Path), help="of bench simulate")
+@click.option(
+    "--speed",
+    type=click.Path(exists=True, path_type=Path),
+    help="JSON output of `prfaas bench simulate`.",
+)
 @click.option("--docs", default=DOCS, type=click.Path(path_type=Path))
 def main(results: Path, speed: Path | None, docs: Path) -> None:
     report = json.loads(results.read_text())

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from pathlib import Path
 
 import click
@@ -25,7 +24,7 @@ import uvloop
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
 from prfaas.config.trace import read_trace
-from prfaas.display.console import print_json, progress_bar
+from prfaas.display.console import print_json, progress_bar, run_benchmark
 from prfaas.errors import InputError
 from prfaas.measure.client import TIMEOUT_S, connect
 from prfaas.measure.lengths import parse_lengths
@@ -40,22 +39,44 @@ DEFAULT_OUTPUT_TOKENS = 128
 
 
 @click.command(help=__doc__)
-@click.option("--url", required=True, help="Of the server, without /v1.")
+@click.option("--url", required=True, help="URL of the server, without /v1.")
 @click.option("--load", type=float, help="Poisson arrivals: requests per second.")
-@click.option("--lengths", help="Of the prompts; see above.")
-@click.option("--workload", type=click.Path(path_type=Path), help="Of this deployment, instead.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Mooncake-format .jsonl or .xz.")
-@click.option("--speedup", default=1.0, show_default=True, help="Of the trace.")
-@click.option("--requests", type=int, help=f"[default: {DEFAULT_REQUESTS}; of a trace all]")
-@click.option("--output", type=float, help=f"Tokens.  [default: {DEFAULT_OUTPUT_TOKENS}]")
-@click.option("--output-scale", default=1.0, show_default=True, help="Ask for this share of them.")
-@click.option("--model", help="The first that the server lists when absent.")
+@click.option("--lengths", help="Lengths of the prompts, see above.")
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path),
+    help="Deployment file whose prompt lengths to use.",
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="Trace in Mooncake's format, .jsonl or .xz."
+)
+@click.option(
+    "--speedup",
+    default=1.0,
+    show_default=True,
+    help="Factor by which the trace is replayed faster.",
+)
+@click.option(
+    "--requests", type=int, help=f"Requests.  [default: {DEFAULT_REQUESTS}; all of a trace]"
+)
+@click.option(
+    "--output", type=float, help=f"Tokens per answer.  [default: {DEFAULT_OUTPUT_TOKENS}]"
+)
+@click.option(
+    "--output-scale", default=1.0, show_default=True, help="Factor on the tokens per answer."
+)
+@click.option("--model", help="Model name.  [default: the first of the server]")
 @click.option("--api-key", "key", help="API key of the server.")
-@click.option("--vocabulary", default=TEXT_IDS.stop, show_default=True, help="Ids stay below.")
-@click.option("--fresh/--no-fresh", default=True, show_default=True, help="Own cache salt.")
+@click.option(
+    "--vocabulary",
+    default=TEXT_IDS.stop,
+    show_default=True,
+    help="Token ids are below this number.",
+)
+@click.option("--fresh/--no-fresh", default=True, show_default=True, help="Use a new cache salt.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--timeout-s", default=TIMEOUT_S, show_default=True, help="Of one request.")
-@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+@click.option("--timeout-s", default=TIMEOUT_S, show_default=True, help="Timeout of one request.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     url: str,
     load: float | None,
@@ -75,9 +96,13 @@ def main(
     as_json: bool,
 ) -> None:
     if (trace is None) == (load is None):
-        raise InputError("which load?", fix="give either --trace FILE or --load RPS")
+        raise InputError("exactly one of --trace and --load is required", fix="give either of them")
     if vocabulary <= TEXT_IDS.start:
-        raise InputError(f"{vocabulary}", where="--vocabulary", fix=f"above {TEXT_IDS.start}")
+        raise InputError(
+            f"{vocabulary} is too small",
+            where="--vocabulary",
+            fix=f"give more than {TEXT_IDS.start}",
+        )
     if trace is not None:
         arrivals = _replayed(trace, seed, speedup, requests)
     else:
@@ -102,7 +127,7 @@ def main(
 
 def _replayed(trace: Path, seed: int, speedup: float, requests: int | None) -> Arrivals:
     if not speedup > 0:
-        raise InputError(f"{speedup:g}", where="--speedup", fix="give more than 0")
+        raise InputError(f"{speedup:g} is out of range", where="--speedup", fix="give more than 0")
     rows = list(read_trace(trace))[:requests]
     try:
         return replay(rows, seed, speedup=speedup)
@@ -119,9 +144,11 @@ def _random(
     seed: int,
 ) -> Arrivals:
     if not load > 0 or requests < 1:
-        raise InputError("no load", where="--load, --requests", fix="give more than 0")
+        raise InputError("the load is empty", where="--load, --requests", fix="give more than 0")
     if (lengths is None) == (workload is None):
-        raise InputError("which prompts?", fix="give either --lengths or --workload")
+        raise InputError(
+            "exactly one of --lengths and --workload is required", fix="give either of them"
+        )
     if workload is not None:
         stated = Study(workload, "exact").problem(load_deployment(workload)).workload
     else:
@@ -133,8 +160,4 @@ def _random(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

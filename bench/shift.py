@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ import uvloop
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, parse_deployment
 from prfaas.config.deployment import Lognormal
-from prfaas.display.console import print_json, progress_bar
+from prfaas.display.console import print_json, progress_bar, run_benchmark
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
@@ -269,10 +268,10 @@ def judged(part: Phase, plan: Planned) -> dict[str, Any]:
 @click.option("--rounds", default=4, show_default=True, help=ROUNDS)
 @click.option("--time-scale", default=0.15, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The default; JSON is all there is.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
     if rounds < 1:
-        raise InputError(f"{rounds}", where="--rounds", fix="at least 1")
+        raise InputError(f"{rounds} is too few", where="--rounds", fix="give at least 1")
     with tempfile.TemporaryDirectory(prefix="prfaas-shift-") as name:
         folder = Path(name)
         options = LaunchOptions("emulated", Scales(time_scale, BYTE_SCALE, OUTPUT_SCALE))
@@ -310,8 +309,4 @@ def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_benchmark(main)

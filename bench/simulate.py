@@ -125,13 +125,19 @@ def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--requests", default=1_000_000, show_default=True, help="the longest Poisson run")
+@click.option(
+    "--requests", default=1_000_000, show_default=True, help="Requests of the longest Poisson run."
+)
 @click.option("--trace", type=click.Path(exists=True, path_type=Path))
-@click.option("--peers", type=click.Path(exists=True, path_type=Path), help="outside script to run")
-@click.option("--peer-python", default=sys.executable, help="the interpreter it needs")
-@click.option("--rounds", default=3, show_default=True, help="of the trace")
-@click.option("--only", nargs=3, hidden=True, help="one figure, in this process")
-@click.option("--json", "as_json", is_flag=True, help="print JSON (the default)")
+@click.option(
+    "--peers",
+    type=click.Path(exists=True, path_type=Path),
+    help="Script of another project to run for comparison.",
+)
+@click.option("--peer-python", default=sys.executable, help="Python interpreter of that script.")
+@click.option("--rounds", default=3, show_default=True, help="Replays of the trace.")
+@click.option("--only", nargs=3, hidden=True, help="Measure one figure in this process.")
+@click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     requests: int,
     trace: Path | None,

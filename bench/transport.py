@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--connections", default="1,2,4,8")
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--json", action="store_true", help="the default; JSON is all there is")
+    parser.add_argument("--json", action="store_true", help="No effect: JSON is printed anyway.")
     arguments = parser.parse_args()
     all_cases = cases([int(count) for count in arguments.connections.split(",")])
     speeds: dict[Case, list[float]] = {case: [] for case in all_cases}

@@ -145,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gbps", type=float, default=1.0)
     parser.add_argument("--rtt-ms", type=float, default=60.0)
-    parser.add_argument("--lossy", action="store_true", help="real packet loss; needs root")
-    parser.add_argument("--loss", type=float, default=0.001, help="share of packets lost")
+    parser.add_argument("--lossy", action="store_true", help="Use real packet loss; requires root.")
+    parser.add_argument("--loss", type=float, default=0.001, help="Share of packets lost.")
     arguments = parser.parse_args()
     gbps, rtt_ms = arguments.gbps, arguments.rtt_ms
     report: dict[str, Any] = {"gbps": gbps, "rtt_ms": rtt_ms, "utilisation": {}}

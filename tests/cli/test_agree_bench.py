@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prfaas.demo.small_case import Seen
+from prfaas.demo.small_case import FirstTokenStats
 from tests.benches import bench
 
 agree = bench("agree")
@@ -12,8 +12,8 @@ agree = bench("agree")
 
 def row(system: str, live: float, simulated: float, counted: int = 320, **changed: Any) -> Any:
     fields = {
-        "live": Seen(counted, live, 1.0, 2.0),
-        "simulated": Seen(320, simulated, 1.0, 2.0),
+        "live": FirstTokenStats(counted, live, 1.0, 2.0),
+        "simulated": FirstTokenStats(320, simulated, 1.0, 2.0),
         "planned_rps": 3.0,
         "live_egress_gbps": None,
         "simulated_egress_gbps": None,

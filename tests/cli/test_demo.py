@@ -12,9 +12,9 @@ import pytest
 from prfaas.config import load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.demo.case_study import SCALES, with_doubled_threshold
-from prfaas.demo.scene import RelayEar, watched
-from prfaas.demo.serving import Served, with_fixed_threshold
+from prfaas.demo.serving import ServedPrompt, with_fixed_threshold
 from prfaas.demo.serving import _checks as serving_checks
+from prfaas.demo.shared import RelayReader, run_watched
 from prfaas.demo.small_case import small_case
 from prfaas.launch.children import ChildDied, Children, Command
 from prfaas.launch.request_outcomes import RequestOutcomes
@@ -49,11 +49,11 @@ def test_the_option_that_makes_the_comparison_fail_is_not_advertised(prfaas: Run
     assert "threshold" not in prfaas("demo", "--help").out.partition("Options:")[2]
 
 
-def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> Served:
+def served(what: str, route: str, *, tokens: list[int], cached: int = 0) -> ServedPrompt:
     outcomes = RequestOutcomes()
     outcomes.read_line(line(route=route, cached_tokens=cached))
     answer = TimedResponse(0.0, token_ids=tokens, event_times_s=[1.0])
-    return Served(what, [1, 2], answer, outcomes.latest[0], 0, expected=[7])
+    return ServedPrompt(what, [1, 2], answer, outcomes.latest[0], 0, expected=[7])
 
 
 def test_claims_about_served_prompts() -> None:
@@ -72,7 +72,7 @@ def test_claims_about_served_prompts() -> None:
 
 
 async def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
-    ear = RelayEar()
+    relay_reader = RelayReader()
 
     async with Children(tmp_path, ["/bin/sh"]) as children:
         stats = msgspec.json.encode(RelayStats(1, 1, 0, 70, 0, 0, 0, 0)).decode()
@@ -81,14 +81,14 @@ async def test_a_relays_counters_go_to_who_asked(tmp_path: Path) -> None:
             f"while read w; do n=$((n+1)); echo '{stats}' | sed s/70/${{n}}000/; done"
         )
         relay = await children.start(
-            Command("relay", ["-c", script], lambda line: None, on_line=ear.heard)
+            Command("relay", ["-c", script], r"at (\S+)", on_line=relay_reader.heard)
         )
-        assert await ear.carried_bytes(relay) == 1000
-        assert await ear.carried_bytes(relay) == 2000
+        assert await relay_reader.carried_bytes(relay) == 1000
+        assert await relay_reader.carried_bytes(relay) == 2000
 
 
 async def test_work_ends_when_a_process_does(tmp_path: Path) -> None:
     with pytest.raises(ChildDied, match="one ended with code 4"):
         async with Children(tmp_path, ["/bin/sh"]) as children:
-            await children.start(Command("one", ["-c", "exit 4"], lambda line: None))
-            await watched(children, asyncio.sleep(1000))
+            await children.start(Command("one", ["-c", "exit 4"], r"at (\S+)"))
+            await run_watched(children, asyncio.sleep(1000))

@@ -18,13 +18,13 @@ SMALL = ("--set", "node.emulated.time_scale=0.01", "--", "--memory", "64MiB")
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("keys") / "kvd.key"
-    file.write_text("a-key-that-nobody-guesses\n")
+    file.write_text("a-key-that-is-hard-to-guess\n")
     return file
 
 
 @pytest.fixture(scope="module")
 def urls(key_file: Path) -> Iterator[list[str]]:
-    """Two nodes that fit each other, one that does not, and one whose kvd wants a key."""
+    """Two compatible nodes, one incompatible node, and one whose kvd requires a key."""
     nodes = [
         Process("node", *EMULATED, "--set", f"node.emulated.byte_scale={scale}", *more, *SMALL)
         for scale, *more in (
@@ -46,24 +46,24 @@ def urls(key_file: Path) -> Iterator[list[str]]:
 def test_each_step_is_shown_with_its_time_and_bytes(prfaas: Run, urls: list[str]) -> None:
     shown = prfaas("handoff", *urls[:2], "--tokens", "500", "--compare")
     assert shown.code == 0, shown.err
-    assert "500 tokens, 448 of them handed off" in shown.out
+    assert "prompt of 500 tokens, 448 handed off" in shown.out
     for step in ("grant", "prefill", "commit", "decode", "compare"):
         assert step in shown.out
-    assert "the same as on one node" in shown.out
+    assert "The prefill node computes the same answer." in shown.out
 
 
 def test_a_second_hand_off_sends_nothing(prfaas: Run, urls: list[str]) -> None:
     arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "2", "--json"]
     first, second = (json.loads(prfaas(*arguments).out) for _ in range(2))
-    steps = [{step["name"]: step for step in story["steps"]} for story in (first, second)]
+    steps = [{step["name"]: step for step in report["steps"]} for report in (first, second)]
     assert steps[0]["commit"]["nbytes"] > 0 and steps[1]["commit"]["nbytes"] == 0
     assert first["answer"] == second["answer"] and len(first["answer"]) == 16
 
 
 def test_a_prompt_too_short_to_hand_off_is_decoded(prfaas: Run, urls: list[str]) -> None:
-    story = json.loads(prfaas("handoff", *urls[:2], "--tokens", "1", "--json").out)
-    assert [step["name"] for step in story["steps"]] == ["decode"]
-    assert len(story["answer"]) == 16
+    report = json.loads(prfaas("handoff", *urls[:2], "--tokens", "1", "--json").out)
+    assert [step["name"] for step in report["steps"]] == ["decode"]
+    assert len(report["answer"]) == 16
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: list[str]) -> None:
@@ -72,7 +72,9 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: 
     assert "revision: bytes x 0.0001 here, bytes x 0.0002 there" in refused.err
 
 
-def test_a_kvd_that_wants_a_key_gets_it(prfaas: Run, urls: list[str], key_file: Path) -> None:
+def test_the_key_is_sent_to_a_kvd_that_requires_it(
+    prfaas: Run, urls: list[str], key_file: Path
+) -> None:
     arguments = ["handoff", urls[0], urls[3], "--tokens", "500", "--seed", "3"]
     refused = prfaas(*arguments)
     assert refused.code == 2 and "HTTP 401" in refused.err
@@ -83,9 +85,12 @@ def test_a_kvd_that_wants_a_key_gets_it(prfaas: Run, urls: list[str], key_file: 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["http://127.0.0.1:1", "http://127.0.0.1:1"], "--prompt or --tokens"),
+        (["http://127.0.0.1:1", "http://127.0.0.1:1"], "exactly one of --prompt and --tokens"),
         (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "0"], "--tokens"),
-        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9"], "is it running?"),
+        (
+            ["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9"],
+            "check that the process is running",
+        ),
         (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9", "--prompt", "x"], "either"),
     ],
 )

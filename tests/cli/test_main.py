@@ -70,13 +70,13 @@ def test_bench_lists_runs_and_refuses(
     prfaas: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no benchmarks here" in prfaas("bench").err
+    assert "the folder has no benchmarks" in prfaas("bench").err
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "hello.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
     assert "benchmarks: hello" in prfaas("bench").out
     assert prfaas("bench", "hello", "0").code == 0
     assert prfaas("bench", "hello", "7").code == 7
-    assert "there are: hello" in prfaas("bench", "other").err
+    assert "choose one of: hello" in prfaas("bench", "other").err
 
 
 def test_a_progress_bar_appears_only_when_work_takes_long() -> None:

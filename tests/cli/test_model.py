@@ -21,7 +21,7 @@ def test_mistakes_are_one_line(prfaas: Run, tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     for arguments, expected in (
         ((tmp_path,), "the directory is not empty; name a new one, or use --force"),
-        ((tmp_path / "c", "--seed", -1), "--seed: -1; give 0 or more"),
+        ((tmp_path / "c", "--seed", -1), "--seed: -1 is out of range"),
     ):
         result = prfaas("model", "make", *arguments)
         assert result.code == 2

@@ -177,7 +177,7 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
     )
     plan = prfaas("plan", path, "--json").json
     assert plan["prfaas_pd"]["n_prfaas"] == 8
-    assert plan["equal_cost"] is None  # nobody said what an x1 costs
+    assert plan["equal_cost"] is None  # the file does not state the price of an x1
     assert plan["ratios"]["prfaas_over_equal_cost"] is None
     assert "a price is unknown" in prfaas("plan", path).out
 
@@ -216,19 +216,19 @@ def test_bad_deployments(prfaas: Run, tmp_path: Path, old: str, new: str, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--load", "2"), "--load: the paper reading has no queue"),
-        (("--reading", "exact", "--load", "0"), "--load: 0.0 requests/s"),
-        (("--reading", "exact", "--load", "nan"), "--load: nan requests/s"),
+        (("--load", "2"), "--load: the paper reading has no queues"),
+        (("--reading", "exact", "--load", "0"), "--load: 0.0 is not a rate"),
+        (("--reading", "exact", "--load", "nan"), "--load: nan is not a rate"),
         (("--reading", "fuzzy"), "'fuzzy' is not one of"),
-        (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps'; write KEY=V1,V2"),
-        (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' leads nowhere at '7'"),
-        (("--sweep", "links.0.gbps.x=3"), "leads nowhere at 'x'"),
+        (("--sweep", "links.0.gbps"), "--sweep: 'links.0.gbps' is not KEY=V1,V2"),
+        (("--sweep", "links.7.gbps=3"), "--sweep: 'links.7.gbps' has no key '7'"),
+        (("--sweep", "links.0.gbps.x=3"), "has no key 'x'"),
         (("--sweep", "links.0.gbps=5,fast"), "links.0.gbps: expected `float`, got 'fast'"),
         (("--sweep", "links.0.speed=5"), "links.0.speed: unknown key"),
         (("--sweep", "links.0.gbps=5,0"), "links.0.gbps: expected `float` > 0.0, got 0"),
         (("--compare", "none.toml"), "none.toml: no such file"),
         (("--compare", CASE_STUDY), "unknown key"),
-        (("--plot", "/dev/null/x"), "--plot: cannot write there"),
+        (("--plot", "/dev/null/x"), "--plot: cannot create the folder"),
     ],
 )
 def test_bad_flags(prfaas: Run, arguments: tuple[object, ...], message: str) -> None:

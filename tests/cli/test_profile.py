@@ -107,7 +107,7 @@ def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--lengths", "1K,2K"), "--lengths: '1K,2K'; give plain numbers"),
+        (("--lengths", "1K,2K"), "--lengths: '1K,2K' is not a list of numbers"),
         (("--lengths", "64"), "one length; give at least two"),
         (("--lengths", "64,40000"), "40000 tokens are more than the model's 32768"),
         (("--rounds", "0"), "--rounds: 0"),
@@ -133,8 +133,11 @@ def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
     [
         ((), "give either --model or --url"),
         (("--url", "http://127.0.0.1:9", "--model", "x"), "give either --model or --url"),
-        (("--url", "http://127.0.0.1:9"), "--accelerator: which hardware?"),
-        (("--url", "http://127.0.0.1:9", "--accelerator", "h20"), "is it running?"),
+        (("--url", "http://127.0.0.1:9"), "--accelerator: required with --url"),
+        (
+            ("--url", "http://127.0.0.1:9", "--accelerator", "h20"),
+            "check that the server is running",
+        ),
     ],
 )
 def test_servers_that_cannot_be_measured(

@@ -112,7 +112,7 @@ def test_a_trace_brings_its_requests_times_and_prefixes(prfaas: Prfaas, tmp_path
         ({"output_length": None}, "output_length"),
         ({"timestamp": -5}, "negative"),
         ({"timestamp": 900}, "earlier than the one before"),
-        ({"output_length": 2_000_000}, "beyond the model's 1048576"),
+        ({"output_length": 2_000_000}, "exceed the 1048576 of the model"),
         ({"input_length": 0}, "input_length is 0"),
         ({"hash_ids": [1]}, "1 hash_ids"),
         ({"timestamp": "soon"}, "timestamp"),

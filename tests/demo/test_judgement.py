@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from prfaas.demo.cpu_probe import CpuProbe, probe_cpu
 from prfaas.demo.disturbance import LIMIT, Counters, Disturbance, disturbance
 from prfaas.demo.judgement import NEAR, Row, better_of, judge_rows
-from prfaas.demo.probe import Probe, probing
-from prfaas.demo.small_case import Seen
+from prfaas.demo.small_case import FirstTokenStats
 from prfaas.engine.api import StepTiming
 from prfaas.wan.stats import RelayStats
 from tests.waiting import wait_until
@@ -25,7 +25,14 @@ def row(system: str, live: float | None = None, **changed: Any) -> Row:
     simulated = SIMULATED[system]
     fields: dict[str, Any] = {"failures": {}, "disturbance": CALM, **changed}
     live_rps = simulated if live is None else live
-    return Row(system, Seen(40, live_rps, 1, 2), Seen(40, simulated, 1, 2), 3.0, None, **fields)
+    return Row(
+        system,
+        FirstTokenStats(40, live_rps, 1, 2),
+        FirstTokenStats(40, simulated, 1, 2),
+        3.0,
+        None,
+        **fields,
+    )
 
 
 def marks(*rows: Row) -> list[str]:
@@ -127,7 +134,7 @@ def test_without_a_single_step_nothing_can_be_judged() -> None:
 
 
 async def test_a_probe_takes_samples_while_something_else_runs() -> None:
-    async with probing() as probe:
+    async with probe_cpu() as probe:
         await asyncio.to_thread(wait_until, lambda: bool(probe.late_s))
     assert probe.late_s and probe.mean_late_s >= 0.0
-    assert Probe().mean_late_s == 0.0 and Probe([0.1, 0.3]).mean_late_s == pytest.approx(0.2)
+    assert CpuProbe().mean_late_s == 0.0 and CpuProbe([0.1, 0.3]).mean_late_s == pytest.approx(0.2)

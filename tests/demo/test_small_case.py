@@ -10,10 +10,10 @@ from prfaas.demo.small_case import (
     SYSTEMS,
     egress_gbps,
     failures,
+    first_token_stats,
     first_tokens_s,
-    hosts_enough,
-    lost,
-    seen,
+    lost_requests,
+    shared_hosts,
     small_case,
 )
 from prfaas.engine.emulated.pace import Scales
@@ -34,12 +34,12 @@ def test_first_tokens_of_the_counted_time() -> None:
     arrival_s = np.arange(11.0)  # counted from 2 s (a fifth of them) to 10 s
     first_s = arrival_s + 1.0
     first_s[5] = np.nan  # never answered
-    found = seen(arrival_s, first_s, SCALES)
+    found = first_token_stats(arrival_s, first_s, SCALES)
     # First tokens at 2, 3, 4, 5, 7, 8, 9, 10 s: 8 in 8 s of this machine.
     assert found.counted == 8
     assert found.rps == pytest.approx(1.0 * SCALES.time)
     assert found.ttft_mean_s == pytest.approx(1.0 / SCALES.time)
-    assert seen(arrival_s, np.full(11, np.nan), SCALES).rps == 0.0
+    assert first_token_stats(arrival_s, np.full(11, np.nan), SCALES).rps == 0.0
 
 
 def test_outcomes_find_their_arrivals() -> None:
@@ -56,7 +56,7 @@ def test_what_a_runs_end_cut_off_is_no_failure() -> None:
 
 def test_a_request_without_a_first_token_is_lost_in_a_run_that_waited_for_it() -> None:
     outcomes = [outcome(1.0, None, TIMED_OUT), outcome(2.0, 1.0, TIMED_OUT), outcome(3.0, 1.0)]
-    assert lost(outcomes) == 1
+    assert lost_requests(outcomes) == 1
 
 
 def test_egress_is_that_of_the_whole_deployment() -> None:
@@ -70,6 +70,6 @@ def test_hosts_enough_for_every_deployment_on_a_wan_of_ones_own(tmp_path: Path) 
     cases = {
         name: small_case(deployment, CASE_STUDY, tmp_path, SCALES, name, wan) for name in SYSTEMS
     }
-    assert [c.instances for c in hosts_enough(cases).deployment.clusters] == [4, 12]
+    assert [c.instances for c in shared_hosts(cases).deployment.clusters] == [4, 12]
     path = cases["prfaas_pd"].problem.remotes[0].path
     assert path.bps == pytest.approx(10e9 * SCALES.bytes / SCALES.time)

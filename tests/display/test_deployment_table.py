@@ -37,8 +37,8 @@ def test_a_node_in_use_and_others() -> None:
 
 def test_a_node_that_changes_its_role() -> None:
     going = {**NODE, "becomes": "prefill", "draining": False}
-    assert node_row("pd", going)[1] == "pd decode, copies to prefill"
-    assert node_row("pd", {**going, "draining": True})[1] == "pd decode, drains to prefill"
+    assert node_row("pd", going)[1] == "pd decode, copies to become prefill"
+    assert node_row("pd", {**going, "draining": True})[1] == "pd decode, drains to become prefill"
 
 
 def test_plan_and_advice() -> None:

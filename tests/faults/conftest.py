@@ -1,4 +1,4 @@
-"""One deployment for all faults of a kind of engine: starting it takes longer than most of them."""
+"""One deployment for all faults with an engine, because its start takes longer than a fault."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from prfaas.faults.deployment import FaultDeployment, staged
-from prfaas.faults.episode import Campaign, Seen
-from prfaas.faults.fault_deployment import FireEngine, fire
-from prfaas.faults.resource_usage import held, settled
+from prfaas.faults.deployment import FaultDeployment, launched_fault_deployment
+from prfaas.faults.episode import Campaign, FaultResult
+from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
+from prfaas.faults.resource_usage import measure_usage, wait_until_idle
 from prfaas.launch.attached_process import attached_prefix
 from tests.faults.report import written
 
@@ -25,65 +25,67 @@ EACH = 3  # long requests under way when a fault strikes, and as many short ones
 
 
 @dataclass(frozen=True, slots=True)
-class Fire:
-    """A deployment, and the loop that its processes are watched on; it stands still between
+class FaultSetup:
+    """A running deployment and the event loop that watches its processes. The loop runs only during
     tests."""
 
     runner: asyncio.Runner
-    stage: FaultDeployment
+    deployment: FaultDeployment
     campaign: Campaign
     folder: Path
-    at_first: dict[str, int]  # sockets, when everything had been used once
+    at_first: dict[str, int]  # sockets of each process after the warm-up
 
     def run(self, test: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(test)
 
 
 @pytest.fixture(scope="session")
-def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Seen]]]:
-    """By engine; `--report FILE` puts it into the file's table."""
-    found: dict[str, list[Seen]] = {}
+def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, list[FaultResult]]]:
+    """Results by engine. `--report FILE` writes them into the table of FILE."""
+    found: dict[str, list[FaultResult]] = {}
     yield found
     file: Path | None = request.config.getoption("--report")
     if file is not None:
         file.write_text(written(file.read_text(), found))
 
 
-async def sockets(stage: FaultDeployment) -> dict[str, int]:
-    """Of each process, without those of links between kvds.
+async def sockets(deployment: FaultDeployment) -> dict[str, int]:
+    """Sockets of each process, without those of links between kvds.
 
-    A kvd has a link to every kvd that it has ever sent to: the first hand-off to a host that stands
-    in for another one makes one more, and their connections close when they have been idle.
+    A kvd has a link to every kvd that it has ever sent to. The first hand-off to another host opens
+    one more link, and the connections of a link close when they have been idle.
     """
-    found = {name: one.sockets for name, one in held(stage.processes).items()}
-    for name in stage.names:
-        links = (await stage.stats(name))["links"]
-        assert len(links) < len(stage.names), "at most one to each other host"
+    found = {name: one.sockets for name, one in measure_usage(deployment.processes).items()}
+    for name in deployment.names:
+        links = (await deployment.stats(name))["links"]
+        assert len(links) < len(deployment.names), "at most one to each other host"
         found[f"kvd-{name}"] -= LINK_SOCKETS * sum(link["connections"] for link in links)
     return found
 
 
-def burning(engine: FireEngine, folder: Path) -> Iterator[Fire]:
-    ready, lengths = fire(engine, CASE_STUDY, folder, folder / "cache", print)
-    # Not async fixtures and tests: the stage outlives a test, and with it its event loop, which is
-    # that of the services.
+def make_setup(engine: FaultEngine, folder: Path) -> Iterator[FaultSetup]:
+    ready, lengths = prepare_fault_deployment(engine, CASE_STUDY, folder, folder / "cache", print)
+    # Not async fixtures and tests: the deployment outlives a test, and so does the event loop that
+    # watches its processes.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        started = staged(ready.deployment, ready.engines, folder, attached_prefix(), print)
-        stage = runner.run(started.__aenter__())
+        started = launched_fault_deployment(
+            ready.deployment, ready.engines, folder, attached_prefix(), print
+        )
+        deployment = runner.run(started.__aenter__())
         try:
-            campaign = Campaign(stage, lengths, EACH)
+            campaign = Campaign(deployment, lengths, EACH)
             runner.run(campaign.warm_up())
-            runner.run(settled(stage))
-            yield Fire(runner, stage, campaign, folder, runner.run(sockets(stage)))
+            runner.run(wait_until_idle(deployment))
+            yield FaultSetup(runner, deployment, campaign, folder, runner.run(sockets(deployment)))
         finally:
             runner.run(started.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="session")
-def emulated_fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fire]:
-    yield from burning("emulated", tmp_path_factory.mktemp("emulated-fire"))
+def emulated_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultSetup]:
+    yield from make_setup("emulated", tmp_path_factory.mktemp("emulated-setup"))
 
 
 @pytest.fixture(scope="session")
-def hf_fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fire]:
-    yield from burning("hf", tmp_path_factory.mktemp("hf-fire"))
+def hf_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultSetup]:
+    yield from make_setup("hf", tmp_path_factory.mktemp("hf-setup"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prfaas.faults.episode import Seen
+from prfaas.faults.episode import FaultResult
 
 BEGIN, END = "<!-- campaign -->", "<!-- /campaign -->"
 _HEAD = (
@@ -13,7 +13,7 @@ _HEAD = (
 )
 
 
-def written(text: str, seen: Mapping[str, Sequence[Seen]]) -> str:
+def written(text: str, seen: Mapping[str, Sequence[FaultResult]]) -> str:
     """`text` with everything between the marks made anew."""
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
@@ -22,7 +22,7 @@ def written(text: str, seen: Mapping[str, Sequence[Seen]]) -> str:
     return before + "\n".join([BEGIN, *_HEAD, *rows, END]) + after
 
 
-def _row(engine: str, seen: Seen) -> str:
+def _row(engine: str, seen: FaultResult) -> str:
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in seen.verdicts.items())
     lasted = f"{seen.lasted_s:.0f} s" if seen.lasted_s >= 1 else ""
     cells = [seen.what, engine, verdicts, str(seen.retries), lasted, f"{seen.recovered_s:.1f} s"]

@@ -1,15 +1,15 @@
 """Every fault strikes a deployment of real processes with requests under way. Requests whose answer
 has not begun end with the tokens of one process; answers that have begun end with an error event;
-nothing is left behind; long prompts are prefilled far away again without anybody's help."""
+nothing is left behind; the PrfaaS node prefills long prompts again without help."""
 
 from __future__ import annotations
 
 import pytest
 
 from prfaas.faults.catalogue import FAULTS, fault
-from prfaas.faults.episode import Seen
+from prfaas.faults.episode import FaultResult
 from tests.complaints import check_output
-from tests.faults.conftest import EACH, Fire, sockets
+from tests.faults.conftest import EACH, FaultSetup, sockets
 
 # One of each kind goes with every change: a dead sender, a dead receiver, a bad link.
 EVERY_TIME = ("prefill-killed-sending", "decode-killed-waiting", "wan-damage")
@@ -29,41 +29,45 @@ def names(often: tuple[str, ...]) -> list[object]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", names(EVERY_TIME))
-def test_emulated(emulated_fire: Fire, seen: dict[str, list[Seen]], name: str) -> None:
-    found = struck(emulated_fire, name)
+def test_emulated(
+    emulated_setup: FaultSetup, seen: dict[str, list[FaultResult]], name: str
+) -> None:
+    found = struck(emulated_setup, name)
     seen.setdefault("emulated", []).append(found)
     if name == "disk-full":
-        assert "SSD tier: write failed" in logs(emulated_fire, "kvd-*")
+        assert "SSD tier: write failed" in logs(emulated_setup, "kvd-*")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", WITH_TORCH)
-def test_with_a_real_model(hf_fire: Fire, seen: dict[str, list[Seen]], name: str) -> None:
-    seen.setdefault("Kimi-Linear", []).append(struck(hf_fire, name))
+def test_with_a_real_model(
+    hf_setup: FaultSetup, seen: dict[str, list[FaultResult]], name: str
+) -> None:
+    seen.setdefault("Kimi-Linear", []).append(struck(hf_setup, name))
 
 
-def struck(fire: Fire, name: str) -> Seen:
-    found = fire.run(fire.campaign.run(fault(name)))
+def struck(setup: FaultSetup, name: str) -> FaultResult:
+    found = setup.run(setup.campaign.run(fault(name)))
     assert sum(found.verdicts.values()) == 2 * EACH
-    check_sockets(fire)
-    told = logs(fire, "*")
+    check_sockets(setup)
+    told = logs(setup, "*")
     assert "Traceback" not in told and "internal_error" not in told
     check_output(told)
     return found
 
 
-def check_sockets(fire: Fire) -> None:
+def check_sockets(setup: FaultSetup) -> None:
     """Of all faults so far together: a process that leaks a little at each will be found."""
-    now = fire.run(sockets(fire.stage))
-    assert now.keys() == fire.at_first.keys(), "as many processes as there were"
+    now = setup.run(sockets(setup.deployment))
+    assert now.keys() == setup.at_first.keys(), "as many processes as there were"
     grown = {
-        name: (fire.at_first[name], now[name])
+        name: (setup.at_first[name], now[name])
         for name in now
-        if now[name] > fire.at_first[name] + SLACK_SOCKETS
+        if now[name] > setup.at_first[name] + SLACK_SOCKETS
     }
     assert not grown, "sockets at first, and now"
 
 
-def logs(fire: Fire, pattern: str) -> str:
-    return "\n".join(path.read_text() for path in fire.folder.glob(f"{pattern}.log"))
+def logs(setup: FaultSetup, pattern: str) -> str:
+    return "\n".join(path.read_text() for path in setup.folder.glob(f"{pattern}.log"))

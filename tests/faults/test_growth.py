@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample, grown
-from prfaas.faults.resource_usage import Held
+from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample, growing_processes
+from prfaas.faults.resource_usage import ResourceUsage
 
 STEPS = 40
 
 
 def samples(own: list[int], pids: list[int]) -> list[Sample]:
     return [
-        Sample(10.0 * n, {"p": Held(pid, 5, size)})
+        Sample(10.0 * n, {"p": ResourceUsage(pid, 5, size)})
         for n, (size, pid) in enumerate(zip(own, pids, strict=True))
     ]
 
@@ -48,11 +48,13 @@ def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
 
 def test_a_young_process_may_become_as_large_as_an_old_one_that_stays() -> None:
     old, young = Growth(1200.0, (64 << 20, 64 << 20)), Growth(300.0, (50 << 20, 60 << 20))
-    assert grown({"kvd-a": old, "kvd-b": young}) == []
-    assert grown({"kvd-b": young}) == ["kvd-b"]
-    assert grown({"a": old, "kvd-b": young}) == ["kvd-b"], "another kind says nothing"
-    assert grown({"kvd-a": old, "kvd-b": Growth(300.0, (50 << 20, 70 << 20))}) == ["kvd-b"]
-    assert grown({"kvd-a": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-b": young}) == [
+    assert growing_processes({"kvd-a": old, "kvd-b": young}) == []
+    assert growing_processes({"kvd-b": young}) == ["kvd-b"]
+    assert growing_processes({"a": old, "kvd-b": young}) == ["kvd-b"], "another kind says nothing"
+    assert growing_processes({"kvd-a": old, "kvd-b": Growth(300.0, (50 << 20, 70 << 20))}) == [
+        "kvd-b"
+    ]
+    assert growing_processes({"kvd-a": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-b": young}) == [
         "kvd-a",
         "kvd-b",
     ]

@@ -1,4 +1,4 @@
-"""Nobody is left who could answer: clients are told so, and when to come again."""
+"""No node is left that could answer: clients get an error with Retry-After."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from prfaas.faults.clients import Clients
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body
-from prfaas.faults.resource_usage import settled
-from tests.faults.conftest import Fire
+from prfaas.faults.resource_usage import wait_until_idle
+from tests.faults.conftest import FaultSetup
 from tests.faults.test_campaign import check_sockets
 
 
@@ -25,9 +25,11 @@ class Told(NamedTuple):
     message: str
 
 
-async def told(stage: FaultDeployment, gateway: int, question: Question, *, stream: bool) -> Told:
-    target = stage.targets[gateway]
-    async with stage.load_session.post(
+async def told(
+    deployment: FaultDeployment, gateway: int, question: Question, *, stream: bool
+) -> Told:
+    target = deployment.targets[gateway]
+    async with deployment.load_session.post(
         f"{target.url}/v1/completions",
         data=body(target.model, question, stream=stream, salt=f"no way {gateway} {stream}"),
         headers={"Content-Type": "application/json"},
@@ -39,27 +41,27 @@ async def told(stage: FaultDeployment, gateway: int, question: Question, *, stre
         )
 
 
-async def gone(stage: FaultDeployment, names: Collection[str]) -> bool:
+async def gone(deployment: FaultDeployment, names: Collection[str]) -> bool:
     """And known to be, at every gateway."""
-    used = [await stage.used_by(gateway) for gateway in range(len(GATEWAYS))]
+    used = [await deployment.used_by(gateway) for gateway in range(len(GATEWAYS))]
     return not any(used_by.intersection(names) for used_by in used)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_no_way_left_clients_hear_when_to_come_again(emulated_fire: Fire) -> None:
-    stage = emulated_fire.stage
+def test_with_no_way_left_clients_hear_when_to_come_again(emulated_setup: FaultSetup) -> None:
+    deployment = emulated_setup.deployment
 
     async def main() -> None:
-        long, *_, short = await emulated_fire.campaign.questions(4)
-        home = [name for name in stage.names if name != stage.far]
+        long, *_, short = await emulated_setup.campaign.questions(4)
+        home = [name for name in deployment.names if name != deployment.far]
         for name in home:
-            await stage.kill(name)
+            await deployment.kill(name)
         try:
-            await stage.until(partial(gone, stage, home))
+            await deployment.until(partial(gone, deployment, home))
             refusals = await asyncio.gather(
                 *(
-                    told(stage, gateway, question, stream=stream)
+                    told(deployment, gateway, question, stream=stream)
                     for gateway in range(len(GATEWAYS))
                     for question in (long, short)
                     for stream in (False, True)
@@ -67,16 +69,16 @@ def test_with_no_way_left_clients_hear_when_to_come_again(emulated_fire: Fire) -
             )
         finally:
             for name in home:
-                await stage.restart(name)
+                await deployment.restart(name)
         for refusal in refusals:
             assert refusal.status == 503 and refusal.code == "overloaded", refusal
             assert refusal.content_type == "application/json", "no stream has begun"
             assert refusal.retry_after is not None and int(refusal.retry_after) >= 1
             assert "no node decodes" in refusal.message
-        await stage.until(stage.all_in_use)
-        asked = await Clients(stage, "again").ask(long, salt="again")
+        await deployment.until(deployment.in_use)
+        asked = await Clients(deployment, "again").ask(long, salt="again")
         assert asked.verdict is Verdict.RIGHT, str(asked)
-        await settled(stage)
+        await wait_until_idle(deployment)
 
-    emulated_fire.run(main())
-    check_sockets(emulated_fire)
+    emulated_setup.run(main())
+    check_sockets(emulated_setup)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.questions import Question, Verdict, judged
+from prfaas.faults.questions import Question, Verdict, judge
 from prfaas.measure.client import TIMED_OUT, TimedResponse
 
 QUESTION = Question((1, 2), (7, 8, 9))
@@ -12,14 +12,14 @@ def verdict(
     *tokens: int, error: str | None = None, left: bool = False, gateway_died: bool = False
 ) -> Verdict:
     answer = TimedResponse(0.0, token_ids=list(tokens), error=error)
-    return judged(QUESTION, answer, left=left, gateway_died=gateway_died)
+    return judge(QUESTION, answer, left=left, gateway_died=gateway_died)
 
 
 @pytest.mark.parametrize(
     ("tokens", "error", "expected"),
     [
         ((7, 8, 9), None, Verdict.RIGHT),
-        ((7, 8), None, Verdict.WRONG),  # too short, and nobody said so
+        ((7, 8), None, Verdict.WRONG),  # too short, without an error
         ((7, 9, 9), None, Verdict.WRONG),
         ((7, 9), "stream failed engine_lost", Verdict.WRONG),
         ((7, 8), "stream failed engine_lost", Verdict.BROKEN),

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.episode import Seen
+from prfaas.faults.episode import FaultResult
 from tests.faults.report import BEGIN, END, written
 
-SEEN = Seen("wan-cut", "WAN cut", {"right": 5, "broken": 1}, 3, 8.04, 12.78)
+SEEN = FaultResult("wan-cut", "WAN cut", {"right": 5, "broken": 1}, 3, 8.04, 12.78)
 
 
 def test_the_table_is_made_anew_between_its_marks() -> None:

@@ -53,7 +53,7 @@ def test_only_what_shows_a_date_reads_the_wall_clock() -> None:
 @pytest.mark.parametrize("shift_s", [0.0, 3600.0, -7200.0])
 def test_processes_see_the_wall_clock_that_is_set(tmp_path: Path, shift_s: float) -> None:
     clock = WallClock(tmp_path / "wall")
-    clock.set_off(shift_s)
+    clock.set_shift(shift_s)
 
     def read(environment: dict[str, str]) -> list[float]:
         printed = subprocess.run(

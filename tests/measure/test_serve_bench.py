@@ -52,8 +52,8 @@ async def test_a_trace(tmp_path: Path) -> None:
 
 async def test_mistakes_are_one_line() -> None:
     for arguments, message in (
-        (["--load", "1"], "give either --lengths or --workload"),
-        ([], "give either --trace FILE or --load RPS"),
+        (["--load", "1"], "exactly one of --lengths and --workload"),
+        ([], "exactly one of --trace and --load"),
     ):
         code, _, err = await bench(*arguments)
         assert code == 2 and message in err and err.count("\n") == 1

@@ -41,7 +41,7 @@ def test_each_step_is_told_with_its_bytes(case: Case) -> None:
     assert list(steps) == ["grant", "prefill", "commit", "decode", "compare"]
     assert told["handoff_tokens"] == boundary(TOKENS)
     assert steps["commit"]["nbytes"] == case.pair.source.handoff_bytes(boundary(TOKENS))
-    assert f"{boundary(TOKENS)} of the prompt's cached" in steps["decode"]["note"]
+    assert f"{boundary(TOKENS)} prompt tokens cached" in steps["decode"]["note"]
     wait_until(case.pair.nothing_held)
 
 

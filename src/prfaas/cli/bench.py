@@ -1,4 +1,4 @@
-"""`prfaas bench`: runs a benchmark of this checkout; each prints JSON."""
+"""`prfaas bench`: runs a benchmark of this checkout. Every benchmark prints JSON."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ from prfaas.errors import InputError
 def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     """Run a benchmark of this checkout: prfaas bench NAME [ARGUMENTS].
 
-    Benchmarks live in bench/; without a NAME they are listed. Arguments go to the benchmark
-    (prfaas bench NAME --help).
+    The benchmarks are the scripts in bench/. Without a NAME the command lists them. It passes all
+    ARGUMENTS to the benchmark: prfaas bench NAME --help shows what a benchmark accepts.
     """
     folder = Path.cwd() / "bench"
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     if not names:
         raise InputError(
-            "no benchmarks here", where=str(folder), fix="run this from a checkout of the project"
+            "the folder has no benchmarks",
+            where=str(folder),
+            fix="run this command in the top folder of a checkout",
         )
     if name is None or name in ("-h", "--help"):
-        click.echo(f"benchmarks: {', '.join(names)}\nusage: prfaas bench NAME [ARGUMENTS]")
+        click.echo(
+            f"benchmarks: {', '.join(names)}\n"
+            "usage: prfaas bench NAME [ARGUMENTS]\n"
+            "help on one benchmark: prfaas bench NAME --help"
+        )
         return
     if name not in names:
-        raise InputError(f"no benchmark {name!r}", fix=f"there are: {', '.join(names)}")
+        raise InputError(
+            f"there is no benchmark {name!r}", fix=f"choose one of: {', '.join(names)}"
+        )
     done = subprocess.run([sys.executable, str(folder / f"{name}.py"), *arguments], check=False)
     sys.exit(done.returncode)

@@ -1,4 +1,4 @@
-"""`prfaas demo`: plans, serves, cuts the WAN, and measures the case study; finite."""
+"""`prfaas demo`: plans, serves, cuts the WAN and measures the case study, then exits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Console
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
-from prfaas.demo.case_study import case_scene
-from prfaas.demo.scene import Check
-from prfaas.demo.serving import serving_scene
+from prfaas.demo.case_study import measure_case_study
+from prfaas.demo.serving import serve_prompts
+from prfaas.demo.shared import Check
 from prfaas.display.console import console
 from prfaas.display.plan_tables import plan_table, verdict
 from prfaas.errors import PeerError
@@ -32,9 +32,13 @@ CASE_STUDY = Path("configs/case_study.toml")
     default=CASE_STUDY,
     show_default=True,
     type=click.Path(path_type=Path),
-    help="The case study's.",
+    help="Deployment file of the case study.",
 )
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path),
+    help="Folder for the logs of all processes.  [default: a new temporary folder]",
+)
 @click.option(
     "--double-threshold",
     is_flag=True,
@@ -42,13 +46,19 @@ CASE_STUDY = Path("configs/case_study.toml")
     help="Serve the case study with twice its planned threshold, to see the comparison fail.",
 )
 def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
-    """Show what this is, in under three minutes on two cores.
+    """Show the whole system in less than three minutes on two cores.
 
-    Plans the paper's case study. Starts a tiny hybrid model on a PrfaaS node and a local PD cluster
-    with a WAN between them, and shows where prompts go, what travels, and that answers are those of
-    one process; cuts the WAN under it. Then loads the case study on emulated accelerators under
-    three deployments, beside planner and simulator. Exit code 0: everything held, except that a
-    machine that was too busy leaves the comparison of these deployments not judged.
+    \b
+    1. Plans the paper's case study.
+    2. Starts a tiny hybrid model on a PrfaaS node and on a local PD cluster, with a WAN between
+       them. Shows which prompts are offloaded, how many bytes cross the WAN, and that every answer
+       equals the answer of a single node. Then cuts the WAN while KV is in transit.
+    3. Serves the case study on emulated accelerators under three deployments and compares the
+       measurements with the planner and the simulator.
+
+    The exit code is 0 when every check passed, and 1 when a check failed. On a machine that is too
+    busy to emulate accelerators, the comparison of the three deployments is reported as "not
+    judged" and does not fail.
     """
     screen = console()
     clock = MonotonicClock()
@@ -59,10 +69,10 @@ def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
     def say(what: str) -> None:
         screen.print(f"[{clock.now() - began_s:5.1f} s] {what}", markup=False)
 
-    async def scenes() -> list[Check]:
+    async def run_parts() -> list[Check]:
         return [
-            *await serving_scene(_made(folder / "serving"), screen, say),
-            *await case_scene(
+            *await serve_prompts(_made(folder / "serving"), screen, say),
+            *await measure_case_study(
                 file,
                 _made(folder / "case-study"),
                 screen,
@@ -73,11 +83,12 @@ def demo(file: Path, logs: Path | None, double_threshold: bool) -> None:
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            checks = runner.run(scenes())
+            checks = runner.run(run_parts())
     except (ChildDied, PeerError, TimeoutError) as error:
-        raise click.ClickException(f"{error or 'no answer in time'}; logs: {folder}") from None
+        problem = error or "a process did not respond in time"
+        raise click.ClickException(f"{problem}; the logs are in {folder}") from None
     _summary(checks, screen)
-    say(f"done; logs: {folder}")
+    say(f"done; the logs are in {folder}")
     if any(check.held is False for check in checks):
         raise SystemExit(1)
 

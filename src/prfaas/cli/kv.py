@@ -1,4 +1,4 @@
-"""`prfaas kv`: KV size, prefill time and KV throughput of models (Tables 3 and 5, eqs. 1 and 2)."""
+"""`prfaas kv`: shows KV size, prefill time, KV throughput of models (Tables 3, 5; eqs. 1, 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prfaas.planner.profile import PrefillProfile
 from prfaas.studies.problem_files import config_spec
 
 DEFAULT_LENGTHS = (1_024, 8_192, 32_768, 131_072)
-# Section 2.3 sizes clusters for an average uncached length of 32K; the nearest row is the one used.
+# Section 2.3 sizes clusters for an average uncached length of 32K. The report uses the nearest row.
 EGRESS_LENGTH = 32_768
 
 
@@ -39,16 +39,31 @@ class Subject:
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--config", type=click.Path(path_type=Path), help="A Hugging Face config.json.")
-@click.option("--lengths", help="Token counts, comma-separated: 1024,32000.")
-@click.option("--gpus", default=512, show_default=True, help="Size of a prefill cluster (N).")
-@click.option("--gpus-per-instance", default=8, show_default=True, help="Parallelism (P).")
-@click.option("--accelerator", default="h200", show_default=True, help="Whose profile to use.")
-@click.option("--kv-dtype", help="Dtype of cached attention state; the model's own when absent.")
 @click.option(
-    "--catalog", type=click.Path(path_type=Path), help="A TOML file with your own models."
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Hugging Face config.json of a model that the catalog does not have.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--lengths", help="Prompt lengths in tokens, comma-separated: 1024,32000.")
+@click.option(
+    "--gpus", default=512, show_default=True, help="Number of GPUs of the prefill cluster (N)."
+)
+@click.option(
+    "--gpus-per-instance", default=8, show_default=True, help="GPUs of one prefill instance (P)."
+)
+@click.option(
+    "--accelerator",
+    default="h200",
+    show_default=True,
+    help="Accelerator whose prefill profiles are used.",
+)
+@click.option("--kv-dtype", help="Data type of the cached attention state.  [default: the model's]")
+@click.option(
+    "--catalog",
+    type=click.Path(path_type=Path),
+    help="TOML file with further models and profiles.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the source of every value.")
 def kv(
     models: tuple[str, ...],
     config: Path | None,
@@ -60,10 +75,11 @@ def kv(
     catalog: Path | None,
     as_json: bool,
 ) -> None:
-    """How much KV does a prefill leave, how fast, and what egress does a cluster need?
+    """Show how much KV cache a prefill produces, how fast, and the egress that a cluster needs.
 
-    Without a MODEL: those with a profile on these instances. With --config: the model of a
-    config.json, whose bytes follow from its architecture (it has no profile, so no times).
+    Without a MODEL the command lists every model of the catalog that has a profile on these
+    instances. With --config it shows the model of a config.json: its bytes follow from its
+    architecture; it has no profile and therefore no times.
 
     \b
       prfaas kv
@@ -73,10 +89,10 @@ def kv(
     """
     for flag, value in (("--gpus", gpus), ("--gpus-per-instance", gpus_per_instance)):
         if value < 1:
-            raise InputError(f"{value} is not a number of GPUs", where=flag, fix="give 1 or more")
+            raise InputError(f"{value} is out of range", where=flag, fix="give 1 or more")
     if gpus < gpus_per_instance:
         raise InputError(
-            f"{gpus} GPUs are less than one instance of {gpus_per_instance}", where="--gpus"
+            f"{gpus} GPUs are fewer than the {gpus_per_instance} of one instance", where="--gpus"
         )
     known = Catalog.builtin().extended([catalog] if catalog else [])
     known.accelerator(accelerator)
@@ -98,11 +114,13 @@ def parse_lengths(text: str) -> list[int]:
             raise InputError(
                 f"{part!r} is not a token count",
                 where="--lengths",
-                fix="use plain numbers: 32K is 32000 to some and 32768 to others",
+                fix="use plain numbers, because 32K may mean 32000 or 32768",
             ) from None
         if not 1 <= tokens <= 1_000_000_000:
             raise InputError(
-                f"{tokens} tokens", where="--lengths", fix="give 1 to 1,000,000,000 tokens"
+                f"{tokens} tokens are out of range",
+                where="--lengths",
+                fix="give 1 to 1,000,000,000 tokens",
             )
         lengths.append(tokens)
     return lengths
@@ -171,7 +189,7 @@ def _subjects(
             raise InputError(
                 f"no model has a profile on {gpus} x {accelerator}",
                 where="--accelerator, --gpus-per-instance",
-                fix=f"name a MODEL to see its bytes, or take one of: {', '.join(have)}",
+                fix=f"name a MODEL to see its bytes, or choose one of: {', '.join(have)}",
             )
     subjects = []
     for name in names:
@@ -220,7 +238,7 @@ def _show(
     out.print(table)
     out.print(
         "S_kv follows from each model's architecture; Phi_kv = S_kv / T_prefill (eq. 1); "
-        "egress = N / P x Phi_kv (eq. 2).\nSources of every value: --json."
+        "egress = N / P x Phi_kv (eq. 2).\n--json also prints the source of every value."
     )
 
 

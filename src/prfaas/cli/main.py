@@ -1,4 +1,4 @@
-"""`prfaas`: the command line. Errors a person can mend are one line on stderr and exit code 2."""
+"""`prfaas`: the command line. An error in the input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import click
 from prfaas import __version__
 from prfaas.errors import InputError
 
-# Commands are imported when they are called: nobody waits for scipy to see a certificate made.
+# A command is imported when it is called: `prfaas certs` does not wait for the import of scipy.
 COMMANDS = {
-    "kv": "KV size, prefill time and KV throughput of models; egress of a cluster.",
-    "plan": "Is it worth it? Best threshold and split, beside three baselines.",
-    "demo": "Plan, serve, cut the WAN, compare: under three minutes.",
-    "model": "Make a small model that needs no download.",
-    "profile": "Measure a model here: prefill, KV size, decode steps.",
-    "simulate": "What would a policy have done with this traffic on this deployment?",
-    "up": "Start a whole deployment on this machine, with a WAN made of software.",
-    "soak": "Serve while a fault strikes every few seconds; account for every request.",
-    "gateway": "One OpenAI endpoint over the clusters of a deployment.",
-    "node": "Serve a model as vLLM would, attached to a kvd; prefills and decodes.",
-    "handoff": "Hand one request from a prefill to a decode node, step by step.",
-    "kvd": "Keep and move KV: one per host, beside its engines.",
-    "doctor": "Is the path to a receiver fit for KV? What is to be mended?",
-    "wan": "Impose a WAN on a TCP link: rate, delay, jitter, stalls, outages, cuts.",
+    "demo": "Show the whole system in three minutes: plan, serve, cut the WAN, compare.",
+    "up": "Start a whole deployment on this machine, with an emulated WAN.",
+    "kv": "Show how much KV cache models produce, how fast, and the egress a cluster needs.",
+    "plan": "Find the best threshold and split of a deployment and compare three baselines.",
+    "simulate": "Simulate a deployment under a trace or random traffic.",
+    "profile": "Measure prefill times, KV sizes and decode steps of a model or a server.",
+    "gateway": "Run the gateway: one OpenAI endpoint for all clusters of a deployment.",
+    "node": "Serve a model with the built-in engine, with the HTTP API of a vLLM server.",
+    "kvd": "Run the daemon that stores and transfers the KV cache of one host's engines.",
+    "handoff": "Hand one request from a prefill node to a decode node and time every step.",
+    "doctor": "Check whether the path to a receiver can carry KV, and advise what to change.",
+    "wan": "Relay a TCP port with the rate, delay, jitter and failures of a WAN.",
     "certs": "Make a test CA and certificates for mutual TLS.",
+    "model": "Make a small model with random weights; nothing is downloaded.",
+    "soak": "Serve traffic while a fault strikes every few seconds, and check every answer.",
     "bench": "Run a benchmark of this checkout.",
 }
 
 
 class LazyGroup(click.Group):
+    """Lists all commands and imports only the one that is called."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -54,16 +56,17 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="prfaas")
 def cli() -> None:
-    """Prefill-as-a-Service: long prefills on a remote cluster, their KV cache back over Ethernet.
+    """Prefill-as-a-Service: a remote cluster prefills long prompts and sends their KV cache back
+    over Ethernet.
 
     \b
     Start here:
-      prfaas demo                               show me, in three minutes
-      prfaas up                                 serve it on this machine
-      prfaas kv                                 how much KV do these models produce, how fast?
-      prfaas plan configs/case_study.toml       is it worth it, with which threshold and split?
+      prfaas demo                               see the whole system in three minutes
+      prfaas up                                 serve a tiny model on this machine
+      prfaas kv                                 how much KV cache do models produce, and how fast?
+      prfaas plan configs/case_study.toml       is it worth it, and with which threshold and split?
       prfaas simulate configs/case_study.toml   what would happen to every request?
-      prfaas doctor HOST:PORT                   can KV travel this way, and how fast?
+      prfaas doctor HOST:PORT                   can this path carry KV, and how fast?
     """
 
 
@@ -74,10 +77,11 @@ def main() -> None:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:
-        # The reader (head, less) went away. Python would complain once more while closing stdout.
+        # The reader of the output (head, less) has exited. Without this line Python would print a
+        # second error while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        # Reading is checked where files are named; what is left is output that cannot be written.
+        # Commands turn errors of reading into `InputError`, so this one is an error of writing.
         click.echo(f"error: cannot write the output: {error.strerror or error}", err=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""`prfaas model make`: a small checkpoint made on the spot, for whatever needs a model."""
+"""`prfaas model make`: makes a small checkpoint for tests, demos and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prfaas.launch.extras import engine_extra
 
 @click.group()
 def model() -> None:
-    """Models that need no download."""
+    """Make models that need no download."""
 
 
 @model.command()
@@ -32,30 +32,32 @@ def model() -> None:
     type=click.Choice(tuple(ARCHITECTURES)),
     default=DEFAULT_ARCH,
     show_default=True,
-    help="Architecture.",
+    help="Architecture of the model.",
 )
 @click.option(
     "--size",
     type=click.Choice(SIZES),
     default=DEFAULT_SIZE,
     show_default=True,
-    help="tiny for tests, small for benchmarks.",
+    help="Size of the model: tiny for tests, small for benchmarks.",
 )
-@click.option("--seed", default=DEFAULT_SEED, show_default=True, help="Of the random weights.")
-@click.option("--force", is_flag=True, help="Replace the checkpoint that is in DIR.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--seed", default=DEFAULT_SEED, show_default=True, help="Seed of the random weights.")
+@click.option("--force", is_flag=True, help="Replace a checkpoint that DIR already holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print a description as JSON.")
 def make(directory: Path, arch: str, size: Size, seed: int, force: bool, as_json: bool) -> None:
     """Make a small checkpoint in DIR: random weights, a byte-level tokenizer, a chat template.
 
-    What it says makes no sense, but depends on everything it has read: a state that is lost,
-    late or damaged on the way shows in the tokens. The same seed gives the same files.
+    The model's output makes no sense, but every token depends on the whole prompt. So a state that
+    a transfer loses or damages shows in the tokens. The same seed gives the same files.
 
     \b
       prfaas model make ./tiny-kimi
       prfaas model make ./small-qwen --arch qwen3 --size small
     """
     if not 0 <= seed < 2**63:
-        raise InputError(f"{seed}", where="--seed", fix="give 0 or more, below 2^63")
+        raise InputError(
+            f"{seed} is out of range", where="--seed", fix="give a number from 0 to 2^63 - 1"
+        )
     with engine_extra():
         from prfaas.engine.checkpoint.make import make_checkpoint
     made = make_checkpoint(directory, arch, size, seed, force=force)

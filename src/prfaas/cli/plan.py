@@ -26,13 +26,29 @@ from prfaas.studies.sweep import run_sweep
     type=click.Choice(["paper", "exact"]),
     default="paper",
     show_default=True,
-    help="paper: eqs. 3-8 as printed. exact: true means and queueing.",
+    help="How to read the paper's equations. paper: eqs. 3-8 as printed. exact: with true means "
+    "and with queueing.",
 )
-@click.option("--load", type=float, help="Requests/s at which exact predicts TTFT.")
-@click.option("--sweep", metavar="KEY=V1,V2,...", help="Re-optimise at each value of a key.")
-@click.option("--compare", "published", type=click.Path(path_type=Path), help="Published figures.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Write plots here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--load",
+    type=float,
+    help="Requests per second for which the exact reading predicts TTFT.",
+)
+@click.option(
+    "--sweep",
+    metavar="KEY=V1,V2,...",
+    help="Plan again with each of these values of one key of the deployment file.",
+)
+@click.option(
+    "--compare",
+    "published",
+    type=click.Path(path_type=Path),
+    help="File with published figures to compare the plan with.",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder to write plots to."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     deployment: Path,
     reading: Reading,
@@ -42,11 +58,13 @@ def plan(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Is it worth it? The best threshold and split of DEPLOYMENT.toml, beside three baselines.
+    """Find the best threshold and split of DEPLOYMENT.toml and compare them with three baselines.
 
     \b
-    The baselines: homogeneous (as many GPUs of the local kind), equal_cost (as much money of
-    them), naive (every prefill remote, no threshold).
+    The baselines:
+      homogeneous  one PD cluster with the same number of GPUs, all of the local kind
+      equal_cost   one PD cluster of GPUs of the local kind that costs the same
+      naive        the same hardware, with every prefill remote and no threshold
 
     \b
       prfaas plan configs/case_study.toml
@@ -56,10 +74,14 @@ def plan(
     if load is not None:
         if reading != "exact":
             raise InputError(
-                "the paper reading has no queue, so no load", where="--load", fix="--reading exact"
+                "the paper reading has no queues, so a load changes nothing",
+                where="--load",
+                fix="add --reading exact",
             )
         if not (math.isfinite(load) and load > 0):
-            raise InputError(f"{load} requests/s", where="--load", fix="give a positive number")
+            raise InputError(
+                f"{load} is not a rate of requests", where="--load", fix="give a positive number"
+            )
     raw = parse_toml(read_text(deployment), deployment)
     parsed = parse_deployment(raw, deployment)
     study = Study(deployment, reading)
@@ -69,7 +91,7 @@ def plan(
 
     written: list[Path] = []
     if plot is not None:
-        # Imported here: matplotlib is an extra, and slow to import.
+        # The import is here because matplotlib is an optional dependency and slow to import.
         from prfaas.display.plan_plots import plan_plots
 
         written = plan_plots(plot, study, parsed, result, sweep, points)

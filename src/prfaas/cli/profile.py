@@ -1,5 +1,7 @@
-"""`prfaas profile`: measures a model on the hardware at hand, or a server, for the planner and for
-emulation."""
+"""`prfaas profile`: measures a model on this machine, or a running server.
+
+The planner and the emulated engine read the profile that it writes.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,48 @@ DEFAULT_ROUNDS = 5
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="A checkpoint directory, or a config.json alone: random weights, same times.",
+    help="Checkpoint directory to measure, or only a config.json (random weights; the times are "
+    "the same).",
 )
-@click.option("--url", help="Instead: a running OpenAI server, without /v1.")
-@click.option("--api-key", "key", help="API key of that server.")
-@click.option("--device", help="cpu, cuda or cuda:N; the best there is when absent.")
+@click.option("--url", help="URL of a running OpenAI server to measure instead, without /v1.")
+@click.option("--api-key", "key", help="API key for the server at --url.")
 @click.option(
-    "--lengths", default=DEFAULT_LENGTHS, show_default=True, help="New tokens, comma-separated."
+    "--device", help="Device to measure on: cpu, cuda or cuda:N.  [default: the fastest device]"
 )
-@click.option("--cached", default="", help="Also after cached prefixes of these lengths.")
 @click.option(
-    "--batches", default=DEFAULT_BATCHES, show_default=True, help="Sequences decoded together."
+    "--lengths",
+    default=DEFAULT_LENGTHS,
+    show_default=True,
+    help="Numbers of new prompt tokens to measure, comma-separated.",
 )
-@click.option("--rounds", default=DEFAULT_ROUNDS, show_default=True, help="The median counts.")
-@click.option("--accelerator", help="Name in the profile; the hardware's own when absent.")
-@click.option("--gpus", default=1, show_default=True, help="Of one instance, for the profile.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write a catalog file (TOML).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--cached",
+    default="",
+    help="Lengths of cached prefixes, comma-separated; each is measured with every length.",
+)
+@click.option(
+    "--batches",
+    default=DEFAULT_BATCHES,
+    show_default=True,
+    help="Numbers of sequences to decode together, comma-separated.",
+)
+@click.option(
+    "--rounds",
+    default=DEFAULT_ROUNDS,
+    show_default=True,
+    help="Measurements of each point; the profile holds their median.",
+)
+@click.option(
+    "--accelerator",
+    help="Name of the accelerator in the profile; --url requires it.  [default: this machine's]",
+)
+@click.option(
+    "--gpus", default=1, show_default=True, help="GPUs of one instance, noted in the profile."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Catalog file (TOML) to write the profile to."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def profile(
     model: Path | None,
     url: str | None,
@@ -66,12 +93,14 @@ def profile(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure T_prefill(new, cached), S_kv and decode steps of a model on this machine, or over
-    HTTP of any OpenAI server (less the round trip; S_kv cannot be seen from there).
+    """Measure prefill times T_prefill(new, cached), KV sizes S_kv and decode steps of a model.
 
-    The machine should have nothing else to do. First runs are not counted; where noise makes a
-    longer prompt look faster than a shorter one, both get their mean, and the source says so. Name
-    the file under `catalog = [...]` in a deployment, and `prfaas plan` reads it.
+    With --model the command measures on this machine. With --url it measures any OpenAI server over
+    HTTP and subtracts the round trip; S_kv cannot be measured that way.
+
+    The machine should be idle. First runs are not counted. Where noise makes a longer prompt look
+    faster than a shorter one, both get their mean, and the profile's source notes it. To use the
+    profile in `prfaas plan`, name its file under `catalog = [...]` in the deployment file.
 
     \b
       prfaas profile --model ./tiny-kimi --lengths 256,1024,4096 --out tiny.toml
@@ -87,11 +116,15 @@ def profile(
         gpus,
     )
     if (model is None) == (url is None):
-        raise InputError("what is to be measured?", fix="give either --model or --url")
+        raise InputError(
+            "exactly one of --model and --url is required", fix="give either --model or --url"
+        )
     if not 1 <= rounds <= 1000:
-        raise InputError(f"{rounds}", where="--rounds", fix="give 1 to 1000")
+        raise InputError(
+            f"{rounds} is out of range", where="--rounds", fix="give a number from 1 to 1000"
+        )
     if out is not None and not out.parent.is_dir():
-        raise InputError("no such directory", file=out.parent, fix="make it first")
+        raise InputError("no such directory", file=out.parent, fix="create it first")
     if url is not None:
         record, measured = _of_server(url, key, wanted, accelerator)
         machine_title = ""
@@ -156,7 +189,9 @@ def _of_server(
 ) -> tuple[ProfileRecord, MeasuredProfile]:
     if accelerator is None:
         raise InputError(
-            "which hardware?", where="--accelerator", fix="name it: a server does not say"
+            "required with --url, because a server does not report its hardware",
+            where="--accelerator",
+            fix="name the server's accelerator",
         )
 
     async def run() -> tuple[str, MeasuredProfile, float]:
@@ -193,7 +228,9 @@ def _numbers(text: str, where: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(
-            f"{text!r}", where=where, fix="give plain numbers, comma-separated: 1024,8192"
+            f"{text!r} is not a list of numbers",
+            where=where,
+            fix="give plain numbers, comma-separated: 1024,8192",
         ) from None
 
 
@@ -226,7 +263,7 @@ def _as_dict(record: ProfileRecord, measured: MeasuredProfile) -> dict[str, Any]
 
 
 def _throughput(measured: MeasuredProfile, new: int, cached: int, seconds: float) -> dict[str, Any]:
-    """S_kv and Phi_kv are of whole prompts (eq. 1)."""
+    """S_kv and Phi_kv (eq. 1). Both are None for a prompt with a cached prefix."""
     if cached or new not in measured.kv_bytes:
         return {"kv_bytes": None, "phi_kv_gbps": None}
     kv_bytes = measured.kv_bytes[new]
@@ -252,7 +289,8 @@ def _show(record: ProfileRecord, measured: MeasuredProfile, out: Path | None) ->
     screen.print(table)
     if measured.decode:
         steps = Table(
-            title=f"decode after {measured.context_tokens:,} tokens", title_justify="left"
+            title=f"decode after a prompt of {measured.context_tokens:,} tokens",
+            title_justify="left",
         )
         for column in ("batch", "step (ms)", "tokens/s"):
             steps.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""`prfaas simulate`: what would a policy have done with this traffic on this deployment?"""
+"""`prfaas simulate`: simulates a deployment under a trace or random traffic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ManyValued(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         choices: dict[str, set[str]] = {"--policy": set(POLICIES), "--baseline": set(BASELINES)}
         spread: list[str] = []
-        flag = ""  # whose values may still follow
+        flag = ""  # the flag whose further values may follow
         for index, arg in enumerate(args):
             follows = index > 0 and args[index - 1] != flag and arg in choices.get(flag, set())
             spread += [flag, arg] if follows else [arg]
@@ -65,28 +65,45 @@ class ManyValued(click.Command):
     "policies",
     type=click.Choice(POLICIES),
     multiple=True,
-    help="Routing policy, one or several.  [default: the deployment's]",
+    help="Routing policies to compare.  [default: the policy of the deployment file]",
 )
 @click.option(
     "--baseline",
     "others",
     type=click.Choice(list(BASELINES)),
     multiple=True,
-    help="Other deployments to run beside it.",
+    help="Baseline deployments to compare with.",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Mooncake-format .jsonl or .xz.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Trace of requests in Mooncake's format, .jsonl or .jsonl.xz.",
+)
 @click.option(
     "--load",
     type=float,
-    help=f"Poisson requests/s.  [default: {DEFAULT_UTILISATION:.0%} of the capacity]",
+    help="Poisson arrivals per second.  "
+    f"[default: {DEFAULT_UTILISATION:.0%} of the planned capacity]",
 )
-@click.option("--requests", type=int, help=f"How many.  [default: {DEFAULT_REQUESTS}]")
-@click.option("--speedup", type=float, help="Replay the trace so many times as fast.")
-@click.option("--link-trace", type=click.Path(path_type=Path), help="Lines of at_s,gbps.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Write plots here.")
-@click.option("--timeline", type=click.Path(path_type=Path), help="Write a Chrome trace here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--requests", type=int, help=f"Number of Poisson arrivals.  [default: {DEFAULT_REQUESTS}]"
+)
+@click.option("--speedup", type=float, help="Factor by which the trace is replayed faster.")
+@click.option(
+    "--link-trace",
+    type=click.Path(path_type=Path),
+    help="File with lines `at_s,gbps`: the link's rate from each time on.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder to write plots to."
+)
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="File to write a Chrome trace of every request to, for ui.perfetto.dev.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def simulate(
     deployment: Path,
     policies: tuple[Policy, ...],
@@ -101,16 +118,16 @@ def simulate(
     timeline: Path | None,
     as_json: bool,
 ) -> None:
-    """What would a policy have done with this traffic on DEPLOYMENT.toml?
+    """Simulate DEPLOYMENT.toml under a trace or random traffic, and compare routing policies.
 
-    Runs the scheduler that the gateway runs, on simulated nodes and links. Without --trace,
-    requests come at random with the lengths the deployment states; with it they come as recorded,
-    and every node has a prefix cache. Several policies and baselines stand side by side.
+    The simulator runs the gateway's scheduler on simulated nodes and links. Without --trace,
+    requests arrive at random (Poisson) with the prompt lengths that the deployment file states.
+    With --trace they arrive as recorded, and every node has a prefix cache.
 
     \b
     Policies (the same hardware):    Baselines (other hardware):
-      paper     threshold, 3.4.3       homogeneous  as many GPUs in one PD cluster
-      adaptive  predicted cost         equal_cost   as much money in one PD cluster
+      paper     threshold, 3.4.3       homogeneous  one PD cluster, same number of GPUs
+      adaptive  predicted cost         equal_cost   one PD cluster of the same cost
       local     never offload          naive        every prefill remote, no threshold
       remote    always offload
 
@@ -120,10 +137,9 @@ def simulate(
       prfaas simulate my.toml --policy paper adaptive --trace chat.jsonl.xz --plot out/
       prfaas simulate my.toml --link-trace outage.csv --timeline run.json
 
-    A timeline is read by ui.perfetto.dev.
-
-    Goodput counts requests that keep both promises: time per output token as in [slo], TTFT as in
-    slo.ttft_s, or else within 3 times what the same request takes on the idle deployment.
+    Goodput counts the requests that meet both targets of [slo]: the time per output token, and the
+    TTFT. Where the deployment file has no slo.ttft_s, the target of a request's TTFT is 3 times its
+    TTFT on the idle deployment.
     """
     started = time.perf_counter()
     _check_flags(trace, load, requests, speedup)
@@ -191,7 +207,7 @@ def _service_levels(
     tpot_s = 1 / slo.output_tokens_per_s
     if slo.ttft_s is not None:
         return dict.fromkeys(cases, ServiceLevel(slo.ttft_s, tpot_s))
-    made: dict[Problem, ServiceLevel] = {}  # policies share their deployment's
+    made: dict[Problem, ServiceLevel] = {}  # policies on the same deployment share one
     for case in cases.values():
         if case.problem not in made:
             made[case.problem] = idle_service_level(case.problem, arrivals, case.config, tpot_s)
@@ -203,21 +219,25 @@ def _check_flags(
 ) -> None:
     if trace is not None and (load is not None or requests is not None):
         raise InputError(
-            "a trace has its own requests and times", where="--trace", fix="use --speedup instead"
+            "--load and --requests do not apply to a trace, which has its own requests and times",
+            where="--trace",
+            fix="use --speedup instead",
         )
     if trace is None and speedup is not None:
-        raise InputError("nothing to speed up", where="--speedup", fix="use --load, or --trace")
+        raise InputError(
+            "only a trace can be sped up", where="--speedup", fix="add --trace, or use --load"
+        )
     for flag, value in (("--load", load), ("--speedup", speedup)):
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise InputError(f"{value}", where=flag, fix="give a positive number")
+            raise InputError(f"{value} is out of range", where=flag, fix="give a positive number")
     if requests is not None and requests < 2:
-        raise InputError(f"{requests}", where="--requests", fix="give at least 2")
+        raise InputError(f"{requests} is too few", where="--requests", fix="give at least 2")
 
 
 def _write(results: Mapping[str, Result], plot: Path | None, timeline: Path | None) -> list[Path]:
     written: list[Path] = []
     if plot is not None:
-        # Imported here: matplotlib is an extra, and slow to import.
+        # The import is here because matplotlib is an optional dependency and slow to import.
         from prfaas.display.simulation_plots import simulate_plots
 
         written += simulate_plots(plot, results)

@@ -1,4 +1,4 @@
-"""`prfaas soak`: a deployment of real processes under traffic, and a fault every few seconds."""
+"""`prfaas soak`: serves traffic on real processes while a fault strikes every few seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import uvloop
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
-from prfaas.faults.deployment import staged
-from prfaas.faults.fault_deployment import FireEngine, fire
+from prfaas.faults.deployment import launched_fault_deployment
+from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
@@ -26,37 +26,59 @@ _OPTIONS = SoakOptions()
 
 
 @click.command()
-@click.option("--minutes", default=_OPTIONS.seconds / 60, show_default=True, help="Of traffic.")
 @click.option(
-    "--engine", type=click.Choice(["emulated", "hf"]), default="emulated", show_default=True
+    "--minutes", default=_OPTIONS.seconds / 60, show_default=True, help="Minutes of traffic."
 )
-@click.option("--fault-every-s", default=_OPTIONS.fault_every_s, show_default=True)
-@click.option("--seed", default=_OPTIONS.seed, show_default=True, help="Of traffic and faults.")
+@click.option(
+    "--engine",
+    type=click.Choice(["emulated", "hf"]),
+    default="emulated",
+    show_default=True,
+    help="Engine of the nodes: emulated accelerators, or hf with a tiny real model.",
+)
+@click.option(
+    "--fault-every-s",
+    default=_OPTIONS.fault_every_s,
+    show_default=True,
+    help="Seconds from one fault to the next.",
+)
+@click.option(
+    "--seed", default=_OPTIONS.seed, show_default=True, help="Seed of the traffic and the faults."
+)
 @click.option(
     "--deployment",
     "file",
     default=CASE_STUDY,
     show_default=True,
     type=click.Path(path_type=Path),
-    help="emulated: its clusters, made small.",
+    help="Deployment file whose clusters the emulated engines serve, scaled down.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="The report goes here, too.")
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write the report to, besides stdout."
+)
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path),
+    help="Folder for the logs of all processes.  [default: a new temporary folder]",
+)
 def soak(
     minutes: float,
-    engine: FireEngine,
+    engine: FaultEngine,
     fault_every_s: float,
     seed: int,
     file: Path,
     out: Path | None,
     logs: Path | None,
 ) -> None:
-    """Serve mixed traffic while processes are killed and frozen, the WAN cut, slowed and damaged,
-    arenas and disks filled, and clocks set.
+    """Serve mixed traffic while a fault strikes every few seconds, and check every answer.
 
-    One PrfaaS node, one prefill and two decode nodes, two gateways. Every answer is compared with
-    that of one process. Prints a report as JSON. Exit code 0: every request is accounted for, no
-    token was wrong, memory and sockets are flat, every kvd's pool is whole.
+    The faults: processes are killed and frozen; the WAN is cut, slowed and damages bytes; memory
+    and disks are full; wall clocks jump. The deployment: one PrfaaS node, one prefill node, two
+    decode nodes, two gateways.
+
+    Prints a report as JSON. The exit code is 0 when every request is accounted for, no token
+    differs from the answer of a single node, memory and sockets do not grow, and the pool of every
+    kvd is consistent.
 
     \b
       prfaas soak --minutes 3
@@ -71,10 +93,12 @@ def soak(
         click.echo(f"[{clock.now() - began_s:6.1f} s] {what}", err=True)
 
     options = SoakOptions(seconds=60 * minutes, fault_every_s=fault_every_s, seed=seed)
-    ready, lengths = fire(engine, file, folder, CACHE, say)
+    ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
 
     async def run() -> SoakReport:
-        async with staged(ready.deployment, ready.engines, folder, attached_prefix(), say) as stage:
+        async with launched_fault_deployment(
+            ready.deployment, ready.engines, folder, attached_prefix(), say
+        ) as stage:
             return await Soak(stage, lengths, options, say).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -87,5 +111,5 @@ def soak(
         out.write_bytes(msgspec.json.format(msgspec.json.encode(shown)) + b"\n")
     print_json(shown)
     if not report.ok:
-        say(f"logs are in {folder}")
+        say(f"the logs are in {folder}")
         sys.exit(1)

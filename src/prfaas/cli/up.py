@@ -1,4 +1,4 @@
-"""`prfaas up`: a deployment on this machine, as real processes with a WAN between clusters."""
+"""`prfaas up`: starts a deployment on this machine: real processes and an emulated WAN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from prfaas.launch.preparation import (
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.studies.simulation_cases import BASELINES
 
-LOOK_S = 1.0  # between two looks at the gateway's state
+REFRESH_S = 1.0  # between two updates of the table
 DEFAULT_PORT = 8080
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 _SCALES = Scales()
@@ -50,19 +50,60 @@ _SCALES = Scales()
     type=click.Choice(["hf", "emulated", "vllm"]),
     default="hf",
     show_default=True,
+    help="Engine of the nodes: hf (transformers), emulated accelerators, or vLLM servers.",
 )
 @click.option(
-    "--baseline", type=click.Choice(list(BASELINES)), help="Start what it is compared with."
+    "--baseline",
+    type=click.Choice(list(BASELINES)),
+    help="Start this baseline of the deployment instead of the deployment.",
 )
-@click.option("--policy", type=click.Choice(["paper", "adaptive", "local", "remote"]))
-@click.option("--advise", is_flag=True, help="Say what would be planned; do not act on it.")
-@click.option("--time-scale", default=_SCALES.time, show_default=True, help="emulated.")
-@click.option("--byte-scale", default=_SCALES.bytes, show_default=True, help="emulated.")
-@click.option("--output-scale", default=_SCALES.output, show_default=True, help="emulated.")
-@click.option("--wan", metavar="gbps=X,rtt_ms=Y", help="Instead of the deployment's links.")
-@click.option("--port", default=DEFAULT_PORT, show_default=True, help="Of the gateway; 0: any.")
-@click.option("--vllm-python", type=click.Path(path_type=Path), help=f"[default: {VLLM_PYTHON}]")
-@click.option("--logs", type=click.Path(path_type=Path), help="Folder.  [default: a new one]")
+@click.option(
+    "--policy",
+    type=click.Choice(["paper", "adaptive", "local", "remote"]),
+    help="Routing policy of the gateway.  [default: the policy of the deployment file]",
+)
+@click.option(
+    "--advise", is_flag=True, help="Let the gateway report new plans without acting on them."
+)
+@click.option(
+    "--time-scale",
+    default=_SCALES.time,
+    show_default=True,
+    help="Factor on the times of emulated engines.",
+)
+@click.option(
+    "--byte-scale",
+    default=_SCALES.bytes,
+    show_default=True,
+    help="Factor on the KV bytes of emulated engines.",
+)
+@click.option(
+    "--output-scale",
+    default=_SCALES.output,
+    show_default=True,
+    help="Factor on the output tokens of emulated engines.",
+)
+@click.option(
+    "--wan",
+    metavar="gbps=X,rtt_ms=Y",
+    help="Rate and round trip of the emulated WAN, instead of those of the deployment file.",
+)
+@click.option(
+    "--port",
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="Port of the gateway; 0 for any free one.",
+)
+@click.option(
+    "--vllm-python",
+    type=click.Path(path_type=Path),
+    help=f"Python interpreter that has vLLM, for --engine vllm.  [default: {VLLM_PYTHON}]",
+)
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path),
+    help="Folder for the logs of all processes.  [default: a new temporary folder]",
+)
 def up(
     file: Path | None,
     engine: EngineKind,
@@ -77,12 +118,15 @@ def up(
     vllm_python: Path | None,
     logs: Path | None,
 ) -> None:
-    """Start a deployment on this machine: kvds, engines, a WAN made of software, a gateway.
+    """Start a deployment on this machine: kvds, engines, an emulated WAN and a gateway.
 
-    Without a file: a tiny Kimi-Linear model (made on the spot, its profile measured once) on one
-    PrfaaS node, one PD prefill node and one PD decode node. With one: as many nodes as it has
-    instances; emulated engines follow the catalog's profiles of its accelerators, scaled.
-    Ctrl-C stops everything.
+    Without a file, the command serves a tiny Kimi-Linear model on one PrfaaS node, one PD prefill
+    node and one PD decode node. The first run makes the model and measures its profile.
+
+    With a file, the command starts one node for each instance of the deployment. Emulated engines
+    follow the catalog's profiles of its accelerators, multiplied by the scales.
+
+    Ctrl-C stops all processes.
 
     \b
       prfaas up
@@ -107,7 +151,7 @@ def up(
         ready = prepare(file, options, folder, screen.print)
     except InputError:
         with suppress(OSError):
-            folder.rmdir()  # unless something is in it
+            folder.rmdir()  # fails where the folder is not empty
         raise
     gateway_options = ["--policy", policy] if policy else []
     gateway_options += ["--advise"] if advise else []
@@ -117,7 +161,7 @@ def up(
         except ChildDied as error:
             raise click.ClickException(str(error)) from None
         except PeerError as error:
-            raise click.ClickException(f"{error}; logs are in {folder}") from None
+            raise click.ClickException(f"{error}; the logs are in {folder}") from None
 
 
 def prepare(
@@ -127,7 +171,7 @@ def prepare(
         raise InputError(
             f"{options.python}: no such file",
             where="--vllm-python",
-            fix="name an interpreter that has vLLM, or make one: make .venv-vllm/.ready",
+            fix="name an interpreter that has vLLM, or install one: make .venv-vllm/.ready",
         )
     if file is not None:
         return prepare_launch(load_deployment(file), file, options, folder)
@@ -172,7 +216,7 @@ async def _serve(ready: LaunchPlan, folder: Path, gateway_options: list[str]) ->
 
 
 def _where(live: RunningDeployment) -> str:
-    """Everything a person needs to use it."""
+    """The URLs, the folder of logs, and two requests to try."""
     name = live.deployment.model.name
     prompt = '"Once upon a time"' if live.deployment.gateway.tokenizer else "[72, 105, 33]"
     body = f'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 20}}'
@@ -186,7 +230,8 @@ def _where(live: RunningDeployment) -> str:
 
 
 async def _show(live: RunningDeployment, outcomes: RequestOutcomes) -> None:
-    """Until cancelled; raises `ChildDied` when one does. The table is for a terminal only."""
+    """Shows the table until cancelled, on a terminal only. Raises `ChildDied` when a process
+    exits."""
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     screen = console()
     try:
@@ -195,7 +240,7 @@ async def _show(live: RunningDeployment, outcomes: RequestOutcomes) -> None:
         with LiveDisplay(console=screen, auto_refresh=False) as display:
             while not dying.done():
                 display.update(live_view(await live.state(), outcomes), refresh=True)
-                await asyncio.wait({dying}, timeout=LOOK_S)
+                await asyncio.wait({dying}, timeout=REFRESH_S)
         raise dying.result()
     finally:
         dying.cancel()

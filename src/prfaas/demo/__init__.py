@@ -1,1 +1,1 @@
-"""The scenes of `prfaas demo`, the disturbance of the machine, and the judgement of both."""
+"""The parts of `prfaas demo`, the disturbance by the machine, and the checks of the results."""

@@ -1,5 +1,5 @@
-"""The demo's second scene: the paper's case study on emulated accelerators, made small, under three
-deployments, beside what the planner and the simulator say of the same requests."""
+"""The demo's second part: the scaled-down case study on emulated accelerators, under three
+deployments, compared with the planner and with a simulation of the same requests."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.table import Table
 from prfaas.config import Deployment, load_deployment
 from prfaas.demo.disturbance import LIMIT
 from prfaas.demo.judgement import Row, better_of, judge_rows
-from prfaas.demo.scene import Check, RelayEar, watched, with_policy
+from prfaas.demo.shared import Check, RelayReader, run_watched, with_policy
 from prfaas.demo.small_case import (
     SYSTEMS,
     SmallCase,
     egress_gbps,
     failures,
+    first_token_stats,
     first_tokens_s,
-    hosts_enough,
-    lost,
-    offered,
-    seen,
+    lost_requests,
+    run_load,
+    shared_hosts,
     small_case,
     with_one_plan,
 )
@@ -39,12 +39,12 @@ from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
 
 SCALES = Scales(time=0.5, bytes=1 / 576, output=1 / 32)  # 2 bytes per token and MLA layer
-LOAD = 0.95  # of what PrfaaS-PD can carry, as planned; more than its baselines can
-SECONDS = 20.0  # of this machine, for each deployment
+LOAD = 0.95  # share of PrfaaS-PD's planned capacity; more than its baselines can serve
+SECONDS = 20.0  # real seconds of load for each deployment
 FIRST_TOKENS_S = 120.0  # after the last arrival; only a lost request takes longer
 
 
-async def case_scene(
+async def measure_case_study(
     file: Path,
     folder: Path,
     screen: Console,
@@ -52,35 +52,42 @@ async def case_scene(
     *,
     double_threshold: bool = False,
 ) -> list[Check]:
-    """`double_threshold` makes the live PrfaaS-PD deployment keep prompts of up to twice the plan's
-    threshold in the local cluster, while the simulator keeps the plan: the comparison must fail."""
+    """With `double_threshold` the live PrfaaS-PD deployment keeps prompts of up to twice the
+    planned threshold in the local cluster, while the simulator keeps the plan. The comparison must
+    then fail."""
     deployment = with_policy(load_deployment(file), "paper")
     cases = {name: small_case(deployment, file, folder, SCALES, name) for name in SYSTEMS}
     first = cases[SYSTEMS[0]].problem
     load_rps = LOAD * find_optimum(first).capacity_rps
     arrivals = poisson(first.workload, load_rps, round(load_rps * SECONDS), seed=0)
     rows = []
-    ear = RelayEar()
-    most = hosts_enough(cases)
+    relay_reader = RelayReader()
+    most = shared_hosts(cases)
     async with launched_hosts(
-        most.deployment, most.engines, folder, attached_prefix(), say=say, on_line=ear.heard
+        most.deployment,
+        most.engines,
+        folder,
+        attached_prefix(),
+        say=say,
+        on_line=relay_reader.heard,
     ) as hosts:
         for name, case in cases.items():
             served = with_one_plan(case.deployment)
             if double_threshold and name == SYSTEMS[0]:
                 served = with_doubled_threshold(served, case.problem)
             say(f"{TITLES[name]}: {len(arrivals)} requests in {SECONDS:g} s")
-            row = await _measure(name, case, served, hosts, arrivals, ear)
+            row = await _measure(name, case, served, hosts, arrivals, relay_reader)
             if row.disturbed:
-                say(f"the machine was too busy, once more: {_disturbance(row)}")
-                again = await _measure(name, case, served, hosts, arrivals, ear)
+                say(f"the machine was too busy; measuring again: {_disturbance(row)}")
+                again = await _measure(name, case, served, hosts, arrivals, relay_reader)
                 row = better_of(row, again)
             say(f"disturbance: {_disturbance(row)}")
             rows.append(row)
     screen.print(_table(rows, load_rps * SCALES.time, deployment))
     screen.print(
-        f"A decode step stands for {1 / SCALES.output:g} tokens and takes as long, so TTFT has more"
-        " of it than the case study's, live and simulated alike."
+        f"One decode step emulates {1 / SCALES.output:g} tokens and takes as long as all of them. "
+        "A request waits for the current step, so TTFTs, live and simulated, are longer than in "
+        "the case study."
     )
     return judge_rows(rows)
 
@@ -91,19 +98,21 @@ async def _measure(
     served: Deployment,
     hosts: RunningHosts,
     arrivals: Arrivals,
-    ear: RelayEar,
+    relay_reader: RelayReader,
 ) -> Row:
-    # The baselines cannot keep up with this load: to wait for all of their requests would take as
-    # long again. Of PrfaaS-PD every request is waited for, and one without a first token is lost.
+    # The baselines cannot serve this load: waiting for all of their requests would double the time.
+    # For PrfaaS-PD every request is awaited, and a request without a first token is lost.
     waits = name == SYSTEMS[0]
-    load = offered(hosts, served, arrivals, ear, first_tokens_s=FIRST_TOKENS_S if waits else 0.0)
-    live = await watched(hosts.children, load)
+    load = run_load(
+        hosts, served, arrivals, relay_reader, first_tokens_s=FIRST_TOKENS_S if waits else 0.0
+    )
+    live = await run_watched(hosts.children, load)
     config = SimConfig(scheduler=case.deployment.scheduler, replans=False)
     simulated = simulate(case.problem, arrivals, config).requests
     return Row(
         name,
-        seen(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), SCALES),
-        seen(arrivals.at_s, simulated.first_token_s, SCALES),
+        first_token_stats(arrivals.at_s, first_tokens_s(arrivals, live.outcomes), SCALES),
+        first_token_stats(arrivals.at_s, simulated.first_token_s, SCALES),
         find_optimum(case.problem).capacity_rps * SCALES.time,
         egress_gbps(live.egress_bps, SCALES) if case.problem.remotes else None,
         _failures(live.outcomes, waits),
@@ -112,7 +121,7 @@ async def _measure(
 
 
 def _failures(outcomes: Sequence[RequestResult], all_waited_for: bool) -> dict[str, int]:
-    missing = lost(outcomes) if all_waited_for else 0
+    missing = lost_requests(outcomes) if all_waited_for else 0
     return {**failures(outcomes), **({"lost": missing} if missing else {})}
 
 
@@ -138,18 +147,18 @@ def _disturbance(row: Row) -> str:
 def _table(rows: Sequence[Row], load_rps: float, deployment: Deployment) -> Table:
     gpus = sum(cluster.gpus for cluster in deployment.clusters)
     table = Table(
-        title=f"the case study's {gpus} GPUs, emulated (time x {SCALES.time:g}, bytes x "
-        f"{SCALES.bytes:.2g}, output x {SCALES.output:.2g}), {load_rps:.2f} requests/s offered: "
-        "first tokens per second, TTFT mean / P90 in s",
+        title=f"{gpus} emulated GPUs of the case study (time x {SCALES.time:g}, bytes x "
+        f"{SCALES.bytes:.2g}, output x {SCALES.output:.2g}) under {load_rps:.2f} requests/s: "
+        "first tokens per second, and TTFT mean / P90 in seconds",
         title_justify="left",
     )
     table.add_column("")
     for column in (
         "live",
         "simulated",
-        "at most (plan)",
+        "planned capacity",
         "TTFT live",
-        "simulated",
+        "TTFT simulated",
         "egress (Gbps)",
         "disturbance",
     ):

@@ -1,4 +1,4 @@
-"""The demo's first scene: a real model on three nodes, short and long prompts, a WAN cut."""
+"""The demo's first part: a real model on three nodes, short and long prompts, a cut of the WAN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
-from prfaas.demo.scene import Check, RelayEar, watched, with_policy
+from prfaas.demo.shared import Check, RelayReader, run_watched, with_policy
 from prfaas.errors import PeerError
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.commands import list_hosts, relayed_links
@@ -34,13 +34,13 @@ from prfaas.measure.prompts import PromptGenerator, PromptPart
 OUTPUT_TOKENS = 16
 CUT_PROMPTS = 2
 OUTAGE_S = 2.0
-TOLD_S = 60.0  # for the gateway's line about a request to arrive; only a lost line takes longer
-LOOK_S = 0.02
+TOLD_S = 60.0  # timeout of the gateway's log line about a request; only a lost line takes longer
+LOOK_S = 0.02  # between two polls of the relay's counter
 
 
 @dataclass(slots=True)
-class Served:
-    """One prompt: what the deployment answered, and what one process alone answers."""
+class ServedPrompt:
+    """One prompt with the answer of the deployment and the expected answer of a single node."""
 
     what: str
     ids: list[int]
@@ -54,18 +54,18 @@ class Served:
         return self.answer.error is None and self.answer.token_ids == self.expected
 
 
-class Scene:
+class ServedDeployment:
     def __init__(
         self,
         live: RunningDeployment,
         outcomes: RequestOutcomes,
-        ear: RelayEar,
+        relay_reader: RelayReader,
         gateway: Target,
         alone: Target,
     ) -> None:
         assert gateway.model is not None
         self._outcomes = outcomes
-        self._ear = ear
+        self._relay_reader = relay_reader
         self._gateway = gateway
         self._alone = alone
         self._ask = RequestTemplate(gateway.model)
@@ -77,15 +77,18 @@ class Scene:
         text = self._prompts.text([PromptPart(name.encode(), tokens)])
         return [int(word) for word in text.split(b",")]
 
-    async def served(self, what: str, ids: list[int], *, counted: bool = True) -> Served:
-        """`counted`: nothing else uses the WAN meanwhile, so the relay's counter is of this one."""
-        before = await self._ear.carried_bytes(self._relay) if counted else 0
+    async def serve(self, what: str, ids: list[int], *, counted: bool = True) -> ServedPrompt:
+        """`counted`: no other request uses the WAN meanwhile, so the relay's counter shows the
+        bytes of this one."""
+        before = await self._relay_reader.carried_bytes(self._relay) if counted else 0
         answer = await self._gateway.complete(_body(self._ask, ids))
-        wan_bytes = await self._ear.carried_bytes(self._relay) - before if counted else None
-        return Served(what, ids, answer, await self._told(answer), wan_bytes)
+        wan_bytes = (
+            await self._relay_reader.carried_bytes(self._relay) - before if counted else None
+        )
+        return ServedPrompt(what, ids, answer, await self._told(answer), wan_bytes)
 
-    async def expect(self, served: Sequence[Served]) -> None:
-        """The same prompts on one node alone, under a salt that nobody has used."""
+    async def expect(self, served: Sequence[ServedPrompt]) -> None:
+        """Computes the same prompts on a single node, with a new salt so that no cache is used."""
         assert self._alone.model is not None
         for one in served:
             alone = RequestTemplate(self._alone.model, salt=secrets.token_hex(8))
@@ -94,14 +97,15 @@ class Scene:
                 raise PeerError(f"{self._alone.url}: {answer.error}")
             one.expected = answer.token_ids
 
-    async def cut(self, prompts: Sequence[list[int]]) -> list[Served]:
-        """Long prompts at once; when their KV is on its way the WAN goes down, for a while."""
-        idle = await self._ear.carried_bytes(self._relay)
+    async def cut(self, prompts: Sequence[list[int]]) -> list[ServedPrompt]:
+        """Sends long prompts at once, and takes the WAN down for `OUTAGE_S` as soon as it carries
+        their KV."""
+        idle = await self._relay_reader.carried_bytes(self._relay)
         asking = [
-            asyncio.create_task(self.served(f"during the cut {n}", ids, counted=False))
+            asyncio.create_task(self.serve(f"during the cut {n}", ids, counted=False))
             for n, ids in enumerate(prompts, start=1)
         ]
-        while await self._ear.carried_bytes(self._relay) == idle:
+        while await self._relay_reader.carried_bytes(self._relay) == idle:
             if all(task.done() for task in asking):
                 break
             await asyncio.sleep(LOOK_S)
@@ -116,27 +120,32 @@ class Scene:
             return await self._outcomes.of(answer.request_id)
 
 
-async def serving_scene(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
+async def serve_prompts(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
     options = LaunchOptions("hf", device=TINY_DEVICE)
     deployment, profile = tiny_deployment(CACHE, options, say)
     ready = prepare_launch(with_fixed_threshold(deployment), profile, options, folder)
-    outcomes, ear = RequestOutcomes(), RelayEar()
+    outcomes, relay_reader = RequestOutcomes(), RelayReader()
     async with (
         launched_hosts(
-            ready.deployment, ready.engines, folder, attached_prefix(), say=say, on_line=ear.heard
+            ready.deployment,
+            ready.engines,
+            folder,
+            attached_prefix(),
+            say=say,
+            on_line=relay_reader.heard,
         ) as here,
         launched_gateway(here, ready.deployment, say=say, on_line=outcomes.read_line) as live,
         connect(live.gateway_url, MonotonicClock()) as gateway,
         connect(_remote_url(live), MonotonicClock()) as alone,
     ):
-        scene = Scene(live, outcomes, ear, gateway, alone)
-        return await watched(here.children, _play(scene, live, screen, say))
+        session = ServedDeployment(live, outcomes, relay_reader, gateway, alone)
+        return await run_watched(here.children, _play(session, live, screen, say))
 
 
 def with_fixed_threshold(deployment: Deployment) -> Deployment:
-    """The scene shows the plan's threshold. So it is served by the policy that routes by it, and
-    without the loop that raises it: on a busy machine the relay is slow, and the loop may take that
-    for a slow link."""
+    """The deployment with the `paper` policy and a fixed threshold, because this part shows the
+    planned threshold. The loop that raises the threshold is off: on a busy machine the relay is
+    slow, and the loop may take that for a slow link."""
     deployment = with_policy(deployment, "paper")
     rules = deployment.scheduler
     fixed = msgspec.structs.replace(rules.paper, limit=1.0)
@@ -146,37 +155,37 @@ def with_fixed_threshold(deployment: Deployment) -> Deployment:
 
 
 async def _play(
-    scene: Scene, live: RunningDeployment, screen: Console, say: Callable[[str], None]
+    session: ServedDeployment, live: RunningDeployment, screen: Console, say: Callable[[str], None]
 ) -> list[Check]:
     state = await live.state()
     threshold = state["plan"]["threshold_tokens"]
     short, long = max(16, threshold // 4), threshold + threshold // 4
     say("sending a short prompt, a long one, and a second turn of each")
-    served = [await scene.served("warm-up", scene.ids("warm-up", long))]
+    served = [await session.serve("warm-up", session.ids("warm-up", long))]
     for name, tokens in (("short", short), ("long", long)):
-        first = await scene.served(name, scene.ids(name, tokens))
-        more = [*first.ids, *first.answer.token_ids, *scene.ids(f"{name} again", short)]
-        served += [first, await scene.served(f"{name}, second turn", more)]
-    served = served[1:]  # the first one made connections and met cold code
-    say("asking one node alone for the same answers")
-    await scene.expect(served)
+        first = await session.serve(name, session.ids(name, tokens))
+        more = [*first.ids, *first.answer.token_ids, *session.ids(f"{name} again", short)]
+        served += [first, await session.serve(f"{name}, second turn", more)]
+    served = served[1:]  # the warm-up opened connections
+    say("computing the same answers on a single node")
+    await session.expect(served)
     link = live.deployment.links[0]
     model = live.deployment.model.name
     screen.print(
         _table(
-            f"{model}: what has more than {threshold:,} uncached tokens (the plan's threshold) is "
-            f"long; WAN of {link.gbps:g} Gbit/s, {link.rtt_ms:g} ms",
+            f"{model}: prompts with more than {threshold:,} uncached tokens (planned threshold) "
+            f"are long; the WAN has {link.gbps:g} Gbit/s and a round trip of {link.rtt_ms:g} ms",
             served,
         )
     )
-    say(f"cutting the WAN for {OUTAGE_S:g} s under {CUT_PROMPTS} long prompts")
-    cut = await scene.cut([scene.ids(f"cut {n}", long) for n in range(CUT_PROMPTS)])
-    await scene.expect(cut)
-    screen.print(_table("the WAN was cut while their KV travelled", cut))
+    say(f"cutting the WAN for {OUTAGE_S:g} s while it carries the KV of {CUT_PROMPTS} long prompts")
+    cut = await session.cut([session.ids(f"cut {n}", long) for n in range(CUT_PROMPTS)])
+    await session.expect(cut)
+    screen.print(_table("prompts whose KV was in transit when the WAN was cut", cut))
     return _checks(served, cut)
 
 
-def _checks(served: Sequence[Served], cut: Sequence[Served]) -> list[Check]:
+def _checks(served: Sequence[ServedPrompt], cut: Sequence[ServedPrompt]) -> list[Check]:
     def routes(name: str) -> list[str]:
         return [one.told.route for one in served if one.what == name]
 
@@ -185,26 +194,29 @@ def _checks(served: Sequence[Served], cut: Sequence[Served]) -> list[Check]:
     saved = [one for one in cut if one.told.attempts > 1]
     return [
         Check(
-            "short prompts stay, long ones are offloaded",
+            "short prompts are prefilled locally, long prompts remotely",
             routes("short") == ["local"] and routes("long") == ["remote"],
             f"short: {routes('short')[0]}, long: {routes('long')[0]}",
         ),
-        Check("a second turn reuses the first", all(again), f"{again} tokens were cached"),
         Check(
-            "answers equal those of one process alone",
+            "a second turn reuses the KV of the first",
+            all(again),
+            f"{again} tokens were cached",
+        ),
+        Check(
+            "answers equal those of a single node",
             equal == len(served),
             f"{equal} of {len(served)}, token by token",
         ),
         Check(
-            "a cut WAN loses nothing",
+            "a cut of the WAN loses no request",
             not lost,
-            f"{len(cut) - len(lost)} of {len(cut)} answered rightly; {len(saved)} of them at a "
-            "second attempt",
+            f"{len(cut) - len(lost)} of {len(cut)} answers are correct, {len(saved)} after a retry",
         ),
     ]
 
 
-def _table(title: str, served: Sequence[Served]) -> Table:
+def _table(title: str, served: Sequence[ServedPrompt]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in (
         "prompt",
@@ -214,7 +226,7 @@ def _table(title: str, served: Sequence[Served]) -> Table:
         "why",
         "WAN (KB)",
         "TTFT (s)",
-        "=",
+        "answer",
     ):
         table.add_column(column, justify="right" if column[0] in "tcWT" else "left")
     for one in served:

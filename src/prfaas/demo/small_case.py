@@ -1,8 +1,8 @@
-"""A deployment on emulated accelerators, made small, and the baselines of the same hardware: what
-the demo's second scene, `bench agree` and `bench episode` serve, plan and simulate.
+"""A scaled-down deployment on emulated accelerators, and its baselines.
 
-All of them take turns on one set of hosts. The problem is the small world's own, so that what is
-planned and simulated is what is served.
+The demo's second part, `bench agree` and `bench episode` serve, plan and simulate these
+deployments, one after another on the same hosts. The problem is that of the scaled-down deployment,
+so that the plan and the simulation are about the deployment that is served.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
+from prfaas.demo.cpu_probe import probe_cpu
 from prfaas.demo.disturbance import Counters, Disturbance, disturbance
-from prfaas.demo.probe import probing
-from prfaas.demo.scene import RelayEar
+from prfaas.demo.shared import RelayReader
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.children import Child
 from prfaas.launch.commands import EngineSpec, relayed_links
@@ -40,7 +40,7 @@ from prfaas.studies.problem_files import Study
 Array = npt.NDArray[np.float64]
 
 AS_STATED = Wan()
-WARM_SHARE = 0.2  # of the arrivals, before anything is counted
+WARM_SHARE = 0.2  # of the arrivals, which are not counted
 NEVER_S = 1e9
 SYSTEMS = ("prfaas_pd", "homogeneous", "naive")
 
@@ -60,7 +60,8 @@ def small_case(
     system: str = SYSTEMS[0],
     wan: Wan = AS_STATED,
 ) -> SmallCase:
-    """`deployment` is what `file` says. What engines read is written into `folder`."""
+    """`deployment` is the content of `file`. The files that engines read are written to
+    `folder`."""
     baseline = None if system == SYSTEMS[0] else system
     made = prepare_launch(
         deployment, file, LaunchOptions("emulated", scales, baseline, wan), folder
@@ -69,8 +70,8 @@ def small_case(
     return SmallCase(made.deployment, made.engines, problem)
 
 
-def hosts_enough(cases: Mapping[str, SmallCase]) -> LaunchPlan:
-    """For each of them: their deployments take turns on the same processes."""
+def shared_hosts(cases: Mapping[str, SmallCase]) -> LaunchPlan:
+    """Hosts for every case: their deployments run one after another on the same processes."""
     first = cases[SYSTEMS[0]]
     gpus = {
         cluster.name: max(
@@ -90,26 +91,26 @@ def hosts_enough(cases: Mapping[str, SmallCase]) -> LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
-    """What became of a load, live."""
+class LoadResult:
+    """Results of one load on live processes."""
 
     outcomes: list[RequestResult]
     egress_bps: float  # over the WAN, until the last arrival
     disturbance: Disturbance  # until then, too
 
 
-async def offered(
+async def run_load(
     hosts: RunningHosts,
     deployment: Deployment,
     arrivals: Arrivals,
-    ear: RelayEar,
+    relay_reader: RelayReader,
     *,
     first_tokens_s: float = 0.0,
-) -> Offered:
-    """Start a gateway over the hosts and send it the arrivals. Requests that have not ended by the
-    last arrival are given up: the end of a run counts for nothing. With `first_tokens_s` they are
-    given up when each of them has a first token, at most so much later. A request that has none
-    then is lost."""
+) -> LoadResult:
+    """Starts a gateway for the hosts and sends it the arrivals. Requests that have not ended at the
+    last arrival are cancelled, and are not counted. With `first_tokens_s` they are cancelled when
+    each of them has a first token, and at most this many seconds later; a request without a first
+    token is then lost."""
     clock = MonotonicClock()
     (link,) = relayed_links(hosts.deployment)
     relay = hosts.children.named(link.name)
@@ -120,7 +121,7 @@ async def offered(
         assert target.model is not None
         ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
         until_s = float(arrivals.at_s[-1])
-        before = await _counters(live, relay, ear)
+        before = await _counters(live, relay, relay_reader)
         load = asyncio.create_task(
             offer_load(
                 target,
@@ -133,9 +134,9 @@ async def offered(
             )
         )
         try:
-            async with probing() as probe:
+            async with probe_cpu() as probe:
                 await asyncio.sleep(until_s)
-            after = await _counters(live, relay, ear)
+            after = await _counters(live, relay, relay_reader)
             outcomes = await load
         finally:
             load.cancel()
@@ -143,17 +144,19 @@ async def offered(
     carried_bytes = after.relay.to_target_bytes - before.relay.to_target_bytes
     late_s = float(np.mean([max(0.0, one.late_s) for one in outcomes]))
     disturbed = disturbance(before, after, late_s, probe.mean_late_s)
-    return Offered(outcomes, carried_bytes * 8 / until_s, disturbed)
+    return LoadResult(outcomes, carried_bytes * 8 / until_s, disturbed)
 
 
-async def _counters(live: RunningDeployment, relay: Child[Any], ear: RelayEar) -> Counters:
+async def _counters(
+    live: RunningDeployment, relay: Child[Any], relay_reader: RelayReader
+) -> Counters:
     engines = await step_timing(live.http, live.hosts.engine_urls.values())
-    return Counters(engines, await ear.stats(relay))
+    return Counters(engines, await relay_reader.stats(relay))
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """First tokens of one run, in the seconds of the deployment that was made small."""
+class FirstTokenStats:
+    """First tokens of one run, in seconds of the original deployment (not scaled down)."""
 
     counted: int
     rps: float
@@ -161,25 +164,29 @@ class Seen:
     ttft_p90_s: float
 
 
-def seen(arrival_s: Array, first_token_s: Array, scales: Scales) -> Seen:
-    """Of the time from the warm-up's end to the last arrival: first tokens per second, and the TTFT
-    of those who arrived and were answered in it. Seconds in are this machine's."""
+def first_token_stats(arrival_s: Array, first_token_s: Array, scales: Scales) -> FirstTokenStats:
+    """First tokens per second between the end of the warm-up and the last arrival, and the TTFT of
+    the requests that arrived and got a first token in that time. The arguments are in real
+    seconds."""
     start_s, stop_s = arrival_s[int(len(arrival_s) * WARM_SHARE)], arrival_s[-1]
     inside = (first_token_s >= start_s) & (first_token_s <= stop_s)
     ttft_s = (first_token_s - arrival_s)[inside & (arrival_s >= start_s)] / scales.time
     if not ttft_s.size:
-        return Seen(0, 0.0, np.nan, np.nan)
+        return FirstTokenStats(0, 0.0, np.nan, np.nan)
     rps = float(inside.sum() / (stop_s - start_s)) * scales.time
-    return Seen(int(inside.sum()), rps, float(ttft_s.mean()), float(np.quantile(ttft_s, 0.9)))
+    return FirstTokenStats(
+        int(inside.sum()), rps, float(ttft_s.mean()), float(np.quantile(ttft_s, 0.9))
+    )
 
 
 def egress_gbps(egress_bps: float, scales: Scales) -> float:
-    """As the deployment that was made small would have sent it."""
+    """Egress of the original deployment (not scaled down)."""
     return egress_bps / 1e9 * scales.time / scales.bytes
 
 
 def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[RequestResult]) -> Array:
-    """Since the beginning of the load, in the order of the arrivals. NaN: none came."""
+    """Times of the first tokens since the start of the load, in the order of the arrivals. NaN
+    where none came."""
     first_s = np.full(len(arrivals), np.nan)
     rows = {at_s: row for row, at_s in enumerate(arrivals.at_s.tolist())}
     for one in outcomes:
@@ -189,18 +196,18 @@ def first_tokens_s(arrivals: Arrivals, outcomes: Iterable[RequestResult]) -> Arr
 
 
 def failures(outcomes: Sequence[RequestResult]) -> dict[str, int]:
-    """By kind. A request that the end of a run cut off has not failed."""
+    """Failed requests by kind. A request that the end of a run cancelled has not failed."""
     return dict(Counter(one.error for one in outcomes if one.error not in (None, TIMED_OUT)))
 
 
-def lost(outcomes: Sequence[RequestResult]) -> int:
+def lost_requests(outcomes: Sequence[RequestResult]) -> int:
     """Requests without a first token in a run that waited for first tokens."""
     return sum(one.error == TIMED_OUT and one.ttft_s is None for one in outcomes)
 
 
 def with_one_plan(deployment: Deployment) -> Deployment:
-    """The same deployment without the long-term loop, so that one plan is compared with another
-    rather than with what the loop makes of it."""
+    """The same deployment without the long-term loop, so that its plan stays the one that is
+    compared."""
     rules = deployment.scheduler
     replan = msgspec.structs.replace(rules.replan, every_s=NEVER_S)
     return msgspec.structs.replace(

@@ -1,9 +1,10 @@
-"""What commands share in showing things: consoles, JSON, a progress bar when work takes long."""
+"""Output that commands share: consoles, JSON, and a progress bar for long work."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.errors import InputError, PeerError
+from prfaas.launch.children import ChildDied
 
 T = TypeVar("T")
 
@@ -21,8 +24,18 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
+def run_benchmark(main: Callable[[], Any]) -> None:
+    """Runs the main function of a benchmark. An error in the input, and a process that fails, are
+    one line on stderr and exit code 2."""
+    try:
+        main()
+    except (InputError, ChildDied, PeerError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
 def rounded(value: Any, digits: int) -> Any:
-    """Every float in it, however deep; what is no number is None."""
+    """`value` with every float rounded, also inside nested dicts. NaN and infinity become None."""
     if isinstance(value, dict):
         return {key: rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, float):
@@ -31,7 +44,7 @@ def rounded(value: Any, digits: int) -> Any:
 
 
 def console() -> Console:
-    # Away from a terminal there is no width to fit: tables keep theirs instead of losing columns.
+    # Without a terminal, rich would assume a small width and cut columns off.
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=120)
 
@@ -44,7 +57,7 @@ def with_progress(
     clock: Clock | None = None,
     screen: Console | None = None,
 ) -> Iterator[T]:
-    """Yields the items, with a bar over their number."""
+    """Yields the items, and shows how many are done."""
     bar = progress_bar(what, len(items), after_s=after_s, clock=clock, screen=screen)
     with bar as show:
         for done, item in enumerate(items, start=1):
@@ -61,8 +74,8 @@ def progress_bar(
     clock: Clock | None = None,
     screen: Console | None = None,
 ) -> Iterator[Callable[[float], None]]:
-    """Gives a function that is told how much is done. A bar appears on a terminal's stderr once
-    that has taken longer than `after_s`, and is removed at the end."""
+    """Yields a function to call with the amount of work done. The bar appears on a terminal's
+    stderr after `after_s` seconds, and is removed at the end."""
     clock = clock or MonotonicClock()
     started = clock.now()
     progress = Progress(

@@ -1,4 +1,4 @@
-"""The live table of `prfaas up`, from what the gateway says of itself. Pure but for rich."""
+"""The live table of `prfaas up`, from the gateway's state. Pure except for rich."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from prfaas.scheduler.congestion import LinkVerdict
 
 
 def live_view(state: Mapping[str, Any], outcomes: RequestOutcomes) -> RenderableType:
-    words = Text("\n".join((*plan_lines(state), hits_line(outcomes), links_line(state))))
-    return Group(nodes_table(state), routes_table(outcomes), words)
+    lines = Text("\n".join((*plan_lines(state), hits_line(outcomes), links_line(state))))
+    return Group(nodes_table(state), routes_table(outcomes), lines)
 
 
 def nodes_table(state: Mapping[str, Any]) -> Table:
@@ -37,12 +37,12 @@ def nodes_table(state: Mapping[str, Any]) -> Table:
 
 
 def plan_lines(state: Mapping[str, Any]) -> list[str]:
-    """What is planned and why, and what would be."""
+    """The plan with its reason and, with `--advise`, the advised plan."""
     return [
-        f"{name}: threshold {wish['threshold_tokens']:,} tokens, {split(wish)}, "
-        f"{wish['age_s']:.0f} s ago: {wish['reason']}"
-        for name, wish in (("plan", state["plan"]), ("advice", state["advice"]))
-        if wish is not None and wish["made"]
+        f"{name}: threshold {plan['threshold_tokens']:,} tokens, {split(plan)}, "
+        f"{plan['age_s']:.0f} s ago: {plan['reason']}"
+        for name, plan in (("plan", state["plan"]), ("advice", state["advice"]))
+        if plan is not None and plan["made"]
     ]
 
 
@@ -60,7 +60,7 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
     cache = node.get("cache")
     role = f"{cluster} {node.get('role', 'not in use')}"
     if node.get("becomes") is not None:
-        role += f", {'drains' if node['draining'] else 'copies'} to {node['becomes']}"
+        role += f", {'drains' if node['draining'] else 'copies'} to become {node['becomes']}"
     return [
         name,
         role,
@@ -73,7 +73,7 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
 
 def routes_table(outcomes: RequestOutcomes) -> Table:
     table = Table()
-    for column in ("route", "completed", "other ends", "TTFT p50 (s)", "p90 (s)"):
+    for column in ("route", "completed", "not completed", "TTFT p50 (s)", "p90 (s)"):
         table.add_column(column, justify="left" if column == "route" else "right")
     for route, what in (("local", "prefilled locally"), ("remote", "offloaded")):
         ends = {o: n for (r, o), n in outcomes.counts.items() if r == route}

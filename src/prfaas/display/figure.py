@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib, if it is there, colours, and a file to end in."""
+"""Shared by all figures: the optional import of matplotlib, colours, and saving to a file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ try:
     from matplotlib import pyplot as pyplot
 except ImportError:
     raise InputError(
-        "plots need matplotlib", where="--plot", fix="pip install 'prfaas[plot]'"
+        "plots require matplotlib", where="--plot", fix="pip install 'prfaas[plot]'"
     ) from None
 
-# Okabe and Ito's palette: distinct to colour-blind readers, too.
+# Okabe and Ito's palette: colour-blind readers can tell its colours apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 PURPLE, SKY = "#CC79A7", "#56B4E9"
 
@@ -27,7 +27,9 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"cannot write there: {error.strerror}", where="--plot", fix="name a writable folder"
+            f"cannot create the folder: {error.strerror}",
+            where="--plot",
+            fix="name a writable folder",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The figures of the paper's analysis for any deployment: 2, 5a, 5b, and the sweep."""
+"""Figures 2, 5a and 5b of the paper for any deployment, and the figure of a sweep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_plots(
     sweep: str | None,
     points: Sequence[SweepPoint],
 ) -> list[Path]:
-    """Writes what can be drawn of this plan; returns the files."""
+    """Writes the figures of this plan. Returns the files."""
     make_folder(folder)
     problem = study.problem(deployment)
     planner = study.planner(problem)

@@ -1,4 +1,4 @@
-"""A plan for people: the table, what it says in a sentence, and what it rests on."""
+"""Tables of a plan, its verdict in one sentence, and notes on its assumptions."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def sweep_table(key: str, points: Sequence[SweepPoint]) -> Table:
 
 
 def comparison_table(rows: Sequence[Row], published: Path) -> Table:
-    """Systems side by side; each cell is ours, published, difference."""
-    table = Table(title=f"beside {published.name}: ours, published, difference")
+    """One column per system; a cell holds our value, the published one, and the difference."""
+    table = Table(title=f"compared with {published.name}: ours, published, difference")
     table.title_justify = "left"
     systems = [name for name in TITLES if any(row.system == name for row in rows)]
     table.add_column("")

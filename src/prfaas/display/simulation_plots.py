@@ -1,4 +1,4 @@
-"""Simulated runs as figures: who waits how long, and what links and queues did meanwhile."""
+"""Figures of simulated runs: the distribution of TTFT, and links and queues over time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _over_time(path: Path, runs: Mapping[str, Result]) -> Path:
         nothing = np.zeros(count)
         egress = sum(series.egress_bits.values(), nothing) / series.bin_s / 1e9
         waiting = sum(series.prefill_queue.values(), nothing)
-        # Some hundred points are what a figure can show; a run has thousands of seconds.
+        # A run has thousands of seconds, a figure shows some hundred points.
         width = max(1, count // 400)
         at_min = np.arange(0, count, width) * series.bin_s / 60
         for axes, values in ((top, egress), (middle, waiting), (bottom, series.decode_queue)):
@@ -68,6 +68,6 @@ def _over_time(path: Path, runs: Mapping[str, Result]) -> Path:
 
 
 def _coarse(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:
-    """Means of `width` neighbours."""
+    """Means of each `width` neighbouring values."""
     starts = np.arange(0, len(values), width)
     return np.asarray(np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values))))

@@ -1,4 +1,4 @@
-"""Simulated runs for people: side by side, what saturates where, and what to mind."""
+"""Tables of simulated runs, their saturation, and notes on unstable runs."""
 
 from __future__ import annotations
 

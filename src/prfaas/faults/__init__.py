@@ -1,1 +1,1 @@
-"""Faults on purpose: a deployment of real processes, what is done to it, what its clients see."""
+"""Fault injection: a deployment of real processes, faults that strike it, and what clients see."""

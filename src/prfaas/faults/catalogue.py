@@ -1,7 +1,7 @@
-"""The faults: when each strikes, whom, what is done, and how it is mended.
+"""The catalogue of faults: when each one strikes, which process, how, and how it is repaired.
 
-A victim is looked for until somebody is in the right moment; striking returns what mends it. The
-campaign goes through all of them, the soak draws from them.
+A fault waits until a process is in the right state. A strike returns the function that repairs it.
+The campaign runs all faults; the soak draws from them at random.
 """
 
 from __future__ import annotations
@@ -25,74 +25,74 @@ Part: TypeAlias = Literal["far", "decode", "gateway", "wan", "store", "clock"]
 Strike: TypeAlias = Callable[[FaultDeployment, str], Awaitable[Mend]]
 
 SLOW = 0.01  # of the WAN's rate
-CRAWL = 0.005  # so that a transfer lasts until somebody is killed in its middle
+CRAWL = 0.005  # of the WAN's rate, so that a transfer lasts until its sender is killed
 DAMAGED_CHUNKS = 20
 JUMP_S = 3600.0
 TOKENS = 8
 _BREAK = frozenset({Verdict.BROKEN})
-STREAMED_TOKENS = 60  # so many take seconds
-FILLER_TOKENS = 65_536  # of one grant that fills an arena
+STREAMED_TOKENS = 60  # an answer of this length streams for seconds
+FILLER_TOKENS = 65_536  # of each grant that fills an arena
 _RUNNING = re.compile(r"^vllm:num_requests_running{[^}]*} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     name: str
-    what: str  # for people
-    part: Part  # of the deployment: a soak spares one that is being mended
-    victim: Victim  # None: not now
+    what: str  # description for the reports
+    part: Part  # of the deployment; a soak does not strike a part that is being repaired
+    victim: Victim  # finds the process to strike; None while no process is in the right state
     strike: Strike
-    lasts_s: float = 0.0  # before it is mended; a service manager starts the dead again at once
-    crawls: bool = False  # the WAN does, until it has struck: the moment then lasts
-    may: frozenset[Verdict] = frozenset()  # become of answers under way, beside the right one
-    tokens: int = TOKENS  # of each answer while it strikes
+    lasts_s: float = 0.0  # until the repair; a service manager restarts a killed process at once
+    crawls: bool = False  # slow the WAN until the strike, so that the right state lasts
+    may: frozenset[Verdict] = frozenset()  # verdicts allowed for requests in flight, beside RIGHT
+    tokens: int = TOKENS  # of each answer in flight
 
 
-# Moments ------------------------------------------------------------------------------------------
+# Victims ------------------------------------------------------------------------------------------
 
 
-async def anytime(stage: FaultDeployment) -> str | None:
-    return stage.far
+async def anytime(deployment: FaultDeployment) -> str | None:
+    return deployment.far
 
 
-async def prefilling(stage: FaultDeployment) -> str | None:
-    """The far node computes."""
-    outgoing = (await stage.stats(stage.far))["outgoing"]
-    return stage.far if outgoing["writing"] else None
+async def prefilling(deployment: FaultDeployment) -> str | None:
+    """The PrfaaS node, while it computes a prefill."""
+    outgoing = (await deployment.stats(deployment.far))["outgoing"]
+    return deployment.far if outgoing["writing"] else None
 
 
-async def sending(stage: FaultDeployment) -> str | None:
-    """It has computed; the link still has to carry some of it."""
-    outgoing = (await stage.stats(stage.far))["outgoing"]
-    return stage.far if outgoing["sending"] else None
+async def sending(deployment: FaultDeployment) -> str | None:
+    """The PrfaaS node, after it has computed a prefill and while its kvd still sends."""
+    outgoing = (await deployment.stats(deployment.far))["outgoing"]
+    return deployment.far if outgoing["sending"] else None
 
 
-async def awaiting(stage: FaultDeployment) -> str | None:
-    """A decode node to which state is on its way: no token of that request has been sent."""
-    for name in await stage.with_role("decode"):
-        if (await stage.stats(name))["incoming"]["granted"]:
+async def awaiting(deployment: FaultDeployment) -> str | None:
+    """A decode node that is receiving state: no token of that request has been sent."""
+    for name in await deployment.with_role("decode"):
+        if (await deployment.stats(name))["incoming"]["granted"]:
             return name
     return None
 
 
-async def decoding(stage: FaultDeployment) -> str | None:
-    """A decode node that answers, and has let go of the state it began with."""
-    for name in await stage.with_role("decode"):
-        incoming = (await stage.stats(name))["incoming"]
-        if await running(stage, name) and not incoming["attached"]:
+async def decoding(deployment: FaultDeployment) -> str | None:
+    """A decode node that generates, and no longer holds the transferred state."""
+    for name in await deployment.with_role("decode"):
+        incoming = (await deployment.stats(name))["incoming"]
+        if await running(deployment, name) and not incoming["attached"]:
             return name
     return None
 
 
-async def running(stage: FaultDeployment, name: str) -> bool:
-    found = _RUNNING.search(await stage.text(f"{stage.node(name).url}/metrics"))
+async def running(deployment: FaultDeployment, name: str) -> bool:
+    found = _RUNNING.search(await deployment.text(f"{deployment.node(name).url}/metrics"))
     return found is not None and float(found[1]) > 0
 
 
-async def a_gateway(stage: FaultDeployment) -> str | None:
-    """One that has something to do."""
+async def a_gateway(deployment: FaultDeployment) -> str | None:
+    """A gateway that has requests in flight."""
     for number, name in enumerate(GATEWAYS):
-        if (await stage.state(number))["requests"]["in_flight"]:
+        if (await deployment.state(number))["requests"]["in_flight"]:
             return name
     return None
 
@@ -100,17 +100,17 @@ async def a_gateway(stage: FaultDeployment) -> str | None:
 # Strikes ------------------------------------------------------------------------------------------
 
 
-async def killed(stage: FaultDeployment, name: str) -> Mend:
-    await stage.kill(name)
-    return partial(stage.restart, name)
+async def killed(deployment: FaultDeployment, name: str) -> Mend:
+    await deployment.kill(name)
+    return partial(deployment.restart, name)
 
 
-async def kvd_killed(stage: FaultDeployment, name: str) -> Mend:
-    return await killed(stage, f"kvd-{name}")
+async def kvd_killed(deployment: FaultDeployment, name: str) -> Mend:
+    return await killed(deployment, f"kvd-{name}")
 
 
-async def frozen(stage: FaultDeployment, name: str) -> Mend:
-    child = stage.child(name)
+async def frozen(deployment: FaultDeployment, name: str) -> Mend:
+    child = deployment.child(name)
     child.freeze()
 
     async def thaw() -> None:
@@ -119,46 +119,46 @@ async def frozen(stage: FaultDeployment, name: str) -> Mend:
     return thaw
 
 
-async def kvd_frozen(stage: FaultDeployment, name: str) -> Mend:
-    return await frozen(stage, f"kvd-{name}")
+async def kvd_frozen(deployment: FaultDeployment, name: str) -> Mend:
+    return await frozen(deployment, f"kvd-{name}")
 
 
-async def wan_out(stage: FaultDeployment, name: str) -> Mend:
-    stage.wan("outage")
-    return partial(_order, stage, "restore")
+async def wan_out(deployment: FaultDeployment, name: str) -> Mend:
+    deployment.wan("outage")
+    return partial(_order, deployment, "restore")
 
 
-async def wan_slow(stage: FaultDeployment, name: str) -> Mend:
-    stage.wan(f"gbps {stage.gbps * SLOW:g}")
-    return partial(_order, stage, f"gbps {stage.gbps:g}")
+async def wan_slow(deployment: FaultDeployment, name: str) -> Mend:
+    deployment.wan(f"gbps {deployment.gbps * SLOW:g}")
+    return partial(_order, deployment, f"gbps {deployment.gbps:g}")
 
 
-async def wan_damages(stage: FaultDeployment, name: str) -> Mend:
-    stage.wan(f"damage {DAMAGED_CHUNKS}")
-    return partial(_order, stage, "damage 0")
+async def wan_damages(deployment: FaultDeployment, name: str) -> Mend:
+    deployment.wan(f"damage {DAMAGED_CHUNKS}")
+    return partial(_order, deployment, "damage 0")
 
 
-async def _order(stage: FaultDeployment, order: str) -> None:
-    stage.wan(order)
+async def _order(deployment: FaultDeployment, order: str) -> None:
+    deployment.wan(order)
 
 
-async def arenas_full(stage: FaultDeployment, name: str) -> Mend:
-    """Somebody else has reserved all that the decode nodes have."""
+async def arenas_full(deployment: FaultDeployment, name: str) -> Mend:
+    """Grants to no real request reserve all memory of the decode nodes."""
     taken: list[tuple[str, str]] = []
 
     async def fill(decode: str) -> None:
-        pool = (await stage.stats(decode))["pool"]
+        pool = (await deployment.stats(decode))["pool"]
         if pool is None:
-            raise PeerError(f"{decode}: no engine has registered with its kvd yet")
+            raise PeerError(f"{decode}: no engine has registered with the kvd yet")
         size = pool["block_tokens"]
         while True:
-            ids = [len(taken)] * FILLER_TOKENS  # a prompt that nobody has
+            ids = [len(taken)] * FILLER_TOKENS  # a prompt that no client sends
             asked = {
                 "hashes": block_hashes(ids, size, salt=f"filler {decode}"),
                 "handoff_tokens": FILLER_TOKENS,
                 "compat": pool["compat"],
             }
-            answer = await stage.post(f"{stage.kvd_url(decode)}/v1/open", asked)
+            answer = await deployment.post(f"{deployment.kvd_url(decode)}/v1/open", asked)
             if answer["type"] != "grant":
                 return
             taken.append((decode, answer["transfer_id"]))
@@ -166,23 +166,25 @@ async def arenas_full(stage: FaultDeployment, name: str) -> Mend:
     async def give_back() -> None:
         for decode, transfer in taken:
             try:
-                await stage.post(f"{stage.kvd_url(decode)}/v1/transfers/{transfer}/abort", {})
+                await deployment.post(
+                    f"{deployment.kvd_url(decode)}/v1/transfers/{transfer}/abort", {}
+                )
             except PeerError:
-                continue  # it was restarted, and has forgotten them
+                continue  # the kvd was restarted, which freed its grants
 
     try:
-        for decode in await stage.with_role("decode"):
+        for decode in await deployment.with_role("decode"):
             await fill(decode)
     except PeerError:
-        await give_back()  # one of them is not there
+        await give_back()  # one of the kvds does not respond
         raise
     return give_back
 
 
-async def disks_full(stage: FaultDeployment, name: str) -> Mend:
-    """No kvd's file may grow any more."""
+async def disks_full(deployment: FaultDeployment, name: str) -> Mend:
+    """The files of the kvds can no longer grow."""
     limits = {}
-    for child, pid in stage.processes.items():
+    for child, pid in deployment.processes.items():
         if child.startswith("kvd-"):
             try:
                 limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -196,40 +198,41 @@ async def disks_full(stage: FaultDeployment, name: str) -> Mend:
             try:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
             except ProcessLookupError:
-                continue  # killed by another fault
+                continue  # another fault has killed it
 
     return free
 
 
-async def clocks_jump(stage: FaultDeployment, name: str) -> Mend:
-    """Everybody's wall clock; the way back is a jump, too."""
-    stage.wall_clock.set_off(JUMP_S)
+async def clocks_jump(deployment: FaultDeployment, name: str) -> Mend:
+    """The wall clocks of all processes jump; the repair is a second jump, back."""
+    deployment.wall_clock.set_shift(JUMP_S)
 
     async def back() -> None:
-        stage.wall_clock.set_off(0.0)
+        deployment.wall_clock.set_shift(0.0)
 
     return back
 
 
-async def struck(stage: FaultDeployment, fault: Fault, within_s: float) -> Mend:
-    """Strikes in the right moment. Raises `TimeoutError` when none comes. Looking for it is broken
-    off then, a strike never: it might have killed somebody whom nobody would start again."""
-    until_s = stage.clock.now() + within_s
+async def strike_when_possible(deployment: FaultDeployment, fault: Fault, within_s: float) -> Mend:
+    """Waits until a process is in the right state, and strikes it. Raises `TimeoutError` when none
+    is within `within_s`. The timeout interrupts only the search: an interrupted strike could leave
+    a process killed and never restarted."""
+    until_s = deployment.clock.now() + within_s
     if fault.crawls:
-        stage.wan(f"gbps {stage.gbps * CRAWL:g}")
+        deployment.wan(f"gbps {deployment.gbps * CRAWL:g}")
     try:
         while True:
             try:
-                async with asyncio.timeout(until_s - stage.clock.now()):
-                    name = await fault.victim(stage)
+                async with asyncio.timeout(until_s - deployment.clock.now()):
+                    name = await fault.victim(deployment)
                 if name is not None:
-                    return await fault.strike(stage, name)
+                    return await fault.strike(deployment, name)
             except PeerError:
-                pass  # whoever was asked is not there: not now
+                pass  # a process did not respond: try again later
             await asyncio.sleep(LOOK_S)
     finally:
         if fault.crawls:
-            stage.wan(f"gbps {stage.gbps:g}")
+            deployment.wan(f"gbps {deployment.gbps:g}")
 
 
 FAULTS = (
@@ -252,11 +255,11 @@ FAULTS = (
         "decode",
         awaiting,
         killed,
-        may=_BREAK,  # others may stream there
+        may=_BREAK,  # other answers may be streaming from that node
     ),
     Fault(
         "decode-killed-streaming",
-        "decode node killed behind the first token",
+        "decode node killed after the first token",
         "decode",
         decoding,
         killed,

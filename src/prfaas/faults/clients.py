@@ -1,5 +1,8 @@
-"""Clients as they are: each has a gateway, goes to the other one when it cannot be reached or has
-ended the connection before the first token, and may hang up. Every request is accounted for."""
+"""Clients of a deployment with two gateways.
+
+A client goes to the other gateway when its gateway cannot be reached or ends the connection before
+the first token. A client may also hang up. Every request gets a verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from dataclasses import dataclass
 from itertools import count
 
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
-from prfaas.faults.questions import Question, Verdict, body, judged
+from prfaas.faults.questions import Question, Verdict, body, judge
 from prfaas.measure.client import TimedResponse
 
 ATTEMPTS = 4  # of a client whose connections end before the first token
-_UNREACHED = "cannot connect"  # a gateway that is being started again: nobody has accepted it
+_UNREACHED = "cannot connect"  # the gateway is restarting and does not listen yet
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request, as its client remembers it."""
+class ClientResult:
+    """One request as its client saw it."""
 
     id: str
-    gateway: str  # that had it last
+    gateway: str  # of the last attempt
     verdict: Verdict
     answer: TimedResponse
 
@@ -29,8 +32,8 @@ class Asked:
 
 
 class Clients:
-    def __init__(self, stage: FaultDeployment, name: str) -> None:
-        self._stage = stage
+    def __init__(self, deployment: FaultDeployment, name: str) -> None:
+        self._deployment = deployment
         self._name = name
         self._numbers = count()
 
@@ -42,18 +45,18 @@ class Clients:
         stream: bool = True,
         salt: str = "",
         leaves_after_s: float | None = None,
-    ) -> Asked:
-        stage, request_id = self._stage, f"{self._name}-{next(self._numbers)}"
+    ) -> ClientResult:
+        deployment, request_id = self._deployment, f"{self._name}-{next(self._numbers)}"
         for attempt in range(ATTEMPTS):
             number = (gateway + attempt) % len(GATEWAYS)
-            target, name = stage.targets[number], GATEWAYS[number]
-            killed = stage.killed[name]
+            target, name = deployment.targets[number], GATEWAYS[number]
+            killed = deployment.killed[name]
             sent = body(target.model, question, stream=stream, salt=salt)
             named = f"{request_id}.{attempt}"
             answer = await target.complete(sent, leaves_after_s, named)
-            died = stage.killed[name] > killed or name not in stage.processes
-            verdict = judged(question, answer, left=leaves_after_s is not None, gateway_died=died)
+            died = deployment.killed[name] > killed or name not in deployment.processes
+            verdict = judge(question, answer, left=leaves_after_s is not None, gateway_died=died)
             lost = verdict is Verdict.LOST and not answer.token_ids
             if not (lost or answer.error == _UNREACHED):
                 break
-        return Asked(named, name, verdict, answer)
+        return ClientResult(named, name, verdict, answer)

@@ -1,8 +1,8 @@
-"""A deployment of real processes to which things happen: two gateways over hosts with a WAN between
-their clusters, any of which can be killed, frozen, and started again where it was.
+"""A deployment of real processes for fault injection: two gateways, hosts in two clusters, a WAN.
 
-Starting again is what a service manager does; everything else a deployment must find by itself.
-Knows nothing of which faults there are, or of what clients ask.
+Every process can be killed, frozen, and restarted at its old address. The restart stands for a
+service manager; the deployment must recover from everything else without help. This module does not
+know the catalogue of faults or the requests of the clients.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import CONNECT_S, Target
 
-GATEWAYS = ("gateway-0", "gateway-1")  # the first one plans
-LOOK_S = 0.05  # between two looks at what has no event
-PATIENCE_S = 120.0  # for what must happen; engines that import torch on a busy machine take long
-ASK_S = 10.0
-# No idle connection is left at a process: the sockets that each process holds are counted.
+GATEWAYS = ("gateway-0", "gateway-1")  # only the first one makes plans
+LOOK_S = 0.05  # between two polls
+PATIENCE_S = 120.0  # limit of every wait; engines import torch slowly on a busy machine
+ASK_S = 10.0  # timeout of a request to a kvd, a node or a gateway's state
+# The sockets of every process are counted, so these requests leave no idle connection.
 _ONE_REQUEST = {"Connection": "close"}
-REQUEST_S = 180.0  # longer than a gateway lets one wait, with the answer behind it
+REQUEST_S = 180.0  # longer than a gateway's queueing limit and the answer together
 
 
 class FaultDeployment:
+    """Running processes by name, their state, and the means to kill and restart them."""
+
     def __init__(
         self,
         hosts: RunningHosts,
@@ -66,40 +68,39 @@ class FaultDeployment:
         self._children = hosts.children
         (self._wan,) = (way.name for way in commands.relayed_links(hosts.deployment))
         self.gbps = commands.relayed_links(hosts.deployment)[0].link.gbps
+        self._local = self.deployment.of_kind("pd")[0].name
 
-    # Who is there ---------------------------------------------------------------------------------
+    # Processes ------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
+        """Names of the nodes."""
         return [host.name for host in commands.list_hosts(self.deployment)]
 
     @property
     def far(self) -> str:
+        """The PrfaaS node, in the remote cluster."""
         return next(
             h.name for h in commands.list_hosts(self.deployment) if h.cluster != self._local
         )
-
-    @property
-    def _local(self) -> str:
-        return self.deployment.of_kind("pd")[0].name
 
     def child(self, name: str) -> Child[Any]:
         return self._children.named(name)
 
     @property
     def processes(self) -> dict[str, int]:
-        """Of everything that runs: its process id."""
+        """Process ids of all running processes."""
         return {child.name: child.process.pid for child in self._children}
 
     def node(self, name: str) -> Target:
-        """Its engine, asked directly."""
+        """The engine of a node, for requests without a gateway."""
         url = self._hosts.engine_urls[name]
         return Target(self.load_session, url, self.clock, self.deployment.model.name)
 
-    # What they say --------------------------------------------------------------------------------
+    # State ----------------------------------------------------------------------------------------
 
     async def get(self, url: str) -> Any:
-        """JSON. Raises `PeerError`."""
+        """The JSON at `url`. Raises `PeerError`."""
         return msgspec.json.decode(await self._call("GET", url))
 
     async def post(self, url: str, body: Any) -> Any:
@@ -120,36 +121,37 @@ class FaultDeployment:
         return self._hosts.kvds[name].http
 
     async def stats(self, name: str, *, check: bool = False) -> Any:
-        """A kvd's report; with `check` it has verified its pool's invariants."""
+        """A kvd's report. With `check` the kvd verifies its pool's invariants first."""
         return await self.get(f"{self.kvd_url(name)}/v1/stats{'?check=1' if check else ''}")
 
     async def state(self, gateway: int = 0) -> Any:
         return await self.get(f"{self.targets[gateway].url}/prfaas/v1/state")
 
     async def with_role(self, role: str) -> list[str]:
-        """Nodes at home."""
+        """Nodes of the local cluster that have this role."""
         clusters = (await self.state())["clusters"]
-        (home,) = (c for c in clusters if c["cluster"] == self._local)
-        return [node["node"] for node in home["nodes"] if node.get("role") == role]
+        (local,) = (c for c in clusters if c["cluster"] == self._local)
+        return [node["node"] for node in local["nodes"] if node.get("role") == role]
 
-    # What happens to them -------------------------------------------------------------------------
+    # Actions --------------------------------------------------------------------------------------
 
     async def kill(self, name: str) -> None:
         self.killed[name] += 1
         await self.child(name).kill()
 
     async def restart(self, name: str) -> None:
-        """Where it was before. Returns when it is ready."""
+        """Starts a process at its old address. Returns when it is ready."""
         child = await self._children.start(self._commands[name])
         async with asyncio.timeout(PATIENCE_S):
             await child.ready()
 
     def wan(self, order: str) -> None:
-        """A line that `prfaas wan --control` understands."""
+        """Sends a line to the relay, in the syntax of `prfaas wan --control`."""
         self.child(self._wan).write_line(order)
 
     async def until(self, condition: Callable[[], Any], within_s: float = PATIENCE_S) -> None:
-        """`condition` is a coroutine function; who does not answer has not fulfilled it."""
+        """Polls `condition`, a coroutine function. A `PeerError` counts as not fulfilled. Raises
+        `TimeoutError`."""
         async with asyncio.timeout(within_s):
             while True:
                 try:
@@ -159,29 +161,28 @@ class FaultDeployment:
                     pass
                 await asyncio.sleep(LOOK_S)
 
-    async def all_in_use(self) -> bool:
-        return await self.in_use(self.names)
-
-    async def in_use(self, names: Collection[str]) -> bool:
-        """Whether every gateway is there and counts on these nodes."""
-        return all([set(names) <= await self.used_by(n) for n in range(len(self.targets))])
+    async def in_use(self, names: Collection[str] | None = None) -> bool:
+        """Whether every gateway responds and has these nodes in use; all nodes by default."""
+        wanted = set(self.names if names is None else names)
+        return all([wanted <= await self.used_by(n) for n in range(len(self.targets))])
 
     async def used_by(self, gateway: int) -> set[str]:
-        """The nodes it counts on."""
+        """Nodes that the gateway has in use."""
         clusters = (await self.state(gateway))["clusters"]
         nodes = [node for cluster in clusters for node in cluster["nodes"]]
         return {node["node"] for node in nodes if node.get("in_use")}
 
 
 @asynccontextmanager
-async def staged(
+async def launched_fault_deployment(
     deployment: Deployment,
     engines: EngineSpec,
     folder: Path,
     prefix: Sequence[str],
     say: Callable[[str], None],
 ) -> AsyncIterator[FaultDeployment]:
-    """Everything started and in use. Raises `ChildDied`."""
+    """Starts all processes, and waits until the gateways have all nodes in use. Raises
+    `ChildDied`."""
     outcomes = RequestOutcomes()
     wall_clock = WallClock(folder / "wall")
     timeout = aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S)
@@ -195,9 +196,9 @@ async def staged(
         ) as load_session,
     ):
         running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
-        again: dict[str, Command[Any]] = {}
+        restarts: dict[str, Command[Any]] = {}
         for host in commands.list_hosts(deployment):
-            again |= _again(host, hosts, engines)
+            restarts |= _restart_commands(host, hosts, engines)
         say("two gateways")
 
         def gateway(name: str, port: int) -> Command[GatewayReady]:
@@ -213,15 +214,17 @@ async def staged(
         started = await hosts.children.start_all([gateway(name, 0) for name in GATEWAYS])
         urls = {name: ready.http for name, ready in started.items()}
         for name, url in urls.items():
-            again[name] = gateway(name, urlsplit(url).port or 0)
-        stage = FaultDeployment(
-            hosts, again, list(urls.values()), http, load_session, outcomes, wall_clock
+            restarts[name] = gateway(name, urlsplit(url).port or 0)
+        served = FaultDeployment(
+            hosts, restarts, list(urls.values()), http, load_session, outcomes, wall_clock
         )
-        await stage.until(stage.all_in_use)
-        yield stage
+        await served.until(served.in_use)
+        yield served
 
 
-def _again(host: Host, hosts: RunningHosts, engines: EngineSpec) -> dict[str, Command[Any]]:
+def _restart_commands(
+    host: Host, hosts: RunningHosts, engines: EngineSpec
+) -> dict[str, Command[Any]]:
     at = hosts.kvds[host.name]
     port = urlsplit(hosts.engine_urls[host.name]).port
     assert port is not None

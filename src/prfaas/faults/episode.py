@@ -1,5 +1,8 @@
-"""One fault, from a healthy deployment to a healthy one: requests under way, the strike, what
-became of every request, and how long it took until long prompts were prefilled far away again."""
+"""The campaign: one fault at a time, from a healthy deployment to a healthy one.
+
+For each fault: requests are in flight, the fault strikes, every request gets a verdict, and the
+time is measured until the PrfaaS node prefills long prompts again.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,46 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from prfaas.faults.catalogue import TOKENS, Fault, struck
-from prfaas.faults.clients import Asked, Clients
+from prfaas.faults.catalogue import TOKENS, Fault, strike_when_possible
+from prfaas.faults.clients import ClientResult, Clients
 from prfaas.faults.deployment import GATEWAYS, LOOK_S, PATIENCE_S, FaultDeployment
-from prfaas.faults.questions import Question, Verdict, learnt, prompt
-from prfaas.faults.resource_usage import settled
+from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
+from prfaas.faults.resource_usage import wait_until_idle
 
-MOMENT_S = 60.0  # the right moment comes within this, or never
-RETRIES = 10.0  # what gateways have in store before a fault: more than those under way can cost
-EARNING = 16  # requests at once
-STORY_S = 60.0  # for a line of a gateway's log to arrive
+MOMENT_S = 60.0  # limit of the wait for a process in the right state
+RETRIES = 10.0  # retry budget of a gateway before a fault: more than the requests in flight need
+EARNING = 16  # parallel requests while the budget fills
+STORY_S = 60.0  # limit of the wait for a line of a gateway's log
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of prompts, in tokens; the threshold lies between them."""
+    """Lengths of prompts in tokens; the threshold lies between them."""
 
     short: int
     long: int
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class FaultResult:
     fault: str
     what: str
     verdicts: dict[str, int]
     retries: int
-    lasted_s: float  # from the strike until its mending began
-    recovered_s: float  # from there until a long prompt was prefilled far away again
+    lasted_s: float  # from the strike to the start of the repair
+    recovered_s: float  # from there until the PrfaaS node prefilled a long prompt again
 
 
-class Unmet(Exception):
-    """Something that must hold did not."""
+class CampaignFailed(Exception):
+    """A request got a verdict that its fault does not allow."""
 
 
 class Campaign:
-    """Goes through faults, one after another, on one deployment."""
+    """Runs faults one after another on one deployment."""
 
-    def __init__(self, stage: FaultDeployment, lengths: Lengths, each: int) -> None:
-        """`each`: how many long and how many short requests are under way when a fault strikes."""
-        self._stage = stage
+    def __init__(self, deployment: FaultDeployment, lengths: Lengths, each: int) -> None:
+        """`each`: number of long, and of short, requests in flight when a fault strikes."""
+        self._deployment = deployment
         self._lengths = lengths
         self._each = each
         self._known: dict[tuple[int, int], list[Question]] = {}
@@ -56,22 +59,22 @@ class Campaign:
         self._numbers = count()
 
     async def questions(self, output_tokens: int) -> list[Question]:
-        """Half of them long. Learnt from one process that computes everything itself."""
+        """Questions, half of them long, with the answers of a single node."""
         found = []
         for length in (self._lengths.long, self._lengths.short):
             key = (length, output_tokens)
             if key not in self._known:
-                alone = self._stage.node((await self._stage.with_role("decode"))[0])
+                alone = self._deployment.node((await self._deployment.with_role("decode"))[0])
                 prompts = (prompt(length, f"{length} {n}") for n in range(self._each))
                 self._known[key] = await asyncio.gather(
-                    *(learnt(alone, ids, output_tokens) for ids in prompts)
+                    *(learn_answer(alone, ids, output_tokens) for ids in prompts)
                 )
             found += self._known[key]
         return found
 
     async def warm_up(self) -> None:
-        """Every way has been used once: what is kept open from then on is not news."""
-        clients = Clients(self._stage, "warming")
+        """Uses every path once, so that later counts of sockets include kept connections."""
+        clients = Clients(self._deployment, "warming")
         questions = await self.questions(TOKENS)
         asking = (
             clients.ask(question, gateway=gateway, salt="warm")
@@ -80,14 +83,14 @@ class Campaign:
         )
         for asked in await asyncio.gather(*asking):
             if asked.verdict is not Verdict.RIGHT:
-                raise Unmet(f"before any fault: {asked}")
+                raise CampaignFailed(f"before the first fault: {asked}")
 
-    async def run(self, fault: Fault) -> Seen:
-        """Raises `Unmet`."""
-        stage = self._stage
+    async def run(self, fault: Fault) -> FaultResult:
+        """Raises `CampaignFailed` for a verdict that the fault does not allow."""
+        deployment = self._deployment
         questions = await self.questions(fault.tokens)
         await self._earn()
-        clients = Clients(stage, f"{fault.name}-{next(self._numbers)}")
+        clients = Clients(deployment, f"{fault.name}-{next(self._numbers)}")
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(
@@ -100,17 +103,17 @@ class Campaign:
                 )
                 for number, question in enumerate(questions)
             ]
-            mend = await struck(stage, fault, MOMENT_S)
-            struck_s = stage.clock.now()
+            mend = await strike_when_possible(deployment, fault, MOMENT_S)
+            struck_s = deployment.clock.now()
             await asyncio.sleep(fault.lasts_s)
-            mending_s = stage.clock.now()
+            mending_s = deployment.clock.now()
             await mend()
         await self._recovered(fault)
-        recovered_s = stage.clock.now()
-        await settled(stage)
+        recovered_s = deployment.clock.now()
+        await wait_until_idle(deployment)
         ended = [task.result() for task in asked]
         self._check(fault, ended)
-        return Seen(
+        return FaultResult(
             fault.name,
             fault.what,
             dict(Counter(str(one.verdict) for one in ended)),
@@ -120,8 +123,8 @@ class Campaign:
         )
 
     async def _recovered(self, fault: Fault) -> None:
-        """Until every gateway offloads."""
-        clients = Clients(self._stage, f"after-{fault.name}-{next(self._numbers)}")
+        """Waits until every gateway offloads long prompts again."""
+        clients = Clients(self._deployment, f"after-{fault.name}-{next(self._numbers)}")
         (question, *_) = await self.questions(TOKENS)
         for gateway, name in enumerate(GATEWAYS):
             async with asyncio.timeout(PATIENCE_S):
@@ -132,31 +135,32 @@ class Campaign:
                         await asyncio.sleep(LOOK_S)
                         continue
                     if asked.verdict is not Verdict.RIGHT:
-                        raise Unmet(f"behind {fault.name}: {asked}")
+                        raise CampaignFailed(f"after {fault.name}: {asked}")
                     async with asyncio.timeout(STORY_S):
-                        if (await self._stage.outcomes.of(asked.id)).route == "remote":
+                        if (await self._deployment.outcomes.of(asked.id)).route == "remote":
                             break
 
-    def _check(self, fault: Fault, ended: Sequence[Asked]) -> None:
+    def _check(self, fault: Fault, ended: Sequence[ClientResult]) -> None:
         wrong = [f"{one}" for one in ended if one.verdict not in {Verdict.RIGHT, *fault.may}]
         if wrong:
-            raise Unmet(f"{fault.name}: " + "; ".join(wrong))
+            raise CampaignFailed(f"{fault.name}: " + "; ".join(wrong))
 
     # The retry budget -----------------------------------------------------------------------------
 
     async def _earn(self) -> None:
-        """Every request earns a part of a retry: the shortest are asked until there are enough."""
-        stage = self._stage
-        clients = Clients(stage, f"earning-{next(self._numbers)}")
+        """Fills the retry budget. Every request earns a part of a retry, so this sends the shortest
+        requests until the budget is full."""
+        deployment = self._deployment
+        clients = Clients(deployment, f"earning-{next(self._numbers)}")
         if self._shortest is None:
-            alone = stage.node((await stage.with_role("decode"))[0])
-            self._shortest = await learnt(alone, prompt(1, "shortest"), 1)
+            alone = deployment.node((await deployment.with_role("decode"))[0])
+            self._shortest = await learn_answer(alone, prompt(1, "shortest"), 1)
         for gateway in range(len(GATEWAYS)):
-            while (await stage.state(gateway))["retries"]["left"] < RETRIES:
+            while (await deployment.state(gateway))["retries"]["left"] < RETRIES:
                 asking = (clients.ask(self._shortest, gateway=gateway) for _ in range(EARNING))
                 await asyncio.gather(*asking)
 
     def _retries(self, requests: Collection[str]) -> int:
-        """As the gateways tell it; one that was killed tells nothing."""
-        told = [one for one in self._stage.outcomes.latest if one.id in requests]
+        """Retries according to the gateways' logs. A gateway that was killed has logged nothing."""
+        told = [one for one in self._deployment.outcomes.latest if one.id in requests]
         return sum(one.attempts - 1 for one in told)

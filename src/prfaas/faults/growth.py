@@ -1,10 +1,11 @@
-"""Whether processes grow: the memory of each, over its life. Pure.
+"""Decides from samples of memory whether a process grows without limit. Pure.
 
-A process needs some time to reach its size: caches and stores fill. So the first third of a life
-does not count, and never less than `WARM_S`; of the rest, the second half may not be larger than
-the first, unless an older process of its kind stays at a size that this one has not reached.
+A process needs some time to reach its size, because caches and stores fill. So the first third of
+its run time, and at least `WARM_S`, does not count. In the rest, the second half may not be larger
+than the first, unless an older process of the same kind is steady at a size that this process has
+not reached.
 
-    0 ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── its end
+    start ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── end
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from prfaas.faults.resource_usage import Held
+from prfaas.faults.resource_usage import ResourceUsage
 
 WARM, WARM_S = 1 / 3, 120.0  # bounded stores are full by then, at the rate of a soak
-SETTLED_S = 45.0  # what counts of a life is worth comparing when it is at least this long
-OWN_SHARE, OWN_BYTES = 0.03, 4 << 20  # beyond both it has grown; medians of a flat one differ by 2
+SETTLED_S = 45.0  # a shorter rest is not judged
+# A process has grown when it exceeds both. Medians of a steady process differ by 2 MiB.
+OWN_SHARE, OWN_BYTES = 0.03, 4 << 20
 
 
 class Sample(NamedTuple):
     at_s: float
-    held: Mapping[str, Held]  # by process
+    held: Mapping[str, ResourceUsage]  # by process
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of the longest life of one process."""
+    """Memory of one process between two restarts, in its longest run."""
 
     seconds: float  # compared
     own_bytes: tuple[int, int]  # medians of the first and the second half
 
     @property
     def judged(self) -> bool:
-        """Whether it has lived long enough to tell."""
+        """Whether the run was long enough to be judged."""
         return self.seconds >= SETTLED_S
 
     @property
@@ -47,21 +49,21 @@ class Growth:
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> dict[str, Growth]:
-        """By name of process."""
-        lives: dict[tuple[str, int], list[tuple[float, Held]]] = {}
+        """Growth by the name of the process."""
+        runs: dict[tuple[str, int], list[tuple[float, ResourceUsage]]] = {}
         for sample in samples:
             for name, one in sample.held.items():
-                lives.setdefault((name, one.pid), []).append((sample.at_s, one))
+                runs.setdefault((name, one.pid), []).append((sample.at_s, one))
         longest: dict[str, Growth] = {}
-        for (name, _), life in lives.items():
-            growth = _growth(life)
+        for (name, _), run in runs.items():
+            growth = _growth(run)
             if name not in longest or growth.seconds > longest[name].seconds:
                 longest[name] = growth
         return longest
 
 
-def grown(growth: Mapping[str, Growth]) -> list[str]:
-    """Who has grown, and will, for all that can be seen."""
+def growing_processes(growth: Mapping[str, Growth]) -> list[str]:
+    """Processes that have grown and may grow further."""
 
     def may_reach(name: str, one: Growth) -> int:
         elders = [
@@ -79,15 +81,15 @@ def grown(growth: Mapping[str, Growth]) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    """Kvds, gateways and relays say what they are; an engine's name is its node's."""
+    """Names of kvds, gateways and relays begin with their kind; an engine has its node's name."""
     first = name.partition("-")[0]
     return first if first in ("kvd", "gateway", "wan") else "node"
 
 
-def _growth(life: Sequence[tuple[float, Held]]) -> Growth:
-    born_s, died_s = life[0][0], life[-1][0]
-    from_s = born_s + max(WARM_S, WARM * (died_s - born_s))
-    counted = [one for one in life if one[0] >= from_s] or life[-1:]
+def _growth(run: Sequence[tuple[float, ResourceUsage]]) -> Growth:
+    start_s, end_s = run[0][0], run[-1][0]
+    from_s = start_s + max(WARM_S, WARM * (end_s - start_s))
+    counted = [one for one in run if one[0] >= from_s] or run[-1:]
     half = max(1, len(counted) // 2)
     first, last = ([one for _, one in part] for part in (counted[:half], counted[-half:]))
     return Growth(

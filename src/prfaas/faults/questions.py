@@ -1,5 +1,8 @@
-"""Questions whose answers are known, and what became of them. Answers come from one process, asked
-before anything happens; a verdict says whether a client could have been misled."""
+"""Questions with known answers, and verdicts on the answers that clients got.
+
+The known answers come from a single node before any fault. A verdict states whether a client could
+have been misled.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ REFUSALS = ("HTTP 429", "HTTP 503")
 @dataclass(frozen=True, slots=True)
 class Question:
     ids: tuple[int, ...]
-    expected: tuple[int, ...]  # of the answer; as many are asked for
+    expected: tuple[int, ...]  # tokens of the answer; a request asks for as many
 
 
 class Verdict(StrEnum):
-    RIGHT = "right"  # every token is the one process's
+    RIGHT = "right"  # every token equals the single node's
     REFUSED = "refused"  # 429 or 503, before the first token
-    BROKEN = "broken"  # tokens right so far, then an error event
-    LOST = "lost"  # its gateway died: the connection ended
+    BROKEN = "broken"  # right tokens, then an error event
+    LOST = "lost"  # the gateway was killed, and the connection ended
     LEFT = "left"  # the client hung up
-    WRONG = "wrong"  # another token, another end, or silence: never
+    WRONG = "wrong"  # another token, another end, or no response: must never happen
 
 
 def prompt(tokens: int, seed: str) -> tuple[int, ...]:
@@ -51,8 +54,9 @@ def body(model: str | None, question: Question, *, stream: bool, salt: str = "")
     )
 
 
-async def learnt(alone: Target, ids: Sequence[int], output_tokens: int) -> Question:
-    """What one process answers; it shares nothing with the others. Raises `PeerError`."""
+async def learn_answer(alone: Target, ids: Sequence[int], output_tokens: int) -> Question:
+    """A question with the answer of a single node, computed without the shared caches. Raises
+    `PeerError`."""
     unknown = Question(tuple(ids), (0,) * output_tokens)
     answer = await alone.complete(body(alone.model, unknown, stream=False, salt="alone"))
     if answer.error is not None or len(answer.token_ids) != output_tokens:
@@ -60,8 +64,8 @@ async def learnt(alone: Target, ids: Sequence[int], output_tokens: int) -> Quest
     return Question(unknown.ids, tuple(answer.token_ids))
 
 
-def judged(question: Question, answer: TimedResponse, *, left: bool, gateway_died: bool) -> Verdict:
-    """`left`: the client gave it up on purpose. `gateway_died`: while it was being answered."""
+def judge(question: Question, answer: TimedResponse, *, left: bool, gateway_died: bool) -> Verdict:
+    """`left`: the client hung up on purpose. `gateway_died`: its gateway was killed meanwhile."""
     tokens = tuple(answer.token_ids)
     if tokens != question.expected[: len(tokens)]:
         return Verdict.WRONG

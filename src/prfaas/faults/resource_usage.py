@@ -1,5 +1,4 @@
-"""What processes hold, to see that it does not grow: sockets and memory by /proc, pages and leases
-by the kvds' own reports."""
+"""Resources that processes hold: sockets and memory from /proc, pages and leases from the kvds."""
 
 from __future__ import annotations
 
@@ -10,41 +9,41 @@ from typing import Any, NamedTuple
 from prfaas.faults.deployment import FaultDeployment
 
 
-class Held(NamedTuple):
-    """By one process."""
+class ResourceUsage(NamedTuple):
+    """Sockets and memory of one process."""
 
     pid: int
     sockets: int
-    own_bytes: int  # resident memory that is not shared: without the arena, which has its size
+    own_bytes: int  # resident memory that is not shared: without the arena, whose size is fixed
 
 
-def held_by(pid: int) -> Held:
-    """Raises `OSError` when it is gone."""
+def measure_process(pid: int) -> ResourceUsage:
+    """Raises `OSError` when the process has ended."""
     folder = Path(f"/proc/{pid}")
     sockets = 0
     for entry in (folder / "fd").iterdir():
         try:
             sockets += str(entry.readlink()).startswith("socket:")
         except FileNotFoundError:
-            continue  # closed while we looked
+            continue  # closed in the meantime
     status = (folder / "status").read_text().splitlines()
     own_kb = next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
-    return Held(pid, sockets, own_kb * 1024)
+    return ResourceUsage(pid, sockets, own_kb * 1024)
 
 
-def held(processes: Mapping[str, int]) -> dict[str, Held]:
-    """Of those that are still there."""
+def measure_usage(processes: Mapping[str, int]) -> dict[str, ResourceUsage]:
+    """Usage of the processes that still run."""
     found = {}
     for name, pid in processes.items():
         try:
-            found[name] = held_by(pid)
-        except (OSError, StopIteration):  # it has ended, or is just ending and has no memory left
+            found[name] = measure_process(pid)
+        except (OSError, StopIteration):  # the process has ended, or is ending without memory
             continue
     return found
 
 
 def idle(report: Any) -> bool:
-    """Nobody holds a page, nothing is under way; every page in use is evictable prefix."""
+    """Whether a kvd has no leases and no transfers, and every used page is an evictable prefix."""
     if report["pool"] is None:
         return False
     occupancy = report["pool"]["occupancy"]
@@ -57,16 +56,16 @@ def idle(report: Any) -> bool:
     )
 
 
-async def settled(stage: FaultDeployment) -> None:
-    """Until every kvd and gateway is idle; then every pool has checked itself. Raises
+async def wait_until_idle(deployment: FaultDeployment) -> None:
+    """Waits until every kvd and gateway is idle, then lets every kvd check its pool. Raises
     `TimeoutError`."""
 
     async def quiet() -> bool:
-        for number in range(len(stage.targets)):
-            if (await stage.state(number))["requests"]["in_flight"]:
+        for number in range(len(deployment.targets)):
+            if (await deployment.state(number))["requests"]["in_flight"]:
                 return False
-        return all([idle(await stage.stats(name)) for name in stage.names])
+        return all([idle(await deployment.stats(name)) for name in deployment.names])
 
-    await stage.until(quiet)
-    for name in stage.names:
-        await stage.stats(name, check=True)
+    await deployment.until(quiet)
+    for name in deployment.names:
+        await deployment.stats(name, check=True)

@@ -1,7 +1,8 @@
 """A soak: mixed traffic for a long time while a fault strikes every few seconds.
 
-Conversations of known answers, of all lengths, streamed or not, some hung up on, by way of both
-gateways. Afterwards every request is accounted for, and nothing has grown.
+Clients hold conversations with known answers through both gateways: prompts of all lengths,
+streamed or not, and some clients hang up. At the end every request must be accounted for, and no
+process may have grown.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from prfaas.faults.catalogue import FAULTS, Fault, Part, struck
-from prfaas.faults.clients import Asked, Clients
+from prfaas.faults.catalogue import FAULTS, Fault, Part, strike_when_possible
+from prfaas.faults.clients import ClientResult, Clients
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.episode import Lengths
-from prfaas.faults.growth import Growth, Sample, grown
-from prfaas.faults.questions import Question, Verdict, learnt, prompt
-from prfaas.faults.resource_usage import Held, held, settled
+from prfaas.faults.growth import Growth, Sample, growing_processes
+from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
+from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
 TURNS = 3
 CONVERSATIONS = 12
-OUTPUT_TOKENS = (4, 8, 24)  # the longest stream for seconds
-MOMENT_S = 5.0  # no victim within this: the fault is skipped
-SAMPLE_S = 5.0  # between two looks at memory
-STORY_S = 20.0  # for a gateway to have told of a request that has ended
-LEAVES_S = 2.0  # clients that hang up do so within this
-REST_S = 60.0  # idle connections end within this: clients' after 30 s
-REST_SOCKETS = 8  # more than before, at rest: who looks at whom has its moment
+OUTPUT_TOKENS = (4, 8, 24)  # the longest answers stream for seconds
+MOMENT_S = 5.0  # a fault is skipped when no process is in the right state within this
+SAMPLE_S = 5.0  # between two samples of memory
+STORY_S = 20.0  # limit of the wait for a gateway's log line about a request that has ended
+LEAVES_S = 2.0  # a client that hangs up does so within this
+REST_S = 60.0  # idle connections close within this; clients close theirs after 30 s
+REST_SOCKETS = 8  # allowed excess at rest over the start: polls open a few at any moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,22 @@ class SoakOptions:
     seconds: float = 1800.0
     fault_every_s: float = 10.0
     requests_per_s: float = 1.5
-    at_once: int = 12  # conversations; more would only wait on a small machine
+    at_once: int = 12  # parallel conversations; a small machine would only queue more
     leaving: float = 0.1  # share of requests whose client hangs up
-    shared: float = 0.3  # share of conversations that others have had before: cached
+    shared: float = 0.3  # share of conversations that share their salt, so that they find caches
     seed: int = 0
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of everything."""
+class SoakCounts:
+    """Running totals of requests and faults."""
 
     asked: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     routes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)  # no gateway has said how it ended
+    untold: list[str] = field(default_factory=list)  # no gateway has logged the end
     unmended: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -71,80 +72,80 @@ class SoakReport:
     errors: dict[str, int]  # as clients saw them
     wrong: list[str]
     untold: list[str]
-    unmended: list[str]  # what was not in use again, or not at rest in the end, in time
+    unmended: list[str]  # faults whose node was not in use again in time; no idle end
     faults: dict[str, int]
-    skipped: dict[str, int]  # nobody was in the right moment
-    growth: dict[str, Growth]  # of the longest life of each process
-    grown: list[str]  # that may go on with it
-    short_lived: list[str]  # no life of theirs was long enough to judge
-    sockets: dict[str, tuple[int, int]]  # of each process at rest, before and behind
-    checked: list[str]  # kvds whose pools are whole, with nothing held
+    skipped: dict[str, int]  # no process was in the right state in time
+    growth: dict[str, Growth]  # of the longest run of each process
+    grown: list[str]  # processes that may grow further
+    short_lived: list[str]  # processes that never ran long enough to be judged
+    sockets: dict[str, tuple[int, int]]  # of each process at rest, before and after the traffic
+    checked: list[str]  # kvds whose pools are consistent and hold no lease
 
     @property
     def ok(self) -> bool:
         accounted = sum(self.verdicts.values()) == self.requests
         leaks = any(now - then > REST_SOCKETS for then, now in self.sockets.values())
-        amiss = self.wrong or self.untold or self.unmended or self.grown or leaks
-        return accounted and bool(self.faults) and not amiss
+        failed = self.wrong or self.untold or self.unmended or self.grown or leaks
+        return accounted and bool(self.faults) and not failed
 
 
 class Soak:
     def __init__(
         self,
-        stage: FaultDeployment,
+        deployment: FaultDeployment,
         lengths: Lengths,
         options: SoakOptions,
         say: Callable[[str], None],
     ) -> None:
-        self._stage = stage
+        self._deployment = deployment
         self._lengths = lengths
         self._options = options
         self._say = say
         self._random = random.Random(options.seed)
         self._numbers = count()
-        self._clients = Clients(stage, "soak")
-        self._tally = Tally()
+        self._clients = Clients(deployment, "soak")
+        self._counts = SoakCounts()
         self._mending: Counter[Part] = Counter()
         self._samples: list[Sample] = []
 
     async def run(self) -> SoakReport:
-        options, stage = self._options, self._stage
-        self._say("learning the answers from one process")
-        book = await self._book()
-        await settled(stage)
-        before = held(stage.processes)
-        began_s = stage.clock.now()
+        options, deployment = self._options, self._deployment
+        self._say("computing the expected answers on a single node")
+        conversations = await self._conversations()
+        await wait_until_idle(deployment)
+        before = measure_usage(deployment.processes)
+        began_s = deployment.clock.now()
         until_s = began_s + options.seconds
         self._say(f"{options.seconds:.0f} s of traffic, a fault every {options.fault_every_s:g} s")
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._traffic(book, until_s))
+            group.create_task(self._traffic(conversations, until_s))
             group.create_task(self._faults(until_s))
             group.create_task(self._watch(until_s))
-        seconds = stage.clock.now() - began_s
-        self._say("waiting until nothing is left under way")
-        tally = self._tally
+        seconds = deployment.clock.now() - began_s
+        self._say("waiting until every gateway and kvd is idle")
+        counts = self._counts
         checked = []
         try:
-            await stage.until(stage.all_in_use)
-            await settled(stage)
-            checked = stage.names
+            await deployment.until(deployment.in_use)
+            await wait_until_idle(deployment)
+            checked = deployment.names
         except TimeoutError:
-            tally.unmended.append("the end: somebody is not in use, or not idle")
+            counts.unmended.append("end of the run: a node is not in use, or a process is not idle")
         sockets = await self._rest(before)
         growth = Growth.of(self._samples)
         return SoakReport(
             round(seconds, 1),
-            tally.asked,
-            dict(tally.verdicts),
-            dict(tally.routes),
-            dict(tally.errors),
-            tally.wrong,
-            tally.untold,
-            tally.unmended,
-            dict(tally.struck),
-            dict(tally.skipped),
+            counts.asked,
+            dict(counts.verdicts),
+            dict(counts.routes),
+            dict(counts.errors),
+            counts.wrong,
+            counts.untold,
+            counts.unmended,
+            dict(counts.struck),
+            dict(counts.skipped),
             growth,
-            grown(growth),
+            growing_processes(growth),
             [name for name, one in growth.items() if not one.judged],
             sockets,
             checked,
@@ -152,9 +153,9 @@ class Soak:
 
     # Traffic --------------------------------------------------------------------------------------
 
-    async def _book(self) -> list[list[Question]]:
-        """Conversations: every turn has the one before it in front, with its answer."""
-        alone = self._stage.node((await self._stage.with_role("decode"))[0])
+    async def _conversations(self) -> list[list[Question]]:
+        """In a conversation every prompt begins with the prompt and the answer before it."""
+        alone = self._deployment.node((await self._deployment.with_role("decode"))[0])
         return await asyncio.gather(
             *(self._conversation(alone, number) for number in range(CONVERSATIONS))
         )
@@ -164,21 +165,22 @@ class Soak:
         short, long = self._lengths.short, self._lengths.long
         turns: list[Question] = []
         for turn in range(TURNS):
-            tokens = round(short * (long / 2 / short) ** draw.random())  # as many of each scale
+            tokens = round(short * (long / 2 / short) ** draw.random())  # log-uniform
             ids = prompt(tokens, f"{self._options.seed} {number} {turn}")
             before = (*turns[-1].ids, *turns[-1].expected) if turns else ()
             whole = (*before, *ids)[:long]
-            turns.append(await learnt(alone, whole, draw.choice(OUTPUT_TOKENS)))
+            turns.append(await learn_answer(alone, whole, draw.choice(OUTPUT_TOKENS)))
         return turns
 
-    async def _traffic(self, book: list[list[Question]], until_s: float) -> None:
-        draw, options, clock = self._random, self._options, self._stage.clock
+    async def _traffic(self, conversations: list[list[Question]], until_s: float) -> None:
+        draw, options, clock = self._random, self._options, self._deployment.clock
         room = asyncio.Semaphore(options.at_once)
         async with asyncio.TaskGroup() as group:
             while clock.now() < until_s:
                 await asyncio.sleep(draw.expovariate(options.requests_per_s / TURNS))
                 await room.acquire()
-                talking = group.create_task(self._talk(draw.choice(book), draw.random()))
+                turns = draw.choice(conversations)
+                talking = group.create_task(self._talk(turns, draw.random()))
                 talking.add_done_callback(lambda _: room.release())
 
     async def _talk(self, turns: list[Question], seed: float) -> None:
@@ -196,90 +198,93 @@ class Soak:
             )
             await self._count(asked)
             if asked.verdict is not Verdict.RIGHT:
-                return  # who was disappointed does not go on
+                return  # the next prompt would need this answer
 
-    async def _count(self, asked: Asked) -> None:
-        tally = self._tally
-        tally.asked += 1
-        tally.verdicts[asked.verdict] += 1
+    async def _count(self, asked: ClientResult) -> None:
+        counts = self._counts
+        counts.asked += 1
+        counts.verdicts[asked.verdict] += 1
         if asked.answer.error is not None:
-            tally.errors[asked.answer.error] += 1
+            counts.errors[asked.answer.error] += 1
         if asked.verdict is Verdict.WRONG:
-            tally.wrong.append(str(asked))
+            counts.wrong.append(str(asked))
         if asked.verdict in (Verdict.LEFT, Verdict.LOST):
-            return  # its gateway may not have heard of it, or not be there to tell
-        killed = self._stage.killed[asked.gateway]
+            return  # its gateway may not have received it, or was killed before it logged
+        killed = self._deployment.killed[asked.gateway]
         try:
             async with asyncio.timeout(STORY_S):
-                tally.routes[(await self._stage.outcomes.of(asked.id)).route] += 1
+                counts.routes[(await self._deployment.outcomes.of(asked.id)).route] += 1
         except TimeoutError:
-            if self._stage.killed[asked.gateway] == killed:
-                tally.untold.append(str(asked))
+            if self._deployment.killed[asked.gateway] == killed:
+                counts.untold.append(str(asked))
 
     # Faults ---------------------------------------------------------------------------------------
 
     async def _faults(self, until_s: float) -> None:
-        """The last one is mended before this ends."""
-        clock, every_s = self._stage.clock, self._options.fault_every_s
+        """Returns after the last fault is repaired."""
+        clock, every_s = self._deployment.clock, self._options.fault_every_s
         next_s = clock.now() + every_s
         async with asyncio.TaskGroup() as group:
             while next_s < until_s:
                 await asyncio.sleep(max(0.0, next_s - clock.now()))
                 next_s += every_s
-                spared = [fault for fault in FAULTS if not self._mending[fault.part]]
-                if spared:
-                    fault = self._random.choice(spared)
+                # A part that is being repaired is spared, so that requests always have a way.
+                possible = [fault for fault in FAULTS if not self._mending[fault.part]]
+                if possible:
+                    fault = self._random.choice(possible)
                     self._mending[fault.part] += 1
                     group.create_task(self._strike(fault))
 
     async def _strike(self, fault: Fault) -> None:
-        stage, tally = self._stage, self._tally
+        deployment, counts = self._deployment, self._counts
         try:
-            mend = await struck(stage, fault, MOMENT_S)
+            mend = await strike_when_possible(deployment, fault, MOMENT_S)
         except TimeoutError:
-            tally.skipped[fault.name] += 1
+            counts.skipped[fault.name] += 1
         else:
-            tally.struck[fault.name] += 1
+            counts.struck[fault.name] += 1
             self._say(fault.what)
             await asyncio.sleep(fault.lasts_s)
             try:
                 await mend()
-                await stage.until(partial(stage.in_use, self._nodes(fault.part)))
+                await deployment.until(partial(deployment.in_use, self._nodes(fault.part)))
             except (TimeoutError, ChildDied) as error:
-                tally.unmended.append(f"{fault.name}: {error or 'not in time'}")
+                counts.unmended.append(f"{fault.name}: {error or 'not in use again in time'}")
         finally:
             self._mending[fault.part] -= 1
 
     def _nodes(self, part: Part) -> list[str]:
-        """Those that a fault of that part puts out of use; others may be so for another reason."""
-        far = self._stage.far
+        """Nodes that a fault of this part puts out of use. Other nodes may be out of use for
+        another reason."""
+        far = self._deployment.far
         match part:
             case "far":
                 return [far]
             case "decode":
-                return [name for name in self._stage.names if name != far]
+                return [name for name in self._deployment.names if name != far]
             case _:
                 return []
 
     # Growth ---------------------------------------------------------------------------------------
 
     async def _watch(self, until_s: float) -> None:
-        while self._stage.clock.now() < until_s:
+        while self._deployment.clock.now() < until_s:
             self._samples.append(self._sample())
             await asyncio.sleep(SAMPLE_S)
 
-    async def _rest(self, before: Mapping[str, Held]) -> dict[str, tuple[int, int]]:
-        """When nobody has more sockets than before, or has had the time for it."""
+    async def _rest(self, before: Mapping[str, ResourceUsage]) -> dict[str, tuple[int, int]]:
+        """Sockets of every process before and after the traffic. Waits up to `REST_S` until no
+        process has more than before."""
         now: dict[str, tuple[int, int]] = {}
 
         async def rested() -> bool:
-            for name, one in held(self._stage.processes).items():
+            for name, one in measure_usage(self._deployment.processes).items():
                 now[name] = (before[name].sockets, one.sockets)
             return all(last <= first for first, last in now.values())
 
         with suppress(TimeoutError):
-            await self._stage.until(rested, REST_S)
+            await self._deployment.until(rested, REST_S)
         return now
 
     def _sample(self) -> Sample:
-        return Sample(self._stage.clock.now(), held(self._stage.processes))
+        return Sample(self._deployment.clock.now(), measure_usage(self._deployment.processes))

@@ -1,4 +1,4 @@
-"""Wall clocks that jump: those of processes that were started with `environment`."""
+"""Shifts the wall clocks of all processes that were started with `environment`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from prfaas.faults import wall
 
 class WallClock:
     def __init__(self, folder: Path) -> None:
-        """`folder` is made. No clock is off until told to be."""
+        """Creates `folder`. The shift is zero at first."""
         folder.mkdir()
         source = Path(wall.__path__[0]) / "sitecustomize.py"
         shutil.copy(source, folder / source.name)
         self._folder = folder
-        self.set_off(0.0)
+        self.set_shift(0.0)
 
     @property
     def environment(self) -> dict[str, str]:
         paths = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(paths)}
 
-    def set_off(self, seconds: float) -> None:
-        """At once, in every such process."""
+    def set_shift(self, seconds: float) -> None:
+        """Sets the shift of every such process at once."""
         file = self._folder / "shift"
-        # In place: they have it mapped.
+        # The file is written in place, because the processes have mapped it.
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.pwrite(descriptor, struct.pack("d", seconds), 0)

@@ -1,4 +1,4 @@
-"""A plan beside published figures, quantity by quantity."""
+"""Compares a plan with published figures, quantity by quantity."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     quantity: str
     ours: float | None
     published: float
-    difference: float | None  # relative; None where we have no such number
+    difference: float | None  # relative; None where the plan has no such number
 
 
 def read_published(path: Path) -> Published:
@@ -53,7 +53,7 @@ def read_published(path: Path) -> Published:
 
 
 def compare(plan: DeploymentComparison, published: Published) -> list[Row]:
-    """One row for every figure the published file gives."""
+    """One row for every figure in the published file."""
     ours = comparison_as_dict(plan)
     rows = []
     for system in SYSTEMS:
@@ -71,7 +71,7 @@ def _row(system: str, quantity: str, ours: float | None, published: float) -> Ro
 
 
 def _flat(entry: dict[str, object]) -> dict[str, float]:
-    """Numbers only, nested ones as `theta_rps.prfaas`."""
+    """The numbers of a nested dict, with keys such as `theta_rps.prfaas`."""
     flat: dict[str, float] = {}
     for key, value in entry.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""From files to a solvable problem: everything that must be read from disk is read here."""
+"""Reads the files of a deployment and builds the planning problem from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Study:
         return self.planner(problem).compare(problem, load_rps)
 
     def planner(self, problem: Problem) -> Planner:
-        key = (id(problem.workload), problem.spec)  # workloads live as long as this study
+        key = (
+            id(problem.workload),
+            problem.spec,
+        )  # the study keeps its workloads, so ids stay unique
         if key not in self._planners:
             self._planners[key] = Planner(problem, self._reading)
         return self._planners[key]

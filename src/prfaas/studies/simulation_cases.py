@@ -29,7 +29,7 @@ from prfaas.types import BlockHash
 
 Policy: TypeAlias = Literal["paper", "adaptive", "local", "remote"]
 POLICIES: tuple[Policy, ...] = ("paper", "adaptive", "local", "remote")
-# Baseline -> the policy that routes on it; with one way to go none has a choice.
+# Baseline -> its policy. A baseline has one possible route, so the policy decides nothing.
 BASELINES: dict[str, Policy] = {"homogeneous": "local", "naive": "remote", "equal_cost": "local"}
 
 
@@ -44,13 +44,15 @@ def read_requests(path: Path, deployment: Deployment) -> list[TraceRow]:
     for number, row in enumerate(rows, start=1):
         if row.input_length + row.output_length > limit:
             raise InputError(
-                f"{row.input_length} + {row.output_length} tokens are beyond the model's {limit}",
+                f"{row.input_length} + {row.output_length} tokens exceed the {limit} of the model",
                 file=path,
                 where=f"row {number}",
                 fix="remove the request, or raise max_tokens under [model]",
             )
     if len(rows) < 2:
-        raise InputError("holds fewer than two requests", file=path, fix="give more")
+        raise InputError(
+            "the trace has fewer than two requests", file=path, fix="give a longer trace"
+        )
     return rows
 
 
@@ -76,7 +78,7 @@ def make_cases(
     others: Sequence[str],
     base: SimConfig,
 ) -> dict[str, Case]:
-    """In the order asked for, policies first."""
+    """Policies in the given order, then baselines."""
     cases: dict[str, Case] = {}
     for policy in policies:
         cases[policy] = Case(problem, routed_by(policy, deployment.scheduler, base))
@@ -89,7 +91,7 @@ def make_cases(
             }
             problem_words, fix = why.get(name, ("fewer than two instances", "add GPUs"))
             raise InputError(f"{name}: {problem_words}", where="--baseline", fix=fix)
-        # Another deployment has no such link, so no such trouble with it.
+        # A baseline does not have this link, so changes of its rate do not apply.
         links = base.links if made.remotes else {}
         config = replace(routed_by(BASELINES[name], deployment.scheduler, base), links=links)
         cases[name] = Case(made, config)
@@ -105,14 +107,14 @@ def cache_config(deployment: Deployment) -> CacheConfig:
 
 
 def link_changes(path: Path, problem: Problem) -> dict[LinkId, tuple[RateChange, ...]]:
-    """Lines that name no link are meant for every link from a PrfaaS cluster."""
+    """A line without a link applies to every link from a PrfaaS cluster."""
     bps = {link_id(problem, k): remote.path.bps for k, remote in enumerate(problem.remotes)}
     changes: dict[LinkId, list[RateChange]] = {link: [] for link in bps}
     for speed in read_link_trace(path):
         named = [link for link in bps if speed.link in (None, link)]
         if not named:
             raise InputError(
-                f"no link from a prfaas cluster is {speed.link}",
+                f"there is no link {speed.link} from a prfaas cluster",
                 file=path,
                 fix=f"links are: {', '.join(f'{a},{b}' for a, b in bps) or 'none'}",
             )

@@ -1,4 +1,4 @@
-"""`--sweep KEY=V1,V2`: the same deployment file with one value varied, re-optimised at each."""
+"""`prfaas plan --sweep KEY=V1,V2`: plans a deployment again with each value of one key."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ def run_sweep(
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """`links.0.gbps=5,8` into the key and its values, each read as TOML reads it."""
+    """Splits `links.0.gbps=5,8` into the key and its values, which are parsed as TOML."""
     key, equals, rest = text.partition("=")
     if not (key and equals and rest):
-        raise InputError(f"{text!r}", where="--sweep", fix="write KEY=V1,V2,...")
+        raise InputError(
+            f"{text!r} is not KEY=V1,V2,...", where="--sweep", fix="write KEY=V1,V2,..."
+        )
     values = []
     for part in rest.split(","):
         try:
             values.append(tomllib.loads(f"value = {part}")["value"])
         except tomllib.TOMLDecodeError:
-            values.append(part)  # a bare word: a name, such as a model's
+            values.append(part)  # a bare word is a name, such as that of a model
     return key, values
 
 
@@ -69,7 +71,7 @@ def _varied(raw: dict[str, Any], file: Path, key: str, value: Any) -> Deployment
 
 def _step(at: Any, part: str, key: str) -> Any:
     if isinstance(at, dict):
-        # A section may be absent and still be swept: its defaults are then in force.
+        # A section may be absent from the file: its defaults apply.
         return at.setdefault(part, {})
     if isinstance(at, list) and part.isdigit() and int(part) < len(at):
         return at[int(part)]
@@ -78,7 +80,7 @@ def _step(at: Any, part: str, key: str) -> Any:
 
 def _no_such_key(key: str, part: str) -> InputError:
     return InputError(
-        f"{key!r} leads nowhere at {part!r}",
+        f"{key!r} has no key {part!r} in the deployment file",
         where="--sweep",
         fix="write a path of the file, list entries counted from 0: links.0.gbps",
     )

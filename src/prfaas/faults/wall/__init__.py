@@ -1,1 +1,1 @@
-"""Not imported: `sitecustomize.py` is copied from here to where processes find it."""
+"""Never imported: `WallClock` copies `sitecustomize.py` to a folder on the path of processes."""

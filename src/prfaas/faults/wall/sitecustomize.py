@@ -1,7 +1,8 @@
-"""Python runs this before anything else in processes that have its folder on their path: their wall
-clock is then off by as many seconds as the file beside it says, from one moment to the next.
+"""Shifts the wall clock of a process by the number of seconds in the file `shift` beside this one.
 
-Monotonic clocks stay as they are, as they do when somebody sets a machine's clock.
+Python runs this module at start-up in every process that has its folder on the path. A change of
+the file takes effect at once. Monotonic clocks are not shifted, just as setting a machine's clock
+does not shift them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The deployment that faults happen to: one PrfaaS node, at home one prefill node and two that
-decode, so that one of each kind may die; everything small, so that two cores carry it."""
+"""The deployment for fault injection: one PrfaaS node, one local prefill node, two decode nodes.
+
+Two decode nodes, so that one of them may die. Everything is small enough for two cores.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,20 @@ from prfaas.launch.preparation import (
     tiny_deployment,
 )
 
-FireEngine: TypeAlias = Literal["hf", "emulated"]
-# Prompts of 100,000 tokens take an emulated node about a second, and are 3 MB.
+FaultEngine: TypeAlias = Literal["hf", "emulated"]
+# A prompt of 100,000 tokens takes an emulated node about a second and has 3 MB of KV.
 SCALES = Scales(time=0.1, bytes=0.002, output=0.02)
 EMULATED = Lengths(short=1_000, long=100_000)
 HF = Lengths(short=100, long=2_500)
-MEMORY = "64MiB"  # of each kvd: little enough to fill, more than what is under way
+MEMORY = "64MiB"  # of each kvd: small enough to fill, larger than the transfers in flight
 SSD_SIZE = "64MiB"
 
 
-def fire(
-    engine: FireEngine, file: Path, folder: Path, cache: Path, say: Callable[[str], None]
+def prepare_fault_deployment(
+    engine: FaultEngine, file: Path, folder: Path, cache: Path, say: Callable[[str], None]
 ) -> tuple[LaunchPlan, Lengths]:
-    """`file`: the case study's deployment, for emulated engines. `cache`: where a tiny model is
-    kept, for real ones."""
+    """`file`: deployment of the case study, for emulated engines. `cache`: folder that keeps the
+    tiny model, for real engines."""
     options = LaunchOptions(
         engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE
     )
@@ -53,7 +55,7 @@ def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:
     far, near = deployment.clusters
     rules = msgspec.structs.replace(
         deployment.scheduler,
-        policy="paper",  # the length of a prompt alone decides where it is prefilled
+        policy="paper",  # only the length of a prompt decides where it is prefilled
         threshold_tokens=round((lengths.short * lengths.long) ** 0.5),
     )
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
-"""How much longer computation takes on this machine than it has to, while something else runs.
+"""Measures how long a computation on this machine waits for a core.
 
-Every half second a thread computes for `WORK_S` of a core's time and looks at the clock. What the
-clock shows beyond that time, the thread has waited for a core. The work is a hash of a large
-buffer, which Python computes without its global lock, so that the thread does not hold up others.
+Every half second a thread computes for `WORK_S` of CPU time and reads the clock. The difference is
+the time that the thread waited for a core. The work is the hash of a large buffer, which Python
+computes without its global lock, so that the thread does not block others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUFFER = bytes(256 * 1024)
 
 
 @dataclass(slots=True)
-class Probe:
+class CpuProbe:
     late_s: list[float] = field(default_factory=list)
 
     @property
@@ -31,9 +31,9 @@ class Probe:
 
 
 @asynccontextmanager
-async def probing() -> AsyncIterator[Probe]:
+async def probe_cpu() -> AsyncIterator[CpuProbe]:
     """Takes samples until the context ends."""
-    probe = Probe()
+    probe = CpuProbe()
     sampling = asyncio.create_task(_sample(probe))
     try:
         yield probe
@@ -42,14 +42,14 @@ async def probing() -> AsyncIterator[Probe]:
         await asyncio.gather(sampling, return_exceptions=True)
 
 
-async def _sample(probe: Probe) -> None:
+async def _sample(probe: CpuProbe) -> None:
     while True:
         probe.late_s.append(await asyncio.to_thread(late_work_s))
         await asyncio.sleep(EVERY_S)
 
 
 def late_work_s(work_s: float = WORK_S) -> float:
-    """Computes for `work_s` of this thread's own time; the time that it waited for a core."""
+    """Computes for `work_s` of CPU time. Returns the time that the thread waited for a core."""
     began_s, used_s = time.monotonic(), time.thread_time()
     digest = hashlib.sha256()
     while (computed_s := time.thread_time() - used_s) < work_s:

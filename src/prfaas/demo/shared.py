@@ -1,5 +1,4 @@
-"""What the scenes of `prfaas demo` have in common: checks, questions to a relay, and a watch on the
-processes."""
+"""Shared by both parts of `prfaas demo`: checks, the relay's counters, a watch on the processes."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from prfaas.wan.stats import RelayStats
 
 T = TypeVar("T")
 Policy = Literal["paper", "adaptive", "local", "remote"]
-ANSWER_S = 60.0  # for a relay to answer; only a hanging relay takes longer
+ANSWER_S = 60.0  # timeout of a relay's response; only a hanging relay takes longer
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something the demo claims, and whether it held this time."""
+    """A claim of the demo, and whether the measurements support it."""
 
     claim: str
     held: bool | None  # None: not judged
@@ -35,8 +34,8 @@ class Check:
 
 
 @dataclass(slots=True)
-class RelayEar:
-    """Reads a relay's lines and hands each answer to the question that it belongs to."""
+class RelayReader:
+    """Asks a relay for its counters, and reads them from the lines that the relay prints."""
 
     _waiting: list[asyncio.Future[RelayStats]] = field(default_factory=list)
 
@@ -58,7 +57,7 @@ class RelayEar:
             return await future
 
     async def carried_bytes(self, relay: Child[Any]) -> int:
-        """Since the relay's start, towards the PD cluster."""
+        """Bytes towards the PD cluster since the relay's start."""
         return (await self.stats(relay)).to_target_bytes
 
 
@@ -67,8 +66,8 @@ def with_policy(deployment: Deployment, policy: Policy) -> Deployment:
     return msgspec.structs.replace(deployment, scheduler=rules)
 
 
-async def watched(children: Children, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; raises `ChildDied` when a process ends under it."""
+async def run_watched(children: Children, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the work's result. Raises `ChildDied` when a process exits before the work ends."""
     working = asyncio.create_task(work)
     dying = asyncio.create_task(children.until_one_dies())
     either: set[asyncio.Task[Any]] = {working, dying}
