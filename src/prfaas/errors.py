@@ -15,12 +15,12 @@
 
 Errors of one package are defined in the module that raises them:
 
-    prfaas.gateway.api.response_stream._Stalled   the client stopped reading its response
-    prfaas.gateway.dispatch.handoff.Failed        an attempt failed before the first token
-    prfaas.gateway.dispatch.handoff.Later         the decode node has no memory for it now
-    prfaas.launch.children.ChildDied              a process of a deployment ended unexpectedly
-    prfaas.faults.episode.Unmet                   a condition of the fault campaign did not hold
-    prfaas.testing.netns.NetworkError             the test network could not be set up
+    prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
+    prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
+    prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
+    prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
+    prfaas.faults.episode.CampaignFailed               a condition of the fault campaign did not hold
+    prfaas.testing.netns.NetworkError                  the test network could not be set up
 
 An expected "not now" is a value (`prfaas.types.NotNow`), not an exception; a broken invariant of
 our own is an `assert`. The CLI turns `InputError` into one line on stderr and exit code 2.

@@ -1,4 +1,5 @@
-"""Sends a heartbeat with this kvd's report to each gateway, every `BEAT_S` seconds.
+"""Sends a heartbeat with this kvd's report to each gateway, every `heartbeat_s` of
+`[kvd.timeouts]`.
 
 A failed heartbeat is not retried before the next one. Nothing else in the kvd depends on it.
 """
