@@ -19,7 +19,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
     prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
-    prfaas.faults.episode.CampaignFailed               a condition of the fault campaign did not hold
+    prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
     prfaas.testing.netns.NetworkError                  the test network could not be set up
 
 An expected "not now" is a value (`prfaas.types.NotNow`), not an exception; a broken invariant of
