@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from prfaas.config.host import KvdTimeouts
 from prfaas.faults.clients import Clients
 from prfaas.faults.questions import Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import wait_until_idle
 from prfaas.gateway.dispatch.attempts import RetryBudget
-from prfaas.kvd.transfers.incoming import TransferOptions
 from tests.faults.conftest import FaultSetup
 from tests.faults.test_campaign import check_sockets
 
@@ -38,7 +38,7 @@ def test_clients_that_hang_up_leave_nothing_behind(
         half = len(questions)
         assert verdicts == [Verdict.LEFT] * half + [Verdict.RIGHT] * half
         # Given back, and not only lapsed.
-        async with asyncio.timeout(TransferOptions().grant_s / 2):
+        async with asyncio.timeout(KvdTimeouts().grant_s / 2):
             await wait_until_idle(deployment)
 
     emulated_setup.run(main())

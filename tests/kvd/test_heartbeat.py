@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from prfaas.config.host import KvdTimeouts
 from prfaas.http_client.client import open_client
 from prfaas.kvd import heartbeat
 from prfaas.kvd.report import Reporter
-from tests.gateway.backs import until
+from tests.gateway.backends import until
 from tests.waiting import HANG_S
 
 
@@ -24,9 +25,9 @@ class _Reporter:
 
 
 async def test_a_gateway_that_does_not_answer_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    timeouts = KvdTimeouts(heartbeat_s=0.01)
     received: list[tuple[str | None, Any]] = []
     accepted = asyncio.Event()
 
@@ -54,7 +55,7 @@ async def test_a_gateway_that_does_not_answer_is_tried_again(
         async with asyncio.timeout(HANG_S), open_client("key") as http:
             beating = asyncio.create_task(
                 heartbeat.send_heartbeats(
-                    http, url, "http://kvd", "home", cast(Reporter, _Reporter())
+                    http, url, "http://kvd", "home", cast(Reporter, _Reporter()), timeouts
                 )
             )
             await until(lambda: bool(lines()))  # no process listens yet
