@@ -1,11 +1,12 @@
-"""A node and its kvd that answer at once: what is left of a request's time is the gateway's.
+"""A node and its kvd that answer at once: the rest of a request's time is the gateway's.
 
 \b
     python bench/_null_node.py PORT NAME [PORT NAME ...]
 
-Speaks as much of both surfaces as a gateway, or vLLM's router, uses: grants everything, has every
-transfer committed when asked, streams `TOKENS` tokens in one piece. Computes and keeps nothing.
-Plain asyncio protocols, because a web framework here would take longer than what is measured.
+It implements the part of both HTTP APIs that a gateway, or vLLM's router, uses. It grants every
+transfer, reports every transfer as committed and streams `TOKENS` tokens in one piece. It computes
+and stores nothing. It uses plain asyncio protocols, because a web framework would take longer than
+the time to be measured.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _STREAMED = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"%x\r\n%b\r\n0\r\n\r\n" % (len(_STREAM), _STREAM)
 )
-# What vLLM's router hands from the prefill's answer to the decode's request.
+# vLLM's router copies this from the prefill's response into the decode request.
 _PREFILLED = {
     "id": "x",
     "object": "text_completion",
@@ -68,7 +69,7 @@ def _reply(body: bytes, kind: bytes = b"application/json") -> bytes:
 
 
 class Host:
-    """The answers of one node and its kvd."""
+    """The prepared responses of one node and its kvd."""
 
     def __init__(self, name: str, port: int) -> None:
         encode = msgspec.json.encode
@@ -132,12 +133,12 @@ class Host:
 
 
 class Http(asyncio.Protocol):
-    """Requests one after the other; bodies come with their length."""
+    """An HTTP/1.1 server protocol. Requests come one at a time, with a Content-Length."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._held = bytearray()
-        self._wanted = 0  # bytes of the request at hand, once its head is there
+        self._wanted = 0  # bytes of the current request, once its head has arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -157,7 +158,7 @@ class Http(asyncio.Protocol):
             self._wanted = 0
             path = head.split(b" ", 2)[1]
             answer = self._host.answer(path, body)
-            if b"since=0" in path:  # a long poll on a cache in which nothing happens
+            if b"since=0" in path:  # a long poll on a cache without events
                 asyncio.get_running_loop().call_later(30, self._write, answer)
             else:
                 self._write(answer)

@@ -1,16 +1,17 @@
-"""Three-way agreement, live: the case study served, simulated and planned on the same requests.
+"""The case study served live, simulated and planned with the same requests: do all three agree?
 
 \b
     make agree
     prfaas bench agree [--requests 450] [--time-scale 1] [--byte-scale 0.0078125]
                        [--output-scale 0.03125] [--json]
 
-The paper's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway), made
-small by three scales of their own, under three deployments: PrfaaS-PD, homogeneous PD and naive.
-Each is offered the same requests faster than it can serve them; the simulator gets the very list.
-Counted are first tokens from a fifth of the arrivals to the last one: neither the filling of queues
-nor their end. The machine must have time to spare, or the live run says nothing: above 80% of its
-cores' time the run is void. Prints a table, then JSON; exit code 1: void, or something disagrees.
+Processes stand in for the paper's hardware: emulated engines, kvds, a relay for the WAN and a
+gateway. Three scale factors make it small. Three deployments run: PrfaaS-PD, homogeneous PD and
+naive. Each deployment receives the same requests faster than it can serve them, and the simulator
+receives the same list. The benchmark counts first tokens from a fifth of the arrivals to the last
+one, which excludes the time in which queues fill and empty. A run that uses more than 80% of the
+cores' time is void, because emulated work then waits for a core. Prints a table, then JSON. Exit
+code 1: the run is void, or a check did not hold.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ from prfaas.studies.plan_comparison import read_published
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 PUBLISHED = CASE_STUDY.with_suffix(".published.toml")
-OVERLOAD = 1.2  # offered over planned: a backlog at every stage from the warm-up's end on
-LEAST = 300  # first tokens that must be counted: fewer are chance
+OVERLOAD = 1.2  # offered over planned rate: every stage has a backlog after the warm-up
+LEAST = 300  # first tokens to count at least: fewer are not significant
 WITHIN = 0.1
-BUSIEST = 0.8  # of the cores' time; beyond, emulated work waits for a core
-MEMORY = "512MiB"  # of each kvd: hand-offs of a whole backlog are granted ahead
+BUSIEST = 0.8  # share of the cores' time; above it, emulated work waits for a core
+MEMORY = "512MiB"  # per kvd: the hand-offs of a whole backlog receive their grants early
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """In the seconds and bytes of the case study."""
+    """One deployment's results, in the seconds and bytes of the case study."""
 
     system: str
     live: FirstTokenStats
@@ -131,7 +132,7 @@ async def _row(
 
 
 def sent_bps(case: SmallCase, result: Result, until_s: float) -> float:
-    """Over the WAN, until the last arrival; the bin in which that is counts in part."""
+    """Mean rate over the WAN until the last arrival, whose bin counts in part."""
     series = result.series
     whole, part = divmod(until_s / series.bin_s, 1)
     bits = series.egress_bits[link_id(case.problem, 0)]
@@ -139,11 +140,11 @@ def sent_bps(case: SmallCase, result: Result, until_s: float) -> float:
     return (float(bits[: int(whole)].sum()) + last) / until_s
 
 
-# What is claimed ----------------------------------------------------------------------------------
+# Checks ----------------------------------------------------------------------------------------
 
 
 def ratios(rows: list[Row]) -> dict[str, dict[str, float | None]]:
-    """PrfaaS-PD's throughput over each baseline's."""
+    """Each baseline -> PrfaaS-PD's throughput over the baseline's."""
     published = read_published(PUBLISHED).ratios
     first, *others = rows
     return {
@@ -202,8 +203,8 @@ def void_because(rows: list[Row]) -> str | None:
     busy = {TITLES[row.system]: row.cpu_share for row in rows if row.cpu_share > BUSIEST}
     if not busy:
         return None
-    said = ", ".join(f"{share:.0%} during {name}" for name, share in busy.items())
-    return f"the machine was busy for more than {BUSIEST:.0%} of its cores' time: {said}"
+    shares = ", ".join(f"{share:.0%} during {name}" for name, share in busy.items())
+    return f"the machine was busy for more than {BUSIEST:.0%} of its cores' time: {shares}"
 
 
 def show(rows: list[Row], scales: Scales, screen: Console) -> None:
@@ -231,8 +232,8 @@ def show(rows: list[Row], scales: Scales, screen: Console) -> None:
         )
     screen.print(table)
     for name, values in ratios(rows).items():
-        said = ", ".join(f"{who} {v:.2f}" for who, v in values.items() if v is not None)
-        screen.print(f"{name}: {said}", markup=False)
+        shown = ", ".join(f"{source} {v:.2f}" for source, v in values.items() if v is not None)
+        screen.print(f"{name}: {shown}", markup=False)
     for check in checks(rows):
         mark = "ok    " if check.held else "FAILED"
         screen.print(f"{mark} {check.claim}: {check.seen}", markup=False)
@@ -240,10 +241,12 @@ def show(rows: list[Row], scales: Scales, screen: Console) -> None:
 
 @click.command(help=__doc__)
 @click.option("--requests", default=450, show_default=True, help="Requests for each deployment.")
-@click.option("--time-scale", default=1.0, show_default=True)
-@click.option("--byte-scale", default=1 / 128, show_default=True)
-@click.option("--output-scale", default=1 / 32, show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@click.option("--time-scale", default=1.0, show_default=True, help="Factor on all times.")
+@click.option("--byte-scale", default=1 / 128, show_default=True, help="Factor on KV bytes.")
+@click.option(
+    "--output-scale", default=1 / 32, show_default=True, help="Factor on the tokens per answer."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option(
     "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
 )

@@ -1,12 +1,12 @@
-"""Hit rates of the hybrid prefix pool on a Mooncake-format trace (bookkeeping only).
+"""Hit rates of the hybrid prefix pool on a trace in Mooncake's format (no tensors).
 
 \b
     prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
     prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
 
-The first prints one result; the second replays each trace at infinite capacity and at 25%, 10% and
-5% of the working set (peak bytes at `inf`), draws the figure and prints the table of
-docs/hybrid-cache.md. Capacities are in units of 10^9 bytes.
+The first form prints one result. The second form replays each trace at infinite capacity and at
+25%, 10% and 5% of the working set (the peak bytes at infinite capacity), draws the figure and
+prints the table of docs/hybrid-cache.md. Capacities are in units of 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from prfaas.kvspec import KVSpec
 from prfaas.planner.problem import prefill_profile
 
 FRACTIONS = (0.25, 0.10, 0.05)
-# name -> (checkpoints, eviction); the first is the product's default, the last the baseline.
+# Name -> (checkpoints, eviction). The first is the default of prfaas, the last is the baseline.
 POLICIES = {
     "default": ("default", "cost"),
     "branch points, cost-aware": ("branch", "cost"),
@@ -48,8 +48,10 @@ def spec_for(model: str) -> KVSpec:
 
 
 def prefill_cost(model: str) -> PrefillSeconds:
-    """What a cached prefix saves, by the model's profile on 8 x H200; the tokens after a prefix pay
-    for attention to it. Only ratios matter to the policy, so the constant part is left out."""
+    """The prefill seconds that a cached prefix saves, from the model's profile on 8 x H200.
+
+    The tokens after a prefix still pay for attention to it. The constant part is omitted, because
+    the eviction policy uses only ratios."""
     catalog = Catalog.builtin()
     record = catalog.profile(model, "h200", 8)
     if record is None:
@@ -62,7 +64,7 @@ def prefill_cost(model: str) -> PrefillSeconds:
 def run_replay(
     rows: Sequence[TraceRow], model: str, capacity_bytes: float, checkpoints: str, evict: str
 ) -> tuple[ReplayResult, float]:
-    """The replay and how long it took."""
+    """Returns the result of the replay and its wall time in seconds."""
     spec = spec_for(model)
     layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
     eviction: Eviction = LRU()
@@ -95,7 +97,7 @@ def result_json(result: ReplayResult, seconds: float) -> dict[str, object]:
 
 
 def sweep(traces: Sequence[Path], model: str) -> dict[str, dict[str, dict[str, float]]]:
-    """trace -> policy -> {"inf", "25%", ...} -> token hit rate; "ideal" is a policy with one."""
+    """Trace -> policy -> capacity ("inf", "25%", ...) -> token hit rate. "ideal" has only "inf"."""
     table: dict[str, dict[str, dict[str, float]]] = {}
     for trace in traces:
         rows = list(read_trace(trace))
@@ -139,16 +141,34 @@ def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) 
 
 
 @click.command(help=__doc__)
-@click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
-@click.option("--model", required=True)
+@click.option(
+    "--trace",
+    "traces",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Trace in Mooncake's format, .jsonl or .xz; repeatable.",
+)
+@click.option("--model", required=True, help="Name of a model in the catalog.")
 @click.option(
     "--capacity-gb",
     default="inf",
     show_default=True,
     help="Capacity in units of 10^9 bytes, or inf.",
 )
-@click.option("--checkpoints", default="default", show_default=True)
-@click.option("--evict", default="cost", show_default=True, type=click.Choice(["lru", "cost"]))
+@click.option(
+    "--checkpoints",
+    default="default",
+    show_default=True,
+    help="Policy for checkpoints of linear layers.",
+)
+@click.option(
+    "--evict",
+    default="cost",
+    show_default=True,
+    type=click.Choice(["lru", "cost"]),
+    help="Eviction policy.",
+)
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Sweep capacities and draw this file."
 )

@@ -4,12 +4,12 @@
     prfaas bench closed_loop [--policy adaptive --policy paper] [--streams 4] [--requests 40]
                              [--tokens 700] [--output 16] [--rounds 2]
 
-A tiny model serves on one PrfaaS node, one local prefill node and one local decode node, with a WAN
-between the clusters: what `prfaas up` starts. Each stream sends a prompt and waits for the whole
-answer before it sends the next prompt. Every round serves --requests requests under each policy;
-the order of the policies is reversed from round to round, so that a machine that becomes slower
-favours none of them. All policies share the engines; each run has a gateway and prompts of its own,
-and begins with --streams requests that are not counted. Prints JSON:
+The deployment is the one that `prfaas up` starts: a tiny model on one PrfaaS node, one local
+prefill node and one local decode node, with a WAN between the clusters. Each stream sends a prompt
+and waits for the whole answer before it sends the next prompt. Every round serves --requests
+requests under each policy. The order of the policies is reversed from round to round, so that a
+machine that becomes slower favours none of them. All policies share the engines. Each run has a
+new gateway and new prompts, and begins with --streams requests that are not counted. Prints JSON:
 
 \b
   policies  per policy: TTFT over all rounds, prefills per node, failures
@@ -58,8 +58,8 @@ from prfaas.measure.prompts import PromptGenerator, PromptPart
 from prfaas.measure.summary import LatencySummary, summarise_latencies
 
 POLICIES = ("adaptive", "paper", "local", "remote")
-MOST = 0.8  # of the last policy's median TTFT
-TOLD_S = 60.0  # for the gateway's line about a request to arrive; only a lost line takes longer
+MOST = 0.8  # share of the last policy's median TTFT
+LOG_LINE_S = 60.0  # for the gateway's log line about a request; only a lost line takes longer
 ANSWER_S = 300.0  # for one answer; only a hang takes longer
 
 
@@ -77,7 +77,7 @@ class Served:
 
     policy: str
     ttfts_s: list[float]
-    prefills: dict[str, int]  # by node
+    prefills: dict[str, int]  # per node
     failures: dict[str, int]
 
 
@@ -108,18 +108,18 @@ async def serve(hosts: RunningHosts, ready: LaunchPlan, policy: str, load: Load)
         warm = Load(load.streams, load.streams, load.prompt_tokens, load.output_tokens)
         await closed_loop(target, warm)
         answers = await closed_loop(target, load)
-        async with asyncio.timeout(TOLD_S):
-            told = [await outcomes.of(one.request_id) for one in answers if one.request_id]
+        async with asyncio.timeout(LOG_LINE_S):
+            logged = [await outcomes.of(one.request_id) for one in answers if one.request_id]
     return Served(
         policy,
         [one.ttft_s for one in answers if one.event_times_s],
-        dict(Counter(one.prefill or one.decode for one in told)),
+        dict(Counter(one.prefill or one.decode for one in logged)),
         dict(Counter(one.error for one in answers if one.error is not None)),
     )
 
 
 async def closed_loop(target: Target, load: Load) -> list[TimedResponse]:
-    """Every stream takes the next prompt when the answer to its last one has ended."""
+    """Sends all prompts. A stream sends its next prompt after the previous answer has ended."""
     assert target.model is not None
     ask = RequestTemplate(target.model, salt=secrets.token_hex(8))
     prompts = PromptGenerator()
@@ -137,7 +137,7 @@ async def closed_loop(target: Target, load: Load) -> list[TimedResponse]:
     return answers
 
 
-# From what was seen to figures --------------------------------------------------------------------
+# Results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,13 @@ def checks(
     type=click.Choice(POLICIES),
     help="Policy to serve with, repeatable; the first is compared with the last.",
 )
-@click.option("--streams", default=4, show_default=True)
+@click.option("--streams", default=4, show_default=True, help="Requests in flight.")
 @click.option("--requests", default=40, show_default=True, help="Requests per policy and round.")
 @click.option("--tokens", default=700, show_default=True, help="Tokens per prompt.")
 @click.option(
     "--output", default=16, show_default=True, help="Tokens per answer; 16 is the API's default."
 )
-@click.option("--rounds", default=2, show_default=True)
+@click.option("--rounds", default=2, show_default=True, help="Runs of each policy.")
 @click.option(
     "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
 )
@@ -206,7 +206,7 @@ def main(
     logs: Path | None,
 ) -> None:
     if len(set(policies)) < 2:
-        raise InputError("one policy has no comparison", where="--policy", fix="give two policies")
+        raise InputError("a comparison requires two policies", where="--policy", fix="give another")
     if min(streams, requests, tokens, output, rounds) < 1:
         raise InputError("a number is below 1", where="--streams and others", fix="give 1 or more")
     load = Load(streams, requests, tokens, output)

@@ -1,20 +1,21 @@
-"""The same requests between the same vLLM servers, moved by our connector and by vLLM's own.
+"""The same hand-offs between the same vLLM servers, with PrfaasConnector and with NixlConnector.
 
 \b
     prfaas bench connectors --python .venv-vllm/bin/python [--models qwen3] [--tokens 2000]
 
-Two vLLM servers on the CPU (float32, no prefix cache, one thread each, one kind of connector at a
-time) get the same prompts: PrfaasConnector with a kvd per server, and NixlConnector (UCX, TCP
-only). `--python` is of an environment with vLLM, prfaas and nixl (`make bench-vllm`). Models are
-made on the spot. Prints JSON, per model and connector:
+Two vLLM servers on the CPU (float32, no prefix cache, one thread each) receive the same prompts
+with one connector at a time: PrfaasConnector with a kvd per server, or vLLM's NixlConnector (UCX,
+TCP only). `--python` is the interpreter of an environment with vLLM, prfaas and nixl
+(`make bench-vllm`). The benchmark makes the models. Prints JSON, per model and connector:
 
-    to_first_token_s   from the prefill's answer to the decode server's first token (median)
+\b
+    to_first_token_s   from the prefill's response to the decode server's first token (median)
     whole_s            from sending the prefill to the decode server's first token (median)
-    transfer_s         the part of the first that is transfer: until the receiving kvd has
-                       committed (mean); of NIXL what its own metric says
-    tokens_equal       greedy tokens as one server alone computes them
+    transfer_s         the part of `to_first_token_s` until the receiving kvd has committed (mean);
+                       for NIXL, the value of its own metric
+    tokens_equal       prompts whose greedy tokens equal those of a single server
 
-A connector that refuses a model, or whose server dies, is reported with the last lines it said.
+For a connector that refuses a model, or whose server exits, the result is the server's last errors.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.testing.vllm_server import VllmServer, await_health, start_vllm
 from prfaas.types import Compat
 
-# vLLM's CPU attention takes head sizes that are multiples of 32; the tiny qwen3's is not.
+# vLLM's CPU attention requires head sizes that are multiples of 32; the tiny qwen3's is not one.
 MODELS: dict[str, Size] = {"qwen3": "small", "gemma3": "tiny", "falcon-h1": "tiny"}
 NEW_TOKENS = 16
 COMMIT_S = 60.0
 CACHE_BYTES = 256 << 20
-# With NIXL each worker was seen with a second thread that never rests; bound to one core, the two
+# With NIXL, each worker had a second thread that was always busy. On one core the two threads
 # would share it.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 FLAGS = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "512", "--max-model-len", "4096"]
@@ -57,7 +58,7 @@ FLAGS = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "512", "--max
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request, in seconds of one clock."""
+    """The times of one request, in seconds of one clock."""
 
     asked_s: float
     prefilled_s: float
@@ -71,7 +72,7 @@ class Pair(Protocol):
     def alone(self, prompt: list[int]) -> list[int]: ...
 
     def transfer_s(self) -> float | None:
-        """Of a hand-off, on average."""
+        """Mean seconds that the transfer of one hand-off takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Servers:
         return self.prefill.complete(prompt, NEW_TOKENS).generated.tokens
 
     def first_token(self, prompt: list[int], params: dict[str, Any]) -> tuple[float, list[int]]:
-        """When it came, and the whole answer."""
+        """Returns the time of the first token, and the whole answer."""
         tokens: list[int] = []
         first_s = 0.0
         with self.decode.streaming(prompt, NEW_TOKENS, kv_transfer_params=params) as pieces:
@@ -96,7 +97,7 @@ class Servers:
 
 
 class OurPair:
-    """A gateway's part for our connector: grant, prefill, commit, decode."""
+    """Does a gateway's work for PrfaasConnector: grant, prefill, commit, decode."""
 
     def __init__(self, servers: Servers, source_url: str, target_url: str) -> None:
         self._servers = servers
@@ -132,7 +133,7 @@ class OurPair:
 
 
 class NixlPair:
-    """A proxy's part for NixlConnector: what the prefill answers is the decode's parameters."""
+    """Does a proxy's work for NixlConnector: the prefill's response has the decode parameters."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -205,7 +206,7 @@ def nixl_pair(python: Path, model: Path, folder: Path) -> Iterator[Pair]:
                     **UNBOUND,
                     "UCX_TLS": "tcp",
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + core),
-                    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # it asks for it with Mamba layers
+                    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL requires it with Mamba layers
                 },
             )
             stack.callback(server.stop)
@@ -219,7 +220,7 @@ CONNECTORS = {"prfaas": our_pair, "nixl": nixl_pair}
 
 def measured(pair: Pair, prompts: list[list[int]]) -> dict[str, Any]:
     expected = [pair.alone(prompt) for prompt in prompts]
-    pair.hand_off(prompts[0][:200])  # handshakes and connections
+    pair.hand_off(prompts[0][:200])  # warms up: handshakes, connections
     found = [pair.hand_off(prompt) for prompt in prompts]
     transfer_s = pair.transfer_s()
     return {
@@ -237,13 +238,13 @@ def attempt(name: str, python: Path, model: Path, prompts: list[list[int]]) -> d
         try:
             with CONNECTORS[name](python, model, folder) as pair:
                 return measured(pair, prompts)
-        except Exception as error:  # what a peer cannot do is a result here
-            said = [_errors(folder / f"{end}.log") for end in "pd"]
-            return {"failed": str(error)[:500] or type(error).__name__, "log": said}
+        except Exception as error:  # a connector's failure is a result here
+            logged = [_errors(folder / f"{end}.log") for end in "pd"]
+            return {"failed": str(error)[:500] or type(error).__name__, "log": logged}
 
 
 def _errors(log: Path) -> list[str]:
-    """The last lines with which a server explains itself."""
+    """The last error lines of a server's log."""
     if not log.exists():
         return []
     lines = log.read_text(errors="replace").splitlines()
@@ -273,10 +274,21 @@ def _median(values: list[float]) -> float:
 
 
 @click.command(help=__doc__)
-@click.option("--python", required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--models", multiple=True, type=click.Choice(list(MODELS)), default=list(MODELS))
+@click.option(
+    "--python",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Python interpreter with vLLM, prfaas and nixl.",
+)
+@click.option(
+    "--models",
+    multiple=True,
+    type=click.Choice(list(MODELS)),
+    default=list(MODELS),
+    help="Model to serve; repeatable.",
+)
 @click.option("--tokens", default=2000, show_default=True, help="Tokens of each prompt.")
-@click.option("--prompts", "count", default=5, show_default=True)
+@click.option("--prompts", "count", default=5, show_default=True, help="Prompts per connector.")
 def main(python: Path, models: tuple[str, ...], tokens: int, count: int) -> None:
     chance = random.Random(0)
     prompts = [chance.choices(range(256), k=tokens) for _ in range(count)]

@@ -1,12 +1,13 @@
-"""What exporting costs a prefill, and what batching brings to decode, on small models.
+"""The cost of exporting KV during a prefill, and the gain from batched decode, on small models.
 
 \b
     prfaas bench engine [--tokens 2048] [--batch 16] [--rounds 7]
 
-Models are made on the spot (`prfaas model make`, hidden size 256). Each pair of measurements is
-interleaved, round by round; medians count. Prints JSON, per model: `export_overhead` (prefill time
-with every layer's state exported over prefill time without, minus 1), `sink_share` (time inside the
-export over prefill time) and `batched_decode` (tokens/s at `batch` over tokens/s at 1).
+The benchmark makes the models (as `prfaas model make` does, hidden size 256). Every round measures
+both variants of a pair, and the results are medians. Prints JSON, per model: `export_overhead`
+(prefill time with every layer's state exported over prefill time without, minus 1), `sink_share`
+(time inside the export over prefill time) and `batched_decode` (tokens/s at `batch` over tokens/s
+at 1).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ARCHITECTURES = ("kimi-linear", "qwen3")
 
 
 class TimedSink(ScratchSink):
-    """Adds up the time between being asked for a buffer and being told that it is full."""
+    """A sink that sums the time from each request for a buffer until that buffer is full."""
 
     def __init__(self, loaded: LoadedModel, nbytes: int) -> None:
         super().__init__(loaded.spec, nbytes)
@@ -76,7 +77,7 @@ def export_cost(engine: HFEngine, loaded: LoadedModel, tokens: int, rounds: int)
 
 
 def batched_decode(engine: HFEngine, batch: int, rounds: int) -> dict[str, Any]:
-    """Steps are timed as `prfaas profile` times them, both batches in every round."""
+    """Times decode steps like `prfaas profile` does. Every round measures both batch sizes."""
     profiler = Profiler(
         engine,
         lengths=(128, 256),
@@ -96,9 +97,9 @@ def batched_decode(engine: HFEngine, batch: int, rounds: int) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--tokens", default=2048, show_default=True)
-@click.option("--batch", default=16, show_default=True)
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--tokens", default=2048, show_default=True, help="Tokens of the prompt.")
+@click.option("--batch", default=16, show_default=True, help="Sequences per decode batch.")
+@click.option("--rounds", default=7, show_default=True, help="Measurements of each variant.")
 def main(tokens: int, batch: int, rounds: int) -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,19 @@
-"""The short-term loop against a static threshold: a WAN that slows to a twentieth under load.
+"""The short-term loop against a static threshold while the WAN slows to a twentieth under load.
 
 \b
     prfaas bench episode [--policy adaptive] [--gbps 10] [--load 0.4] [--share 0.05]
 
-The case study's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway), in
-its own time; bytes and output tokens are scaled. One list of requests is served once per run: with
-the plan's threshold as it is (`static`: the loop off), and with each --policy. In each, the relay
-drops to --share of its rate for --seconds. The link is --gbps wide instead of the case study's 100,
-which are ten times what the load needs. Prints a table, then JSON:
+Processes stand in for the case study's hardware (emulated engines, kvds, a relay for the WAN, a
+gateway). Times are not scaled; bytes and output tokens are. Every run serves the same list of
+requests: one run keeps the plan's threshold (`static`: the loop is off), and one run uses each
+--policy. In each run the relay drops to --share of its rate for --seconds. The link has --gbps
+instead of the case study's 100 Gbps, which are ten times what the load needs. Prints a table, then
+JSON:
 
 \b
-  runs      offloaded shares before, during (from 2 s on) and after (from 10 s on); TTFT of those
-            who arrived during the episode; when the gateway's verdict on the link changed
-  verdicts  of each policy, against the static run
+  runs      offloaded shares before, during (from 2 s on) and after (from 10 s on) the episode; TTFT
+            of the requests that arrived during it; when the gateway's verdict on the link changed
+  verdicts  per policy, compared with the static run
 """
 
 from __future__ import annotations
@@ -62,18 +63,18 @@ from prfaas.sim.arrivals import Arrivals, poisson
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 SCALES = Scales(time=1.0, bytes=1 / 128, output=1 / 32)
 STATIC = "static"
-CALM_S = 30.0  # before the episode, and after it
+CALM_S = 30.0  # load before and after the episode
 DROPS_S = 2.0
 RESUMES_S = 10.0
-RESUMED_SHARE = 0.75  # of the requests offloaded before
-LESS = 0.4  # of the static run's P90 TTFT that the loop is to save
+RESUMED_SHARE = 0.75  # of the share offloaded before the episode
+LESS = 0.4  # share of the static run's P90 TTFT that the loop must save
 LOOK_S = 0.1
-TOLD_S = 10.0  # until the gateway's line about a request has arrived here
+LOG_LINE_S = 10.0  # timeout for the gateway's log line about a request
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the gateway thought of the WAN."""
+    """The gateway's state of the WAN at one moment."""
 
     at_s: float
     verdict: int
@@ -98,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """When the WAN is slow, in seconds since the load began, and how much of it is left."""
+    """When the WAN is slow, in seconds since the load began, and the share of its rate then."""
 
     start_s: float
     stop_s: float
@@ -147,15 +148,15 @@ async def served(
         try:
             outcomes = await offer_load(target, arrivals, ask, PromptGenerator(), clock)
             await slowing
-            async with asyncio.timeout(TOLD_S):
-                told = [await logged.of(one.request_id) for one in outcomes]
+            async with asyncio.timeout(LOG_LINE_S):
+                routed = [await logged.of(one.request_id) for one in outcomes]
         finally:
             slowing.cancel()
             watching.cancel()
             await asyncio.gather(slowing, watching, return_exceptions=True)
     requests = [
-        Request(one.at_s, one.ttft_s, story.route == "remote")
-        for one, story in zip(outcomes, told, strict=True)
+        Request(one.at_s, one.ttft_s, outcome.route == "remote")
+        for one, outcome in zip(outcomes, routed, strict=True)
     ]
     return Run(name, requests, looks, failures(outcomes))
 
@@ -177,22 +178,23 @@ async def watch(live: RunningDeployment, looks: list[Look], began_s: float, cloc
         await asyncio.sleep(LOOK_S)
 
 
-# From what was seen to figures --------------------------------------------------------------------
+# Results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds are since the episode's start or, of what comes after it, since its end."""
+    """The results of one run. `noticed_s` counts from the start of the episode, `cleared_s` and
+    `resumed_s` count from its end."""
 
     requests: int
     failures: dict[str, int]
-    offloaded_before: float  # shares of the requests that arrived then
+    offloaded_before: float  # share of the requests that arrived in that time
     offloaded_during: float
     offloaded_after: float
     ttft_before_s: LatencySummary | None
-    ttft_during_s: LatencySummary | None  # of those who arrived during the whole episode
-    noticed_s: float | None  # until the gateway said that the link was not clear
-    cleared_s: float | None  # ... that it was again
+    ttft_during_s: LatencySummary | None  # of the requests that arrived during the episode
+    noticed_s: float | None  # until the gateway's verdict was worse than clear
+    cleared_s: float | None  # until the verdict was clear again
     resumed_s: float | None  # until a request that arrived after the episode was offloaded
 
 
@@ -240,7 +242,7 @@ def verdicts(loop: Figures, static: Figures) -> dict[str, bool]:
 def show(screen: Console, found: dict[str, Figures], held: dict[str, dict[str, bool]]) -> None:
     table = Table(
         title=f"offloaded: before, from {DROPS_S:g} s into the episode, from {RESUMES_S:g} s after "
-        "it; TTFT of those who arrived during it (s)",
+        "it; TTFT of the requests that arrived during it (s)",
         title_justify="left",
     )
     for column in ("", "before", "during", "after", "TTFT mean", "P50", "P90", "noticed", "clear"):
@@ -280,7 +282,7 @@ def show(screen: Console, found: dict[str, Figures], held: dict[str, dict[str, b
     "--share", default=0.05, show_default=True, help="Share of the rate that the slow WAN keeps."
 )
 @click.option("--seconds", default=30.0, show_default=True, help="Seconds that the WAN is slow.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option(
     "--logs", type=click.Path(path_type=Path), help="Folder for logs.  [default: none are kept]"
 )

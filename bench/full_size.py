@@ -3,14 +3,15 @@
 \b
     prfaas bench full_size [--model kimi-linear-48b-a3b --model qwen3-4b] [--out DIR]
 
-Weights are random, shapes and arithmetic are the real ones (bench/models/*.json; Kimi-Linear-48B
-takes 98 GB in bfloat16). For each model, prints JSON and, with --out, writes after every stage:
+Weights are random; shapes and arithmetic are those of the real models (bench/models/*.json;
+Kimi-Linear-48B takes 98 GB in bfloat16). For each model, the benchmark prints JSON. With --out, it
+also writes the result after every stage:
 
 \b
   exact      greedy tokens of a run resumed from exported bytes equal those of a local run
   profile    T_prefill(new, cached), decode steps and S_kv, warm-up excluded, as catalog TOML
   phi_gbps   KV throughput S_kv / T_prefill per length (eq. 1), beside the paper's
-  export     prefill with state streamed out over prefill without, minus 1
+  export     prefill time with state streamed out over prefill time without, minus 1
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ PAPER_HYBRID, PAPER_DENSE = "kimi-linear-48b-a3b", "qwen3-235b-a22b"
 
 
 def exact(engine: HFEngine, tokens: int, generated: int = 64) -> dict[str, Any]:
-    """A run resumed from exported bytes beside the local run that exported them, and beside that
-    local run repeated: where repeating it changes tokens, so may resuming."""
+    """Compares a run resumed from exported bytes with the local run that exported them.
+
+    It also compares a repeated local run: where repeating changes tokens, resuming may too."""
     prompt = [(7 * token * token + token) % engine.limits.vocab_size for token in range(tokens)]
     sampling = Sampling(max_tokens=generated, ignore_eos=True, want_logits=True)
     state, handoff = MemorySegments(engine.spec), tokens - 1
     scratch = ScratchSink(engine.spec, engine.spec.kv_bytes(handoff))
-    # Kernels tune themselves in their first run at a new shape, writing some results several times.
+    # Kernels tune themselves in the first run at a new shape, and write some results several times.
     run(engine, EngineJob("warm up", prompt, sampling, export=Export(scratch, handoff)))
-    # Exporting cuts the local run where the other one resumes: bfloat16 sums depend on the cut.
+    # An export splits the local run where the other run resumes: bfloat16 sums depend on the split.
     local = run(engine, EngineJob("local", prompt, sampling, export=Export(state, handoff)))
     again = run(engine, EngineJob("again", prompt, sampling, export=Export(scratch, handoff)))
     carried = MemorySegments.load(engine.spec, state.dump())
@@ -142,18 +144,37 @@ def paper_phi(name: str) -> dict[str, float | None]:
 
 
 @click.command(help=__doc__)
-@click.option("--model", "names", multiple=True, default=NAMES, show_default=True)
-@click.option("--device", default=None)
-@click.option("--rounds", default=3, show_default=True)
+@click.option(
+    "--model",
+    "names",
+    multiple=True,
+    default=NAMES,
+    show_default=True,
+    help="Model in bench/models; repeatable.",
+)
+@click.option("--device", default=None, help="Torch device.")
+@click.option("--rounds", default=3, show_default=True, help="Measurements of each variant.")
 @click.option(
     "--cached", multiple=True, default=CACHED, show_default=True, help="Cached tokens; repeatable."
 )
-@click.option("--export-tokens", multiple=True, default=EXPORT_LENGTHS, show_default=True)
 @click.option(
-    "--stage", "stages", multiple=True, default=STAGES, type=click.Choice(STAGES), show_default=True
+    "--export-tokens",
+    multiple=True,
+    default=EXPORT_LENGTHS,
+    show_default=True,
+    help="Tokens of a prompt to export; repeatable.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder to write every result to at once."
+    "--stage",
+    "stages",
+    multiple=True,
+    default=STAGES,
+    type=click.Choice(STAGES),
+    show_default=True,
+    help="Stage to run; repeatable.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder to write each result to after its stage."
 )
 def main(
     names: tuple[str, ...],

@@ -1,20 +1,22 @@
-"""What the gateway adds to a request, beside vLLM's own router in front of the same nodes.
+"""The time that the gateway adds to a request, beside vLLM's router in front of the same nodes.
 
 \b
     prfaas bench gateway [--router ~/router/bin/vllm-router] [--gateways 2] [--rounds 3]
 
-Nodes answer at once (`bench/_null_node.py`), so what is measured is the way: reading the prompt,
-hashing, routing, grant, prefill, commit, decode, relaying 8 tokens. Streams of token-id prompts,
-each sent when the last is answered; medians of the rounds. Prints JSON:
+The nodes answer at once (`bench/_null_node.py`), so the measured time is the gateway's: reading the
+prompt, hashing, routing, grant, prefill, commit, decode and relaying 8 tokens. Each stream sends a
+prompt of token ids after the previous answer has ended. Results are medians of the rounds. Prints
+JSON:
 
 \b
   cases          per prompt length and number of streams, for `direct` (the node, no gateway),
                  `gateway` (one process), `gateways` (several) and `router`: requests/s, TTFT p50
-                 and p99, CPU time per request, errors; `added_ttft_ms` is TTFT less `direct`'s;
-                 `rate_of_router`: one gateway's requests/s over the router's; `rate_of_one`: those
-                 of several over those of one
-  loop_stall_ms  how late the gateway's event loop was at most, for 99% of its looks
-  tokenising_ms  apart, since token ids need none: text of so many tokens, byte-level
+                 and p99, CPU time per request, errors; `added_ttft_ms` is TTFT minus `direct`'s;
+                 `rate_of_router` is one gateway's requests/s over the router's; `rate_of_one` is
+                 the requests/s of several gateways over those of one
+  loop_stall_ms  p99 of the gateway's event-loop lag
+  tokenising_ms  byte-level tokenisation of texts of these lengths; measured separately, because
+                 prompts of token ids need none
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ HERE = Path(__file__).parent
 MODEL = "case-study-1t"
 LENGTHS = (1_000, 30_000, 128_000)
 STREAMS = (1, 32, 256)
-PROMPTS = 8  # different ones, in turn
+PROMPTS = 8  # different prompts, sent in turn
 VOCABULARY = 160_000
 START_S = 60.0
 NODES = ("remote", "prefill", "decode")
-_END = b"\r\n0\r\n\r\n"  # of a chunked body
+_END = b"\r\n0\r\n\r\n"  # the end of a chunked body
 
 DEPLOYMENT = """
 [model]
@@ -104,11 +106,11 @@ class Seen:
     ttft_s: list[float] = field(default_factory=list)
     answered: int = 0
     errors: int = 0
-    problem: str = ""  # the first
+    problem: str = ""  # the first error
 
 
 class Stream(asyncio.Protocol):
-    """Sends a request, waits for the end of its answer, sends the next, until `until_s`."""
+    """Sends requests until `until_s`, each after the end of the previous answer."""
 
     def __init__(self, requests: Sequence[bytes], until_s: float, seen: Seen) -> None:
         self._requests = requests
@@ -158,7 +160,7 @@ class Stream(asyncio.Protocol):
 async def load(
     ports: Sequence[int], requests: Sequence[bytes], streams: int, seconds: float
 ) -> dict[str, Any]:
-    """Streams in turn to each of `ports`."""
+    """Runs all streams and distributes them over `ports` in turn."""
     loop = asyncio.get_running_loop()
     seen = Seen()
     begun_s = time.perf_counter()
@@ -187,7 +189,7 @@ async def load(
 
 
 def requests_of(tokens: int) -> list[bytes]:
-    """The same prompts for every target."""
+    """Encodes the requests. Every target receives the same prompts."""
     rng = np.random.default_rng(tokens)
     made = []
     for _ in range(PROMPTS):
@@ -202,7 +204,7 @@ def requests_of(tokens: int) -> list[bytes]:
     return made
 
 
-# What is measured --------------------------------------------------------------------------------
+# Measurements -----------------------------------------------------------------------------------
 
 
 def free_ports(count: int) -> list[int]:
@@ -228,7 +230,7 @@ def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def ready(port: int, child: subprocess.Popen[bytes], log: Path, request: bytes | None) -> None:
-    """Until it answers; a whole request where one is given."""
+    """Waits until the process answers `request`, or its health check when there is no request."""
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s and child.poll() is None:
         try:
@@ -246,7 +248,7 @@ def ready(port: int, child: subprocess.Popen[bytes], log: Path, request: bytes |
 
 
 def stalls(port: int) -> dict[float, float]:
-    """Cumulative counts of the gateway's own looks at its event loop, per bound in ms."""
+    """Event-loop lag of the gateway: bound in ms -> cumulative count of its samples."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
         text = page.read().decode()
     found = re.findall(r'prfaas_gateway_loop_stall_seconds_bucket{le="([^"]+)"} (\S+)', text)
@@ -280,7 +282,7 @@ class Target:
     pids: Sequence[int] = ()
 
     def cpu_s(self) -> float:
-        """So far, of all its processes."""
+        """CPU time of all processes of the target so far."""
         stats = [
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids
         ]
@@ -293,9 +295,24 @@ class Target:
     "--gateways", default=2, show_default=True, help="Number of gateways to compare with one."
 )
 @click.option("--seconds", default=3.0, show_default=True, help="Seconds of each measurement.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--length", "lengths", multiple=True, type=int, default=LENGTHS, show_default=True)
-@click.option("--streams", multiple=True, type=int, default=STREAMS, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Measurements per case and target.")
+@click.option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=int,
+    default=LENGTHS,
+    show_default=True,
+    help="Tokens per prompt; repeatable.",
+)
+@click.option(
+    "--streams",
+    multiple=True,
+    type=int,
+    default=STREAMS,
+    show_default=True,
+    help="Requests in flight; repeatable.",
+)
 def main(
     router: str | None,
     gateways: int,
@@ -320,7 +337,7 @@ def main(
 
 @contextmanager
 def started(folder: Path, router: str | None, gateways: int) -> Iterator[dict[str, Target]]:
-    """Null nodes, gateways and the router, ready."""
+    """Starts the null nodes, the gateways and the router, and waits until they are ready."""
     nodes = free_ports(len(NODES))
     urls = {name: f"http://127.0.0.1:{at}" for name, at in zip(NODES, nodes, strict=True)}
     pairs = [word for name, at in zip(NODES, nodes, strict=True) for word in (str(at), name)]

@@ -1,11 +1,12 @@
-"""How fast the global index hashes and matches long prompts against a million blocks.
+"""The time in which the global index hashes long prompts and matches them against a million blocks.
 
 \b
     prfaas bench index [--blocks 1000000] [--peers SCRIPT [--peer-python PYTHON]]
 
-Two clusters of eight nodes, 64-token blocks, one full-attention and one linear group. Prints JSON:
-`match_ms` (medians of hashing plus matching, from a list and from an array), `events_blocks_per_s`,
-`bytes_per_block`, and with `--peers` what an outside script printed in the same run.
+The index has two clusters of eight nodes, 64-token blocks, one full-attention group and one linear
+group. Prints JSON: `match_ms` (medians of hashing plus matching, from a list and from an array),
+`events_blocks_per_s`, `bytes_per_block`, and with `--peers` the output of an external script in the
+same run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RULES = (GroupRule("full0", "full"), GroupRule("linear0", "linear"))
 
 
 def build(blocks: int) -> tuple[GlobalKVManager, list[list[int]], dict[str, float]]:
-    """A manager with at least that many blocks, some of the stored prompts, and what it took."""
+    """Returns a manager with at least `blocks`, some of its prompts, and the cost to build it."""
     spec = build_spec((MLA((0,), 512, 64), Linear((1,), 32, 32, 128, 128, 4)))
     manager = GlobalKVManager(spec)
     nodes = [NodeId(f"c{cluster}n{node}") for cluster in range(2) for node in range(8)]
@@ -83,7 +84,7 @@ def build(blocks: int) -> tuple[GlobalKVManager, list[list[int]], dict[str, floa
 def measure(
     manager: GlobalKVManager, prompts: list[list[int]], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Prompt length -> how the tokens come -> median milliseconds."""
+    """Prompt length -> type of the token sequence -> median milliseconds."""
     forms: dict[str, Callable[[list[int]], Tokens]] = {
         "list": list,
         "array": lambda tokens: array("I", tokens),
@@ -105,13 +106,13 @@ def measure(
                 times.append(time.perf_counter() - start)
                 found = max(m.attention_tokens for m in match.nodes.values())
                 assert found == min(length, STORED_TOKENS), "a stored prompt was not found"
-                del prompt, match  # a gateway keeps them until the request is done
+                del prompt, match  # not timed: a gateway keeps both until the request ends
             result[str(length)][form] = round(statistics.median(times) * 1e3, 3)
     return result
 
 
 def run_peers(script: Path, python: str) -> list[object]:
-    """The JSON lines an outside script prints."""
+    """Runs an external script and returns the JSON lines that it prints."""
     done = subprocess.run([python, str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{script} failed: {done.stderr.strip()[-500:]}")
@@ -124,8 +125,8 @@ def _resident_bytes() -> int:
 
 
 @click.command(help=__doc__)
-@click.option("--blocks", default=1_000_000, show_default=True)
-@click.option("--repeats", default=60, show_default=True)
+@click.option("--blocks", default=1_000_000, show_default=True, help="Blocks in the index.")
+@click.option("--repeats", default=60, show_default=True, help="Measurements of each case.")
 @click.option(
     "--peers",
     type=click.Path(exists=True, path_type=Path),

@@ -1,24 +1,31 @@
-"""The link sensor, live: no false alarm on a calm link, and a throttled link is known in time.
+"""The link sensor, live: no false alarm on a calm link, and fast detection of a slow one.
 
 \b
     prfaas bench link_sensor [--calm-s 300] [--stalls 6] [--trials 20] [--record FOLDER]
 
-The case study's hardware as processes (emulated engines, kvds, a relay for the WAN, a gateway),
-with a WAN that the load fills to about a tenth. First the load runs for --calm-s: every verdict
-that is worse than clear is a false alarm. Then, --stalls times, kvds are stopped for a second while
-they send or receive: that is not the link's doing, so a verdict is a false alarm, too. Then,
---trials times, the relay drops to --share of its rate while the KV of a long prompt travels: how
-long until the gateway believes a rate within a factor of two of the truth, counted from the drop,
-which comes before the first byte that waits. Prints JSON:
+Processes stand in for the case study's hardware (emulated engines, kvds, a relay for the WAN, a
+gateway). The load uses about a tenth of the WAN. The benchmark has three parts:
+
+1. The load runs for --calm-s. Every verdict that is worse than clear is a false alarm.
+
+2. Kvds are stopped for a second, --stalls times, while they send or receive. The link does not
+cause these stalls, so a verdict that is worse than clear is a false alarm here too.
+
+3. The relay drops to --share of its rate, --trials times, while it carries the KV of a long prompt.
+The result is the time until the gateway believes a rate within a factor of two of the true one. It
+counts from the drop, which comes before the first byte that waits.
+
+Prints JSON:
 
 \b
-  calm      how full the link was, verdicts worse than clear and their causes, how late kvds were
-  stalls    of each: which kvd was stopped, and the worst verdict afterwards
-  trials    of each: seconds until the belief was right, the rate believed 3 s after the drop, truth
+  calm      how full the link was, verdicts worse than clear and their causes, kvds' lag
+  stalls    of each: which kvds were stopped, and the worst verdict afterwards
+  trials    of each: seconds until the believed rate was right, the rate believed 3 s after the
+            drop, the true rate
   verdicts  no false alarm; every trial right within 3 s
 
---record writes what the gateway was told of the link in each part, one JSON line per report:
-recorded streams that tests judge anew.
+--record writes the link reports that the gateway received in each part, one JSON line per report.
+Tests evaluate these recorded streams again.
 """
 
 from __future__ import annotations
@@ -63,14 +70,14 @@ from prfaas.studies.problem_files import Study
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 SCALES = Scales(time=1.0, bytes=1 / 128, output=1 / 32)
 LOOK_S = 0.05
-WARM_S = 15.0  # the first prompts have been handed off by then
+WARM_S = 15.0  # the first hand-offs end before
 KNOWN_WITHIN_S = 3.0
 FACTOR = 2.0
-LONG_TOKENS = 100_000  # its KV travels for some seconds
+LONG_TOKENS = 100_000  # its transfer takes some seconds
 GIVEN_UP_S = 60.0
 STALL_S = 1.0
-AFTER_S = 3.0  # a verdict would have come by then
-RECOVERED_S = 60.0  # until the link is clear again after a trial; longer is a hang
+AFTER_S = 3.0  # a verdict comes before
+RECOVERED_S = 60.0  # timeout for a clear verdict after a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class Look:
 
 @dataclass(slots=True)
 class Watch:
-    """What the gateway says of the link, look by look."""
+    """The gateway's states of the link, in the order of the polls."""
 
     looks: list[Look] = field(default_factory=list)
     record: TextIO | None = None
@@ -110,9 +117,9 @@ class Watch:
 @dataclass(frozen=True, slots=True)
 class Trial:
     truth_bps: float
-    right_after_s: float | None  # since the drop; None: never within the trial
+    right_after_s: float | None  # since the drop; None: not within the trial
     believed_bps: float | None  # at the end of `KNOWN_WITHIN_S`
-    verdict: int  # then
+    verdict: int  # at the same time
 
     @property
     def held(self) -> bool:
@@ -125,7 +132,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    stopped: str  # all kvds that send, or all that receive
+    stopped: str  # all kvds that send, or all kvds that receive
     worst_verdict: int
     cause: str
 
@@ -154,8 +161,8 @@ async def loaded(
     seed: int,
     record: TextIO | None,
 ) -> AsyncIterator[tuple[Callable[[], Awaitable[None]], Watch]]:
-    """A gateway under an open-loop load: how to send a long prompt beside it, and a watch on its
-    link."""
+    """Starts a gateway under an open-loop load. Yields a function that sends one more, long prompt,
+    and a watch on the link."""
     clock = MonotonicClock()
     watch = Watch(record=record)
     arrivals = poisson(case.problem.workload, rps, max(1, round(rps * seconds)), seed)
@@ -308,7 +315,7 @@ async def trial_runs(
 
 
 def travels(look: Look) -> bool:
-    """Whether enough is on its way for a sender to notice that it goes no further."""
+    """Whether the link carries enough for a sender to notice a stall."""
     return look.stats is not None and look.stats["goodput_bps"] > 2e6
 
 
@@ -336,7 +343,7 @@ def recovered(look: Look) -> bool:
 @click.option(
     "--load", default=0.3, show_default=True, help="Load as a share of the planned capacity."
 )
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option(
     "--record", type=click.Path(path_type=Path), help="Folder to write the link reports to."
 )
@@ -364,8 +371,8 @@ def main(
         planned = small_case(stated, CASE_STUDY, folder, SCALES)
         plan = find_optimum(planned.problem)
         rps = load * plan.capacity_rps
-        # The load is to fill a tenth. What is not offloaded while the deployment warms up, and the
-        # difference between the plan and a short sample, make it a little less than planned.
+        # The load should use a tenth of the link. It uses a little less than planned: few requests
+        # are offloaded during the warm-up, and a short sample differs from the plan.
         gbps = round(planned_egress_gbps(stated) * load * 8, 3)
         case = small_case(stated, CASE_STUDY, folder, SCALES, wan=Wan(gbps=gbps))
 
@@ -416,7 +423,7 @@ def main(
 
 @contextmanager
 def recording(folder: Path | None, part: str, bps: float, share: float) -> Iterator[TextIO | None]:
-    """A file of reports; its first line says what the link could carry."""
+    """Opens a file for link reports. Its first line has the capacity of the link."""
     if folder is None:
         yield None
         return
@@ -428,7 +435,7 @@ def recording(folder: Path | None, part: str, bps: float, share: float) -> Itera
 
 
 def planned_egress_gbps(stated: Deployment) -> float:
-    """What the PrfaaS cluster sends at the planned capacity."""
+    """The rate at which the PrfaaS cluster sends at the planned capacity."""
     return Study(CASE_STUDY, "paper").plan(stated).prfaas_pd.egress_bps / 1e9
 
 

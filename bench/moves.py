@@ -1,18 +1,19 @@
-"""What replication of hot prefixes gains: TTFT with it and without, on the same requests.
+"""The gain from replicating hot prefixes: TTFT with and without it, on the same requests.
 
 \b
     prfaas bench moves [--rounds 2] [--fabric-gbps 2] [--shared 32768] [--topics 4] [--requests 40]
 
-Two prefill nodes and one that decodes, as processes: emulated engines (8 H20 each, the case study's
-model), kvds, a gateway; in front of the nodes that prefill stands a relay of the fabric's rate, so
-that a copy takes its time. Topics come one after the other. Requests of a topic share a long
-prefix, which one prefill node has, and come faster than that node alone can take them. Without
-replication a route still copies a prefix as soon as a copy is quicker than the queue. Prints JSON,
-in seconds of the deployment (the machine's are `--time-scale` as long):
+The deployment has two prefill nodes and one decode node, as processes: emulated engines (8 H20
+each, the case study's model), kvds and a gateway. A relay with the fabric's rate is in front of
+each prefill node, so that a copy takes a realistic time. Topics come one after the other. The
+requests of a topic share a long prefix, which one prefill node has, and come faster than that node
+can serve them. Without replication, a route still copies a prefix as soon as a copy is faster than
+the queue. Prints JSON, in seconds of the deployment (one of them is `--time-scale` seconds of the
+machine):
 
 \b
-  runs    in the order they were made: TTFT, copies by what asked for them, the generator's lateness
-  ttft_s  all rounds together, `with` and `without`; `gain` is what of it is saved
+  runs    in order: TTFT, copies by cause, the generator's lag
+  ttft_s  all rounds together, `with` and `without`; `gain` is the share that replication saves
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 
 MODEL = "case-study-1t"
-PREFILL = 2  # nodes
-OWN_TOKENS = 500  # behind the shared prefix
+PREFILL = 2  # number of prefill nodes
+OWN_TOKENS = 500  # of each prompt, after the shared prefix
 OUTPUT_TOKENS = 16
 BYTE_SCALE = 2e-3
-LOAD = 1.5  # of what one node can take
+LOAD = 1.5  # times the capacity of one prefill node
 
 
 def deployment(fabric_gbps: float, shared: int) -> Deployment:
@@ -85,7 +86,7 @@ def deployment(fabric_gbps: float, shared: int) -> Deployment:
 
 
 def topics(count: int, shared: int, each: int, rps: float, seed: int) -> Arrivals:
-    """Every topic's requests in turn, at Poisson times."""
+    """The requests of all topics, one topic after the other, at Poisson times."""
     blocks = shared // TRACE_BLOCK_TOKENS
     hashes = [
         tuple(BlockHash(b"topic %d block %d" % (topic, n)) for n in range(blocks))
@@ -103,7 +104,7 @@ def topics(count: int, shared: int, each: int, rps: float, seed: int) -> Arrival
 
 
 def first_of_each(arrivals: Arrivals, each: int, apart_s: float) -> Arrivals:
-    """One request per topic, far enough apart that none waits: who computes it will have it."""
+    """One request per topic. None waits, so the node that prefills it then has the prefix."""
     assert arrivals.hashes is not None
     chosen = slice(None, None, each)
     hashes = arrivals.hashes[chosen]
@@ -118,7 +119,7 @@ def first_of_each(arrivals: Arrivals, each: int, apart_s: float) -> Arrivals:
 
 @contextmanager
 def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str, list[str]]]:
-    """For each host the options of its kvd, which is reached at this rate where it prefills."""
+    """Host -> options of its kvd. A relay limits the kvds of prefill nodes to `rate_bps`."""
     with ExitStack() as stack:
         options: dict[str, list[str]] = {host.name: [] for host in hosts}
         for host in hosts[:PREFILL]:
@@ -142,13 +143,13 @@ async def measure(
     with fabric(all_hosts, link.gbps * 1e9) as options:
         async with Children(folder, attached_prefix()) as children:
             kvds = [commands.kvd_command(host, folder, made.engines) for host in all_hosts]
-            said = await children.start_all(
+            started = await children.start_all(
                 [
                     replace(kvd, arguments=[*kvd.arguments, *options[host.name]])
                     for kvd, host in zip(kvds, all_hosts, strict=True)
                 ]
             )
-            at = {host.name: said[f"kvd-{host.name}"] for host in all_hosts}
+            at = {host.name: started[f"kvd-{host.name}"] for host in all_hosts}
             nodes = await children.start_all(
                 [
                     commands.engine_command(host, folder, at[host.name], made.engines)
@@ -174,7 +175,7 @@ async def _run(
     clock = MonotonicClock()
     async with launched_gateway(hosts, changed) as live:
         prefilling = [n["node"] for n in await _nodes(live) if n["role"] == "prefill"]
-        assert prefilling == list(hosts.kvds)[:PREFILL], "who is behind a relay"
+        assert prefilling == list(hosts.kvds)[:PREFILL], "a prefill node has no relay"
         async with connect(live.gateway_url, clock) as target:
             assert target.model is not None
             ask, prompts = RequestTemplate(target.model, secrets.token_hex(8)), PromptGenerator()
@@ -227,7 +228,7 @@ def figures(runs: Sequence[dict[str, Any]], time_scale: float) -> dict[str, Any]
 
 
 def expected_s(made: LaunchPlan, shared: int) -> dict[str, float]:
-    """Of one request's prefill, as the engines will take for it; and of a copy of the prefix."""
+    """Seconds of a prefill without the prefix, of one with it, and of a copy of the prefix."""
     costs = build_costs(
         Study(Path(__file__), "exact").problem(made.deployment), shared + OWN_TOKENS
     )
@@ -244,12 +245,12 @@ def expected_s(made: LaunchPlan, shared: int) -> dict[str, float]:
 @click.option(
     "--rounds", default=2, show_default=True, help="Runs with replication, and as many without."
 )
-@click.option("--fabric-gbps", default=2.0, show_default=True)
+@click.option("--fabric-gbps", default=2.0, show_default=True, help="Rate of the fabric.")
 @click.option("--shared", default=32768, show_default=True, help="Tokens of a topic's prefix.")
-@click.option("--topics", "count", default=4, show_default=True)
+@click.option("--topics", "count", default=4, show_default=True, help="Number of topics.")
 @click.option("--requests", "each", default=40, show_default=True, help="Requests of each topic.")
-@click.option("--time-scale", default=0.5, show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@click.option("--time-scale", default=0.5, show_default=True, help="Factor on all times.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     rounds: int,

@@ -1,16 +1,20 @@
-"""How much of a hand-off's transfer hides behind its prefill, through real engines and kvds?
+"""The share of a hand-off's transfer that overlaps with its prefill, with real engines and kvds.
 
 \b
     prfaas bench overlap [--rounds 5] [--vllm-python .venv-vllm/bin/python]
 
-A prefill node with its kvd, a second kvd that receives, and between them the user-space relay
-(`prfaas wan`), as fast as it takes for the transfer to last `--ratio` of the last prefills. In
-every round a prompt is pushed chunk by chunk while it is computed, and another of its length when
-its prefill has ended (`testing.ready_gate`; same processes, same link, in turns first). Prints
-JSON, per engine: `earlier_share`, by how much of the transfer's time the commit at the receiver
-comes earlier, and `hidden_share`, how much of that time is not waited for after the prefill's end;
-medians of the rounds, which are listed. Engines: `hf` (`prfaas node`), and `vllm` with our
-connector when an interpreter that has vLLM is given. Both run the same checkpoint, on one core.
+A prefill node with its kvd hands off to a second kvd through the user-space relay (`prfaas wan`).
+The relay's rate is set so that the transfer lasts `--ratio` times the latest prefills. Every round
+hands off one prompt chunk by chunk during its prefill, and another prompt of the same length after
+its prefill has ended (`testing.ready_gate`). Both use the same processes and the same link, and the
+order alternates. Prints JSON, per engine, with medians and the list of the rounds:
+
+\b
+  earlier_share  how much earlier the receiver commits, over the transfer's time
+  hidden_share   the share of the transfer's time that does not remain after the prefill's end
+
+Engines: `hf` (`prfaas node`), and `vllm` with PrfaasConnector if an interpreter with vLLM is given.
+Both run the same checkpoint, on one core.
 """
 
 from __future__ import annotations
@@ -50,19 +54,19 @@ from prfaas.types import Grant, NotNow
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 
-ARCH = "falcon-h1"  # a hybrid that both engines run
+ARCH = "falcon-h1"  # a hybrid model that both engines can run
 FEWEST_CHUNKS = 8
-RECENT = 3  # prefills by whose time the link is made; one before them warms up
+RECENT = 3  # prefills whose median time sets the link's rate, after one for warm-up
 KVD_OPTIONS = ("--memory", "1GiB", "--log-level", "warning")
 VLLM_CACHE_BYTES = 512 << 20
 START_S = 300.0
 REQUEST_S = 120.0
-_VOCABULARY = range(256)  # byte-level ids, which the checkpoint's tokenizer has
+_VOCABULARY = range(256)  # byte-level ids, which exist in the checkpoint's tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An engine's HTTP surface: a URL, and a Unix socket where it listens on one."""
+    """An engine's HTTP API: its URL, and its Unix socket if it listens on one."""
 
     url: str
     socket: Path | None = None
@@ -70,10 +74,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds since the request."""
+    """The times of one hand-off, in seconds since the request."""
 
     prefill_s: float
-    commit_s: float  # at the receiver
+    commit_s: float  # commit at the receiver
     nbytes: int
 
     @property
@@ -82,7 +86,7 @@ class Timed:
 
 
 class Pair:
-    """The engine with its kvd, and the kvd it hands off to; plays the gateway between them."""
+    """An engine with its kvd, and the kvd that receives. Does the gateway's work between them."""
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class Pair:
         answer = msgspec.convert(raw, Grant | NotNow)
         if isinstance(answer, NotNow):
             raise InputError(
-                f"the kvd grants no memory: {answer.reason}", fix="hand off fewer --tokens"
+                f"the kvd refused the grant: {answer.reason}", fix="hand off fewer --tokens"
             )
         return answer
 
@@ -156,7 +160,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Both ways over the same link."""
+    """One hand-off of each variant over the same link."""
 
     link_bps: float
     chunk_wise: Timed
@@ -164,7 +168,7 @@ class Round:
 
     @property
     def transfer_s(self) -> float:
-        """What pushing after the prefill waits for."""
+        """The wait after the prefill when the whole transfer starts at its end."""
         return self.at_the_end.exposed_s
 
     @property
@@ -185,7 +189,7 @@ def measure(pair: Pair, tokens: int, rounds: int, ratio: float, rtt_ms: float) -
     prefills_s: list[float] = []
 
     def timed(*, at_the_end: bool, relay: Relay) -> Timed:
-        prompt = source.choices(_VOCABULARY, k=tokens)  # never seen before: nothing is cached
+        prompt = source.choices(_VOCABULARY, k=tokens)  # a new prompt: no cache has it
         one = asyncio.run(pair.hand_off(prompt, at_the_end=at_the_end, relay=relay))
         prefills_s.append(one.prefill_s)
         return one
@@ -195,7 +199,7 @@ def measure(pair: Pair, tokens: int, rounds: int, ratio: float, rtt_ms: float) -
     with Relay(Address("127.0.0.1", 0), target, Conditions(rtt_s=rtt_ms / 1e3)) as relay:
         warm = [timed(at_the_end=False, relay=relay) for _ in range(1 + RECENT)]
         for number in range(rounds):
-            # Before every round: on a machine with other users a prefill's time drifts.
+            # Set before every round: on a shared machine, the prefill's time drifts.
             prefill_s = statistics.median(prefills_s[-RECENT:])
             link_bps = warm[0].nbytes * 8 / (ratio * prefill_s)
             relay.change(Conditions(rate_bps=link_bps, rtt_s=rtt_ms / 1e3))
@@ -261,7 +265,7 @@ def vllm_server(
     command += ["--kv-cache-memory-bytes", str(VLLM_CACHE_BYTES)]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     environment = {
-        # This checkout's connector, whatever that environment has installed.
+        # Use this checkout's connector, even if that environment has another one installed.
         "PYTHONPATH": str(Path(prfaas.__file__).parents[1]),
         "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -348,7 +352,7 @@ def main(
 ) -> None:
     if tokens < FEWEST_CHUNKS * chunk_tokens:
         raise InputError(
-            f"{tokens} tokens in chunks of {chunk_tokens}",
+            f"{tokens} tokens are fewer than {FEWEST_CHUNKS} chunks of {chunk_tokens}",
             where="--tokens",
             fix=f"give {FEWEST_CHUNKS * chunk_tokens} or more, or smaller --chunk-tokens",
         )

@@ -1,9 +1,9 @@
-"""How long does an architect wait? Wall time of `prfaas plan`, as a process, start-up included.
+"""Wall time of `prfaas plan` as a process, start-up included.
 
     prfaas bench planner [--repeats N]
 
 Goals: a sweep of 50 link speeds of the case study, and a plan for 10,000 GPUs, each under 5 s.
-There is no peer to run beside: no public planner solves for threshold and split.
+There is no other planner to compare with: no public one solves for threshold and split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wall_s(*arguments: object) -> float:
 
 
 def ten_thousand_gpus(folder: Path) -> Path:
-    """The case study's mix, at 10,000 GPUs and a link of the same share."""
+    """Writes a deployment with the case study's mix of 10,000 GPUs and a proportional link."""
     text = CASE_STUDY.read_text()
     for old, new in (("gpus = 32", "gpus = 3336"), ("gpus = 64", "gpus = 6664")):
         assert old in text
@@ -45,7 +45,7 @@ def ten_thousand_gpus(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="Runs per case (default 3).")
     repeats = parser.parse_args().repeats
     speeds = ",".join(str(2 * n) for n in range(1, 51))
     with tempfile.TemporaryDirectory() as folder:

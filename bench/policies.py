@@ -1,15 +1,15 @@
-"""Policies against each other on traces, prefix caches on: calm loads, then a set of stresses.
+"""Compares routing policies on traces with prefix caches: calm loads, then a set of stresses.
 
 \b
     prfaas bench policies --trace conversation.jsonl.xz --trace synthetic.jsonl.xz > out.json
     prfaas bench policies_docs out.json     # tables and figures of docs/simulator.md
-    prfaas bench policies --trace FILE --tune     # the grid search behind `paper`'s constants
+    prfaas bench policies --trace FILE --tune     # the grid search for `paper`'s constants
 
-100% load is the saturation rate under `paper` on the trace. A seed draws the window's start, the
-spread of requests inside the trace's 3 s clock buckets and the times of faults; all policies of a
-seed see the same requests. Good requests have their first token within 3 times what they take on
-the idle deployment, and their tokens as fast as the deployment's SLO says. Tuning uses seeds of its
-own, and `--first-seed` evaluates on seeds that were not looked at while constants were chosen.
+100% load is the saturation rate under `paper` on the trace. A seed determines the window's start,
+the spread of requests inside the trace's 3 s clock buckets and the times of faults. All policies of
+a seed receive the same requests. A good request has its first token within 3 times its TTFT on the
+idle deployment, and its tokens at the rate of the deployment's SLO. Tuning uses separate seeds.
+`--first-seed` evaluates on seeds that were not used while constants were chosen.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from prfaas.studies.simulation_cases import (
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 LOADS = (0.5, 0.8, 0.95)
 STRESS_LOADS = (0.8, 0.95)
-LARGEST_SHARE = 0.75  # of a trace that a window may take: seeds must be able to differ
-TUNING_SEEDS = (1001, 1002)  # the evaluation counts from 0
+LARGEST_SHARE = 0.75  # of a trace that a window may use: windows of different seeds must differ
+TUNING_SEEDS = (1001, 1002)  # the evaluation's seeds start at 0
 # A first search over (1, 2, 4) x (1.25, 1.5) x (2, 4) ended in the corner 4, 1.5, 2.
 GRID = {
     "surge_wait_s": (4.0, 8.0),
     "step": (1.5, 2.0),
     "limit": (1.5, 2.0),
 }
-CALM_SHARE = 0.25  # calm_wait_s of surge_wait_s
+CALM_SHARE = 0.25  # calm_wait_s over surge_wait_s
 TUNING_STRESSES = ("sagging link", "node lost")
 COMPARED: tuple[Policy, ...] = ("paper", "adaptive")
-CALM = "calm"  # the part of a run without stress
-# Metric -> whether more is better.
+CALM = "calm"  # the part of the benchmark without stress
+# Metric -> whether a higher value is better.
 METRICS = {
     "throughput_rps": True,
     "served_rps": True,
@@ -75,15 +75,15 @@ METRICS = {
     "ttft_p90_s": False,
     "ttft_p99_s": False,
 }
-# What `adaptive` may be worse than `paper` at a load, at the far end of the confidence interval.
+# Load -> how much worse than `paper` the worse end of `adaptive`'s confidence interval may be.
 ALLOWED = {0.5: 0.02, 0.8: 0.02, 0.95: 0.05}
-# What counts as a win under stress, in the mean.
+# Metric -> the mean improvement under stress that counts as a win.
 WINS = {"goodput_rps": 0.10, "ttft_p90_s": 0.20}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ground:
-    """One trace on one deployment: where policies meet."""
+    """One trace on one deployment, on which policies are compared."""
 
     deployment: Deployment
     hardware: Problem
@@ -93,12 +93,12 @@ class Ground:
     saturated_rps: float
 
     def arrivals(self, seed: int, load: float) -> Arrivals:
-        """A window at a share of the saturation rate, whatever its own rate was."""
+        """The seed's window of the trace, scaled to a share of the saturation rate."""
         window = replay(self.rows, seed, window_s=self.window_s)
         return window.scaled(load * self.saturated_rps / window.mean_rps)
 
     def problem(self, seed: int) -> Problem:
-        """Planned for the seed's window, calm."""
+        """The deployment as planned for the seed's window without stress."""
         return planned_for(self.hardware, self.arrivals(seed, 1.0))
 
     def service_level(self, problem: Problem, arrivals: Arrivals) -> ServiceLevel:
@@ -144,7 +144,7 @@ def stressed(
             calm_arrivals = ground.arrivals(seed, load)
             rng = np.random.default_rng(seed)
             arrivals, base = STRESSES[name](problem, calm_arrivals, ground.base, rng)
-            level = usual  # the same requests, whenever they come
+            level = usual  # the same requests, at other times
             if arrivals.hashes is not calm_arrivals.hashes:
                 level = ground.service_level(problem, arrivals)
             for policy in COMPARED:
@@ -154,9 +154,10 @@ def stressed(
 
 
 def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
-    """Every point of the grid, and none of it (a limit of 1), on calm and troubled runs. The cost
-    is mean TTFT, P90 TTFT and the inverse of goodput, each over the best point's in the same run,
-    averaged."""
+    """Runs every point of the grid, and a limit of 1 (no adjustment), on calm and stressed runs.
+
+    A point's cost is the average of mean TTFT, P90 TTFT and the inverse of goodput, each over the
+    best point's value in the same run."""
     points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     points = [{**p, "calm_wait_s": CALM_SHARE * p["surge_wait_s"]} for p in points]
     points.append({"limit": 1.0})
@@ -246,8 +247,9 @@ def differences(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]
 
 
 def bars(calm_found: list[dict[str, Any]], stress_found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether `adaptive` may be preferred: never much worse when calm, clearly better in trouble.
-    A stress is lost where a metric is worse for certain (the interval excludes zero)."""
+    """Checks whether `adaptive` may replace `paper`: not much worse when calm, better under stress.
+
+    A stress is lost if a metric is significantly worse (the interval excludes zero)."""
     broken = [
         f"{d['load']:.0%} {d['metric']}" for d in calm_found if _worst(d) > ALLOWED[d["load"]]
     ]
@@ -271,10 +273,23 @@ def _say(words: str) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--trace", "traces", required=True, multiple=True, type=click.Path(path_type=Path))
-@click.option("--deployment", "file", default=CASE_STUDY, type=click.Path(path_type=Path))
+@click.option(
+    "--trace",
+    "traces",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Trace in Mooncake's format, .jsonl or .xz; repeatable.",
+)
+@click.option(
+    "--deployment",
+    "file",
+    default=CASE_STUDY,
+    type=click.Path(path_type=Path),
+    help="Deployment file.  [default: the case study]",
+)
 @click.option("--seeds", default=5, show_default=True, help="Number of seeds to run.")
-@click.option("--first-seed", default=0, show_default=True, help="The first of the seeds.")
+@click.option("--first-seed", default=0, show_default=True, help="First seed.")
 @click.option(
     "--only",
     multiple=True,
@@ -288,7 +303,7 @@ def _say(words: str) -> None:
     show_default=True,
     help="Seconds of each trace to replay.",
 )
-@click.option("--tune", "tuning", is_flag=True, help="Search the constants of `paper` instead.")
+@click.option("--tune", "tuning", is_flag=True, help="Search the constants of `paper`.")
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],

@@ -1,9 +1,9 @@
-"""Puts the results of `bench policies` and `bench simulate` into docs/simulator.md.
+"""Writes the results of `bench policies` and `bench simulate` into docs/simulator.md.
 
 \b
     prfaas bench policies_docs policies.json --speed simulate.json
 
-What stands between `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced; figures go to img/.
+The tables between `<!-- begin NAME -->` and `<!-- end NAME -->` are replaced; figures go to img/.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def _mean(rows: Sequence[Row], key: str) -> float:
     type=click.Path(exists=True, path_type=Path),
     help="JSON output of `prfaas bench simulate`.",
 )
-@click.option("--docs", default=DOCS, type=click.Path(path_type=Path))
+@click.option(
+    "--docs", default=DOCS, type=click.Path(path_type=Path), help="Folder of the documentation."
+)
 def main(results: Path, speed: Path | None, docs: Path) -> None:
     report = json.loads(results.read_text())
     sections: dict[str, Sequence[str]] = {"facts": facts(report)}

@@ -1,4 +1,4 @@
-"""Open-loop load against any OpenAI endpoint: what do its clients see?
+"""Open-loop load on any OpenAI endpoint: latencies and throughput at the client.
 
 \b
     prfaas bench serve --url http://127.0.0.1:8080 --load 2 --lengths lognormal:9.9,1,128,131072
@@ -6,9 +6,10 @@
     prfaas bench serve --url URL --load 2 --workload configs/case_study.toml
     prfaas bench serve --url URL --trace conversation.jsonl.xz --speedup 2 --requests 500
 
-Prompts are token ids. Requests leave at their own times, whatever the answers do; `late_s` in the
-result is what the generator itself was late by, and should be small beside TTFT. Equal hash ids of
-a Mooncake-format trace become equal tokens, so its prefixes are shared as they were.
+Prompts are token ids. The benchmark sends each request at its scheduled time and does not wait for
+earlier answers. `late_s` in the result is the generator's lag, which should be small compared with
+TTFT. Equal hash ids of a trace in Mooncake's format become equal tokens, so its prefixes are shared
+as in the original traffic.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ DEFAULT_OUTPUT_TOKENS = 128
 @click.option(
     "--output-scale", default=1.0, show_default=True, help="Factor on the tokens per answer."
 )
-@click.option("--model", help="Model name.  [default: the first of the server]")
+@click.option("--model", help="Model name.  [default: the server's first model]")
 @click.option("--api-key", "key", help="API key of the server.")
 @click.option(
     "--vocabulary",
@@ -73,8 +74,10 @@ DEFAULT_OUTPUT_TOKENS = 128
     show_default=True,
     help="Token ids are below this number.",
 )
-@click.option("--fresh/--no-fresh", default=True, show_default=True, help="Use a new cache salt.")
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--fresh/--no-fresh", default=True, show_default=True, help="Use a new cache salt for this run."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option("--timeout-s", default=TIMEOUT_S, show_default=True, help="Timeout of one request.")
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(

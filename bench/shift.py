@@ -1,22 +1,23 @@
-"""The long-term loop under traffic that shifts: what it plans, live beside simulated.
+"""The long-term loop when traffic shifts: its live plans beside the simulated ones.
 
 \b
     prfaas bench shift [--rounds 4] [--time-scale 0.15] [--seed 0]
 
-Three H20 nodes and one remote H200 node (the case study's model on emulated engines, as processes:
-kvds, nodes, a WAN, a gateway) serve short prompts, then long ones, which want another threshold and
-another split. The simulator gets the same requests and the same settings. Lengths are the
-quantiles of their distribution in shuffled rounds, so that a hundred requests look like the
-workload they come from. Profiles are not corrected here: on a small machine that shares its cores
-the engines' own overheads would move the optimum that both are compared with. Prints JSON, in
-seconds of this machine since the gateway's start:
+Three H20 nodes and one remote H200 node serve short prompts, then long ones, which need another
+threshold and another split. The nodes are processes: emulated engines with the case study's model,
+kvds, a WAN and a gateway. The simulator receives the same requests and the same settings. Prompt
+lengths are the quantiles of their distribution in shuffled rounds, so that a hundred requests match
+the workload that they come from. Profile correction is off: on a small machine with shared cores,
+the engines' overheads would move the optimum that both are compared with. Prints JSON, in seconds
+of this machine since the gateway's start:
 
 \b
-  phases   each traffic's optimum by the planner, and what the plan at the phase's end gives of it
-  live, simulated   plans in order: when, threshold, nodes that prefill and decode, why
-  same_order   whether both moved threshold and roles the same ways, in the same order
-  conversions   when a node had drained and took its other role
-  failed   requests without a whole answer
+  phases   each phase's optimum according to the planner, and the share of it that the plan at the
+           phase's end reaches
+  live, simulated   plans in order: time, threshold, prefill and decode nodes, reason
+  same_order   whether both moved threshold and roles in the same directions, in the same order
+  conversions   when a drained node took its other role
+  failed   requests without a complete answer
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ from prfaas.sim.run import simulate
 from prfaas.studies.problem_files import Study
 
 MODEL = "case-study-1t"
-MEDIANS_LOG = (8.0, 10.0)  # of the prompts' lengths, phase by phase
-SHARES = (1, 2)  # of the requests: the second phase is the one to settle in
+MEDIANS_LOG = (8.0, 10.0)  # logarithm of the median prompt length of each phase
+SHARES = (1, 2)  # ratio of requests: the plans have to settle in the second phase
 ROUND = 50  # requests whose lengths are the quantiles of their distribution
-CORRECTION = 0.1  # of a threshold: more requests of the same traffic have been seen
-LOAD = 0.6  # of what the optimum for a phase can take
+CORRECTION = 0.1  # a smaller change of the threshold comes from a larger sample, not a shift
+LOAD = 0.6  # share of the capacity of a phase's optimum
 BYTE_SCALE, OUTPUT_SCALE = 2e-3, 0.03
-ROUNDS = f"Of {ROUND} requests in the first phase; the second has twice as many."
+ROUNDS = f"Rounds of {ROUND} requests in the first phase; the second has twice as many."
 
 
 def deployment() -> Deployment:
-    """States the first phase's traffic. Times are of the unscaled deployment."""
+    """The deployment, with the first phase's traffic. Times are not scaled."""
     raw: dict[str, Any] = {
         "model": {"name": MODEL},
         "workload": {
@@ -99,7 +100,7 @@ def deployment() -> Deployment:
 
 
 class Phase(NamedTuple):
-    problem: Problem  # with this phase's traffic
+    problem: Problem  # the deployment with this phase's traffic
     rps: float
     rounds: int
 
@@ -121,7 +122,7 @@ def phases(made: Deployment, rounds: int) -> list[Phase]:
 
 
 def shifting(parts: Sequence[Phase], seed: int) -> Arrivals:
-    """Poisson times."""
+    """The requests of all phases, at Poisson times."""
     rng = np.random.default_rng(seed)
     at_s, new = [], []
     for part in parts:
@@ -151,7 +152,7 @@ def later(arrivals: Arrivals, by_s: float) -> Arrivals:
 class Planned(NamedTuple):
     at_s: float
     threshold_tokens: int
-    prefill: tuple[str, ...]  # nodes of the PD cluster
+    prefill: tuple[str, ...]  # prefill nodes of the PD cluster
     nodes: int
     reason: str
 
@@ -166,8 +167,9 @@ class Planned(NamedTuple):
 
 
 def moves(plans: Sequence[Planned]) -> list[tuple[str, tuple[str, ...]]]:
-    """Which way each plan moved the threshold, and who prefills from then on; what only goes
-    further the same way is one move, and less than `CORRECTION` none."""
+    """The direction in which each plan moved the threshold, and the prefill nodes after it.
+
+    Consecutive plans in the same direction are one move. Changes below `CORRECTION` are omitted."""
     found: list[tuple[str, tuple[str, ...]]] = []
     before = plans[0]
     for after in plans[1:]:
@@ -182,7 +184,7 @@ def moves(plans: Sequence[Planned]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def capacity_rps(problem: Problem, plan: Planned) -> float:
-    """What this threshold and split give on a problem's traffic, by the planner's model."""
+    """The capacity of this threshold and split on a problem's traffic, by the planner's model."""
     curves = WorkCurves(
         cut_workload(problem.workload), Atoms(problem.workload, problem.spec), "exact"
     )
@@ -192,7 +194,7 @@ def capacity_rps(problem: Problem, plan: Planned) -> float:
 
 class Served(NamedTuple):
     plans: list[Planned]
-    began_s: float  # the load, after the gateway
+    began_s: float  # start of the load, since the gateway's start
     failed: list[str]
     requests: int
     conversions: list[dict[str, Any]]
@@ -235,7 +237,7 @@ def _converted(done: dict[str, Any], up_s: float) -> dict[str, Any]:
 
 
 def simulated(made: Deployment, problem: Problem, arrivals: Arrivals) -> list[Planned]:
-    """Nodes take no time to change their role, as emulated ones do."""
+    """The simulator's plans. Nodes change their role in no time, like emulated ones."""
     config = SimConfig(scheduler=made.scheduler, replans=True, role_switch_s=0.0)
     found = []
     for at_s, plan in simulate(problem, arrivals, config).plans:
@@ -266,8 +268,8 @@ def judged(part: Phase, plan: Planned) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--rounds", default=4, show_default=True, help=ROUNDS)
-@click.option("--time-scale", default=0.15, show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@click.option("--time-scale", default=0.15, show_default=True, help="Factor on all times.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
     if rounds < 1:
@@ -283,7 +285,7 @@ def main(rounds: int, time_scale: float, seed: int, as_json: bool) -> None:
     same = later(arrivals, served.began_s)
     expected = simulated(made.deployment, parts[0].problem, same)
     ends_s = same.at_s[np.cumsum([part.requests for part in parts]) - 1]
-    # Behind the last arrival only the longest are left to end: what is seen then is no traffic.
+    # After the last arrival only the longest requests still run: they do not represent the traffic.
     live = [plan for plan in served.plans if plan.at_s <= ends_s[-1]]
     print_json(
         {

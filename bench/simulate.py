@@ -1,13 +1,14 @@
-"""How fast does the simulator run? Wall time per request, and peak memory.
+"""The speed of the simulator: wall time per request, and peak memory.
 
 \b
     prfaas bench simulate [--trace conversation.jsonl.xz [--peers SCRIPT --peer-python PYTHON]]
 
-`poisson`: requests of the case study without caches at 80% load; goal: a million in under 120 s,
-and no more time per request for more of them. `trace`: with prefix caches on every node, beside an
-outside script that is given the unpacked trace as its argument and prints JSON with `wall_s` and
-`requests`. Each figure comes from a process of its own, so that peak memory is its own; `cpu_s` is
-that of the whole process, start-up included, and says more than wall time on a busy machine.
+`poisson`: requests of the case study without caches at 80% load. The goal is a million requests in
+under 120 s, with a time per request that does not grow with their number. `trace`: with prefix
+caches on every node, beside an external script that receives the unpacked trace as its argument and
+prints JSON with `wall_s` and `requests`. A separate process measures each figure, so that peak
+memory is not shared. `cpu_s` is the CPU time of the whole process, start-up included, and is more
+reliable than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def run_poisson(requests: int, policy: str) -> dict[str, Any]:
 
 
 def run_trace(trace: Path, policy: str) -> dict[str, Any]:
-    """Reading the file counts, as it does for the peer."""
+    """Simulates a trace. The time includes reading the file, as the peer's does."""
     deployment = load_deployment(CASE_STUDY)
     problem = Study(CASE_STUDY, "exact").problem(deployment)
     config = _routed(policy, SimConfig(cache=cache_config(deployment), replans=True))
@@ -101,7 +102,7 @@ def _json_line(command: list[str], script: Path) -> dict[str, Any]:
 
 
 def beside_peers(trace: Path, peers: Path | None, python: str, rounds: int) -> dict[str, Any]:
-    """Turns taken, so that a slower minute of the machine slows both. Medians."""
+    """Medians of both. Runs alternate, so that a slow minute of the machine affects both."""
     ours: dict[str, list[dict[str, Any]]] = {"paper": [], "adaptive": []}
     theirs: list[dict[str, Any]] = []
     for _ in range(rounds):
@@ -128,7 +129,11 @@ def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 @click.option(
     "--requests", default=1_000_000, show_default=True, help="Requests of the longest Poisson run."
 )
-@click.option("--trace", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, path_type=Path),
+    help="Trace in Mooncake's format, .jsonl or .xz.",
+)
 @click.option(
     "--peers",
     type=click.Path(exists=True, path_type=Path),
@@ -164,7 +169,7 @@ def main(
 
 
 def _unpacked(trace: Path, folder: str) -> Path:
-    """Peers read plain text."""
+    """Returns the path of an unpacked trace, because peers read plain text."""
     if trace.suffix != ".xz":
         return trace
     path = Path(folder) / trace.stem

@@ -1,11 +1,11 @@
-"""How fast does KV cross a TCP link? Sender and receiver are separate processes on loopback.
+"""The rate at which KV crosses a TCP link between two processes on loopback.
 
     prfaas bench transport [--rounds 5] [--peers SCRIPT] [--connections 1,2,4,8]
 
-Each run moves about 256 MiB from memory that no cache holds into memory that no cache holds, in
-segments as a hand-off has them: one layer of one 2,048-token chunk, of the paper's 1T hybrid model
-and of a dense model; and 40,000 segments of 32 KiB. Rounds interleave our runs with the peers', and
-medians are reported. `--peers` runs an outside script that prints {name: {"GBps": x}} and takes
+Each run moves about 256 MiB between two regions that no CPU cache holds. The segments are those of
+a hand-off: one layer of one 2,048-token chunk, of the paper's 1T hybrid model and of a dense model;
+and 40,000 segments of 32 KiB. Rounds interleave our runs with the peers' runs, and the results are
+medians. `--peers` runs an external script that prints {name: {"GBps": x}} and accepts
 `--only NAME`; it adds `peers` and `ratios` to the result.
 """
 
@@ -49,7 +49,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    name: str  # which segments
+    name: str  # of the set of segments
     segments: tuple[int, ...]
     connections: int
     checksums: bool
@@ -61,7 +61,7 @@ class Case:
 
 
 def chunk_segments(model: str) -> tuple[int, ...]:
-    """Sizes of one layer's chunk each, until the transfer is full."""
+    """The sizes of a transfer's segments, each one layer of one chunk."""
     spec = Catalog.builtin().model(model).spec()
     chunks = handoff_segments(spec, 2 * CHUNK_TOKENS, chunk_tokens=CHUNK_TOKENS)
     first = [segment for segment in chunks if segment.stop == CHUNK_TOKENS]
@@ -81,7 +81,9 @@ def cases(connections: list[int]) -> list[Case]:
             Case("1T hybrid", hybrid, count, checksums=False, tls=False),
             Case("1T hybrid", hybrid, count, checksums=True, tls=False),
             Case("dense", dense, count, checksums=True, tls=False),
-            Case("1T hybrid", hybrid, count, checksums=False, tls=True),  # TLS has its own
+            Case(
+                "1T hybrid", hybrid, count, checksums=False, tls=True
+            ),  # TLS has its own checksums
         ]
     small = (SMALL_BYTES,) * SMALL_SEGMENTS
     found += [Case("small", small, count, True, False) for count in connections[:2]]
@@ -92,7 +94,7 @@ def cases(connections: list[int]) -> list[Case]:
 
 
 class Memory:
-    """Takes every transfer into one region, which is larger than any cache."""
+    """Receives every transfer into one region, which is larger than any CPU cache."""
 
     def __init__(self, nbytes: int) -> None:
         self._view = memoryview(touched(nbytes)[0])
@@ -115,8 +117,8 @@ class Memory:
 
 
 def touched(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A memfd, as a kvd's arena is, and its descriptor. Its pages exist already: a first touch
-    costs more than any transfer."""
+    """Returns a memfd, like a kvd's arena, and its descriptor. All pages are allocated already,
+    because the first access to a page costs more than its transfer."""
     fd = os.memfd_create("bench")
     os.ftruncate(fd, nbytes)
     region = mmap.mmap(fd, nbytes)
@@ -160,14 +162,14 @@ class Bench:
         self._source = memoryview(region)
 
     def run(self, case: Case) -> tuple[float, float]:
-        """GB/s from the first byte handed over to the commit, and CPU seconds per GB of both."""
+        """GB/s from the first ready byte to the commit, and CPU seconds per GB of both ends."""
         options = LinkOptions(connections=case.connections, checksums=case.checksums)
         address = self._secure if case.tls else self._plain
         names = [f"s{i}" for i in range(len(case.segments))]
         with TransferLink(
             address, options=options, tls=self._context if case.tls else None
         ) as link:
-            # Connections are long-lived: a first transfer opens their windows, as the peers' does.
+            # Connections are long-lived: a first transfer opens their windows, also at the peers.
             segments = dict(zip(names, case.segments, strict=True))
             self._transfer(link, case.tls, segments)
             before = cpu_s()
@@ -187,7 +189,7 @@ class Bench:
             views[name] = [FileSlice(self._source[at : at + nbytes], self._fd, at)]
             at += nbytes
         transfer = link.open(grant, segments)
-        while not transfer.opened:  # as a prefill does: it opens first, and has bytes later
+        while not transfer.opened:  # like a prefill, which has bytes only some time after the open
             time.sleep(1e-4)
         started = time.perf_counter()
         transfer.ready_all(views)
@@ -277,9 +279,11 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--connections", default="1,2,4,8")
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--rounds", type=int, default=5, help="Runs per case (default 5).")
+    parser.add_argument("--connections", default="1,2,4,8", help="Numbers of TCP connections.")
+    parser.add_argument(
+        "--peers", type=Path, help="Script of another project to run for comparison."
+    )
     parser.add_argument("--json", action="store_true", help="No effect: JSON is printed anyway.")
     arguments = parser.parse_args()
     all_cases = cases([int(count) for count in arguments.connections.split(",")])

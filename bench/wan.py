@@ -1,12 +1,12 @@
-"""KV across a long link: how much of it is used, and how much of a transfer hides behind a prefill?
+"""KV across a long link: utilisation, and the overlap of a transfer with its prefill.
 
     prfaas bench wan [--gbps 1] [--rtt-ms 60] [--lossy]
 
 `utilisation`: goodput over the link's rate for 1, 2, 4 and 8 connections through the user-space
 relay (`prfaas wan`), once the pipe is full. `overlap`: segments become ready evenly over T seconds
-while the link is twice as fast as needed; what is waited for after the last one is ready, beside
-pushing everything then. `--lossy` (root): real packets with 0.1% loss between two network
-namespaces, BBR and cubic, one and eight connections.
+while the link is twice as fast as needed. The result is the wait after the last segment is ready,
+beside the wait when the whole transfer starts then. `--lossy` (requires root): real packets with
+0.1% loss between two network namespaces, BBR and cubic, one and eight connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prfaas.transport.messages import Manifest
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 
-SEGMENT_BYTES = 2_359_296  # one MLA layer of the 1T model, 2,048 tokens
+SEGMENT_BYTES = 2_359_296  # one MLA layer of the 1T model for 2,048 tokens
 TIMEOUT_S = 120.0
 
 
@@ -52,7 +52,7 @@ def relayed(listener: Listener, gbps: float, rtt_ms: float) -> Relay:
 
 
 def utilisation(gbps: float, rtt_ms: float, options: LinkOptions) -> float:
-    """Over a transfer of about four seconds, after one that opened the windows."""
+    """Used share of the link in a transfer of about 4 s, after one that opened the windows."""
     with ExitStack() as stack:
         listener = stack.enter_context(Listener())
         relay = stack.enter_context(relayed(listener, gbps, rtt_ms))
@@ -64,7 +64,7 @@ def utilisation(gbps: float, rtt_ms: float, options: LinkOptions) -> float:
 
 
 def lossy_utilisation(gbps: float, rtt_ms: float, loss: float, options: LinkOptions) -> float:
-    """The same over real packets of 1,500 bytes, some of which are lost."""
+    """Used share of a link with real packets of 1,500 bytes and packet loss."""
     with ExitStack() as stack:
         net = stack.enter_context(LossyNet(rate_bps=gbps * 1e9, rtt_s=rtt_ms / 1e3, loss=loss))
         with net.inside_far():
@@ -75,7 +75,7 @@ def lossy_utilisation(gbps: float, rtt_ms: float, loss: float, options: LinkOpti
 
 
 def goodput_bps(link: TransferLink, listener: Listener, nbytes: int) -> float:
-    """Acknowledged in four seconds after three of warming up; slow links do not get further."""
+    """The acknowledged rate during 4 s, after 3 s of warm-up. A slow link may not finish."""
     count = nbytes // SEGMENT_BYTES
     grant = new_grant("bench", max_bytes=count * SEGMENT_BYTES, deadline_s=30)
     listener.expect(grant, Memory(count * SEGMENT_BYTES))
@@ -91,7 +91,7 @@ def goodput_bps(link: TransferLink, listener: Listener, nbytes: int) -> float:
 
 
 def transfer(link: TransferLink, listener: Listener, nbytes: int) -> float:
-    """Seconds from the first byte ready to the commit known at the sender."""
+    """Returns seconds from the first ready byte until the sender knows of the commit."""
     count = max(1, nbytes // SEGMENT_BYTES)
     grant = new_grant("bench", max_bytes=count * SEGMENT_BYTES, deadline_s=30)
     listener.expect(grant, Memory(count * SEGMENT_BYTES))
@@ -104,7 +104,8 @@ def transfer(link: TransferLink, listener: Listener, nbytes: int) -> float:
 
 
 def overlap(gbps: float, rtt_ms: float, seconds: float) -> dict[str, float]:
-    """Half the link's capacity, ready evenly over `seconds`; against all of it at the end."""
+    """Compares segments that become ready evenly over `seconds` with all ready at the end. Their
+    bytes are half the link's capacity in that time."""
     count = max(4, int(gbps / 2 * 1e9 / 8 * seconds / SEGMENT_BYTES))
     nbytes = count * SEGMENT_BYTES
     content = memoryview(bytes(SEGMENT_BYTES))
@@ -143,8 +144,10 @@ def overlap(gbps: float, rtt_ms: float, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gbps", type=float, default=1.0)
-    parser.add_argument("--rtt-ms", type=float, default=60.0)
+    parser.add_argument("--gbps", type=float, default=1.0, help="Rate of the link (default 1).")
+    parser.add_argument(
+        "--rtt-ms", type=float, default=60.0, help="Round trip of the link (default 60)."
+    )
     parser.add_argument("--lossy", action="store_true", help="Use real packet loss; requires root.")
     parser.add_argument("--loss", type=float, default=0.001, help="Share of packets lost.")
     arguments = parser.parse_args()
@@ -160,7 +163,7 @@ def main() -> None:
         report["utilisation_with_loss"] = {}
         for control in ("bbr", "cubic"):
             for connections in (8, 1):
-                # Small frames: what a report counts is then close to what has arrived.
+                # With small frames, a report's count is close to the bytes that have arrived.
                 options = LinkOptions(
                     connections=connections,
                     congestion_control=control,
