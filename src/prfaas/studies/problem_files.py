@@ -21,8 +21,9 @@ from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixtur
 
 
 class Study:
-    """Plans deployments that come from one file (a sweep makes many). What they have in common,
-    usually the workload and the model, is read and prepared once."""
+    """Builds and plans the problems of deployments from one file (a sweep has many).
+
+    It reads and prepares the parts that they share, usually workload and model, only once."""
 
     def __init__(self, file: Path, reading: Reading) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""PrfaaS-PD and its baselines when work never runs out, beside published ratios where there are.
+"""Throughput and TTFT of PrfaaS-PD and its baselines at saturation, beside published ratios if any.
 
-Each system is flooded for its throughput, then loaded to a share of that for its TTFT: at one
-common load the weaker ones would have none.
+A constant backlog gives each system's throughput. A load of a fixed share of that throughput gives
+its TTFT: at one common load, the weaker systems would be overloaded and have no stable TTFT.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from prfaas.studies.simulation_cases import BASELINES, Case
 
 
 class Saturated(NamedTuple):
+    """The figures of one system at saturation."""
+
     system: str
     rps: float
-    ratio: float  # PrfaaS-PD's throughput over this one's
+    ratio: float  # PrfaaS-PD's throughput over this system's
     published_ratio: float | None
     ttft_s: TtftSpread  # at DEFAULT_UTILISATION of `rps`
     ttft_without_queueing_s: TtftSpread
@@ -37,8 +39,8 @@ def saturate(
     arrivals: Arrivals,
     levels: Mapping[str, ServiceLevel],
 ) -> list[Saturated]:
-    """The first policy stands for PrfaaS-PD; plans stay as they are. Published figures come from
-    the file of the deployment's name with `.published.toml`, where there is one."""
+    """Simulates every system at saturation. The first policy represents PrfaaS-PD. Plans do not
+    change. Published figures of NAME.toml come from NAME.published.toml, if that file exists."""
     beside = deployment.with_suffix(".published.toml")
     published = read_published(beside) if beside.exists() else Published(source="")
     first = next(iter(cases))

@@ -1,7 +1,7 @@
-"""What `prfaas simulate` runs: requests, and deployments with a policy each.
+"""Builds the input of `prfaas simulate`: requests, and deployments with one policy each.
 
-A policy routes on the given hardware. A baseline is other hardware: homogeneous and equal-cost ones
-have no remote cluster to route to, the naive one sends everything there.
+A policy routes on the given hardware. A baseline is other hardware: the homogeneous and equal-cost
+baselines have no remote cluster, and the naive baseline sends every prefill to it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def read_requests(path: Path, deployment: Deployment) -> list[TraceRow]:
 
 
 def planned_for(problem: Problem, arrivals: Arrivals) -> Problem:
-    """Planned for these very requests: their uncached lengths behind an infinite cache that began
-    empty, as the simulated ones do."""
-    assert arrivals.hashes is not None, "a trace names its blocks"
+    """Plans for these requests: for the lengths that remain uncached with an infinite cache that is
+    empty at first, like the simulated caches."""
+    assert arrivals.hashes is not None, "only a trace has block hashes"
     seen: set[BlockHash] = set()
     requests = []
     columns = (arrivals.prompt_tokens.tolist(), arrivals.output_tokens.tolist(), arrivals.hashes)
@@ -78,7 +78,7 @@ def make_cases(
     others: Sequence[str],
     base: SimConfig,
 ) -> dict[str, Case]:
-    """Policies in the given order, then baselines."""
+    """Returns one case per policy, in the given order, then one per baseline."""
     cases: dict[str, Case] = {}
     for policy in policies:
         cases[policy] = Case(problem, routed_by(policy, deployment.scheduler, base))
@@ -107,7 +107,7 @@ def cache_config(deployment: Deployment) -> CacheConfig:
 
 
 def link_changes(path: Path, problem: Problem) -> dict[LinkId, tuple[RateChange, ...]]:
-    """A line without a link applies to every link from a PrfaaS cluster."""
+    """Reads a file of link rates. A line without a link applies to all links of PrfaaS clusters."""
     bps = {link_id(problem, k): remote.path.bps for k, remote in enumerate(problem.remotes)}
     changes: dict[LinkId, list[RateChange]] = {link: [] for link in bps}
     for speed in read_link_trace(path):
