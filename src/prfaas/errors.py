@@ -1,7 +1,7 @@
 """Every error that this project raises on purpose.
 
     PrfaasError
-    ├── InputError              a file, key, line or flag is wrong: names it, and says what to do
+    ├── InputError              a file, key, line or flag is wrong; has its name and a fix
     ├── EngineError             one job could not be computed; other jobs are unharmed
     ├── StreamBroken            the engine was lost after the first token of a response
     ├── HttpError               an HTTP error response: status, code, message
@@ -11,7 +11,7 @@
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
         ├── PeerHttpError       see above
         ├── WireError           bytes that are not our protocol, or break its limits
-        └── TransferFailed      a transfer ended without a commit: says why
+        └── TransferFailed      a transfer ended without a commit; has the reason
 
 Errors of one package are defined in the module that raises them:
 

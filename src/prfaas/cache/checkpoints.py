@@ -51,7 +51,7 @@ class EveryBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoints:
-    """`spare_interval` of None: no spares."""
+    """Checkpoints at branch points, and spare ones every `spare_interval` blocks (None: none)."""
 
     spare_interval: int | None = None
 
@@ -64,7 +64,7 @@ class BranchPoints:
 
 
 def checkpoint_policy(name: str, block_tokens: int) -> CheckpointPolicy:
-    """`default`, `last`, `branch` or `every:N` (N in blocks)."""
+    """The policy of this name: `default`, `last`, `branch` or `every:N` (N in blocks)."""
     kind, _, argument = name.partition(":")
     match kind:
         case "default" if not argument:

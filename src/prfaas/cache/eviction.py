@@ -59,7 +59,7 @@ class ReuseWeights:
 
 
 class LRU:
-    """Least recently used first; of one prompt the last block first, so that runs stay whole."""
+    """Evicts the least recently used block, and of one prompt the last, so that runs stay whole."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, Block] = OrderedDict()

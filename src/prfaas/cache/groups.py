@@ -11,7 +11,7 @@ under block i, so that one index means "ends where block i ends" in every group.
 
 A window rarely starts at a block's first token, and its oldest block may have been saved without
 the tokens before the window. So `has(block, unneeded)` means: the group holds every token of that
-block, except perhaps the first `unneeded`. Knows nothing of pages, hashes or nodes.
+block, except perhaps the first `unneeded`. Independent of pages, hashes and nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GroupHas: TypeAlias = Callable[[int, int, int], bool]  # group index first
 
 
 class Hit(NamedTuple):
-    """In blocks. `attention` is the longest run of full-attention blocks: what a cache that
-    ignores states and windows would have promised."""
+    """A hit, in blocks. `attention` is the longest run of full-attention blocks: the hit of a cache
+    that ignores states and windows."""
 
     blocks: int
     attention: int

@@ -6,7 +6,7 @@
                       └─ lane 2: node a, linear0
 
 A retired lane stops counting at once; `sweep` clears its bits later, in small steps, and only then
-can another node get the lane. Knows nothing of nodes, groups or block sizes.
+can another node get the lane. Independent of nodes, groups and block sizes.
 """
 
 from __future__ import annotations

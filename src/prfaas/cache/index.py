@@ -86,8 +86,8 @@ class PrefixIndex:
     # Membership -----------------------------------------------------------------------------------
 
     def join(self, info: NodeInfo, next_seq: int = 0) -> None:
-        """Adds a node, or starts a known one anew (a restarted node counts its events from 0). The
-        node holds nothing until its events say so. Its next event is number `next_seq`."""
+        """Adds a node, or resets a known one (a restarted node counts its events from 0). The node
+        holds nothing until its events arrive. Its next event is number `next_seq`."""
         assert info.rules and len({rule.name for rule in info.rules}) == len(info.rules), info
         self.leave(info.node)
         lanes = self._holders.new_lanes(len(info.rules))

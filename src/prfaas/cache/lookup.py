@@ -42,7 +42,7 @@ class PrefixLookup:
         return hybrid_hit(self._rules, has, len(nodes), self._block_tokens)
 
     def match(self, hit: Hit) -> Match:
-        """The hit in tokens."""
+        """Converts a hit from blocks to tokens."""
         return Match(hit.blocks * self._block_tokens, hit.attention * self._block_tokens)
 
     def runs(self, nodes: Sequence[PrefixNode | None]) -> dict[int, int]:

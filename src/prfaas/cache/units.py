@@ -52,8 +52,8 @@ class Demand:
         self.promotable: set[UnitKey] = set()
 
     def add(self, units: Iterable[Unit], *, keep: bool = False, keep_before: int = 0) -> None:
-        """`keep`: they become prefix units on commit. `keep_before`: only those of the first
-        `keep_before` blocks do."""
+        """Adds units. With `keep` they become prefix units on commit; with `keep_before` only those
+        of the first `keep_before` blocks do."""
         for key, filled_from in units:
             self.units[key] = min(filled_from, self.units.get(key, filled_from))
             if keep or key[1] < keep_before:

@@ -15,7 +15,7 @@ PositiveFloat: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Per GPU; dense arithmetic."""
+    """One type of GPU. Figures are per GPU, for dense arithmetic."""
 
     name: str
     title: str = ""

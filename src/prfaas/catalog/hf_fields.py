@@ -1,6 +1,6 @@
 """Checked access to the fields of a parsed `config.json`.
 
-Every mistake is an InputError that names the field. Knows nothing of what the fields mean.
+Every mistake is an InputError that names the field. Does not interpret the fields.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Fields:
         return Fields(value, f"{self.path}{key}.")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """A null stays null: to a config class it is a value, not a missing field."""
+        """The fields with defaults for missing ones. A null is a value and gets no default."""
         return Fields({**defaults, **self.values}, self.path)
 
     def _value(self, key: str, default: Any) -> Any:

@@ -168,7 +168,7 @@ def _kimi_layers(own: Fields, count: int) -> tuple[Layers, Layers]:
 
 
 def gated_delta(f: Fields) -> Sequence[Geometry]:
-    """Qwen3-Next and Qwen3.5."""
+    """Reads Qwen3-Next and Qwen3.5."""
     every = f.count("full_attention_interval")
     kinds = _layer_types(f, lambda layer: LINEAR if (layer + 1) % every else FULL)
     full, linear = _layers(f, kinds, FULL, LINEAR)
@@ -281,15 +281,15 @@ def _mla(f: Fields, layers: Layers, indexer_bytes: int = 0) -> MLA:
 def _window(
     f: Fields, layers: Layers, kv_heads: int, k_dim: int, v_dim: int, window: int | None = None
 ) -> tuple[WindowedGQA, ...]:
-    """Empty when no layer has a window: sliding_window may then be missing, or set and unused."""
+    """The windowed layers. Without any, sliding_window may be missing, or set and unused."""
     if not layers:
         return ()
     return (WindowedGQA(layers, kv_heads, k_dim, v_dim, window or f.count("sliding_window")),)
 
 
 def _kv_heads(f: Fields) -> int:
-    """Null means as many as query heads. A missing field is an error, because config classes differ
-    in its default."""
+    """The number of KV heads. Null means as many as query heads. A missing field is an error,
+    because config classes differ in its default."""
     if "num_key_value_heads" in f.values and not f.has("num_key_value_heads"):
         return f.count("num_attention_heads")
     return f.count("num_key_value_heads")

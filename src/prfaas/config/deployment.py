@@ -206,7 +206,7 @@ class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
-    values were searched on traces, calm and troubled (`prfaas bench policies --tune`)."""
+    values were searched on traces, calm and stressed (`prfaas bench policies --tune`)."""
 
     surge_wait_s: Amount = 8.0
     """The threshold is raised when PrfaaS adds this much more wait than the PD cluster."""
@@ -258,7 +258,7 @@ class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Routing and planning."""
+    """The scheduler: routing and planning."""
 
     policy: Literal["paper", "adaptive", "local", "remote"] = "adaptive"
     """Routing policy: `local` never offloads, `remote` always does."""
@@ -279,7 +279,7 @@ class CacheSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The keys and sections of the deployment file."""
 
     model: ModelSection
     workload: WorkloadSection

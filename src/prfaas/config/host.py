@@ -51,7 +51,7 @@ class KvdTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connection_silence_s: Amount = 10.0
     """A connection on which a frame is not acknowledged for this long is replaced."""
     transfer_stall_s: Amount = 30.0
-    """An outgoing transfer of which nothing is acknowledged for this long has failed."""
+    """An outgoing transfer without an acknowledgement for this long has failed."""
 
 
 class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ TRACE_BLOCK_TOKENS = 512  # in the public traces
 
 
 class TraceRow(msgspec.Struct, frozen=True):
-    """One request."""
+    """One request of a trace."""
 
     timestamp: float  # ms
     input_length: int

@@ -99,7 +99,7 @@ class PushPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PushStarted(msgspec.Struct, frozen=True, tag="pushing"):
-    """The prefix is being sent."""
+    """The response to a push: the prefix is being sent."""
 
 
 # Reports -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class CpuProbe:
 
     @property
     def mean_late_s(self) -> float:
-        """Zero before the first sample."""
+        """Mean wait for a core; zero before the first sample."""
         return fmean(self.late_s) if self.late_s else 0.0
 
 

@@ -45,7 +45,7 @@ class ServedPrompt:
     what: str
     ids: list[int]
     answer: TimedResponse
-    told: RequestOutcome
+    outcome: RequestOutcome
     wan_bytes: int | None
     expected: list[int] = field(default_factory=list)
 
@@ -61,13 +61,13 @@ class ServedDeployment:
         outcomes: RequestOutcomes,
         relay_reader: RelayReader,
         gateway: Target,
-        alone: Target,
+        single_node: Target,
     ) -> None:
         assert gateway.model is not None
         self._outcomes = outcomes
         self._relay_reader = relay_reader
         self._gateway = gateway
-        self._alone = alone
+        self._single_node = single_node
         self._ask = RequestTemplate(gateway.model)
         self._prompts = PromptGenerator()
         (link,) = relayed_links(live.deployment)
@@ -85,16 +85,16 @@ class ServedDeployment:
         wan_bytes = (
             await self._relay_reader.carried_bytes(self._relay) - before if counted else None
         )
-        return ServedPrompt(what, ids, answer, await self._told(answer), wan_bytes)
+        return ServedPrompt(what, ids, answer, await self._logged_outcome(answer), wan_bytes)
 
     async def expect(self, served: Sequence[ServedPrompt]) -> None:
         """Computes the same prompts on a single node, with a new salt so that no cache is used."""
-        assert self._alone.model is not None
+        assert self._single_node.model is not None
         for one in served:
-            alone = RequestTemplate(self._alone.model, salt=secrets.token_hex(8))
-            answer = await self._alone.complete(_body(alone, one.ids))
+            template = RequestTemplate(self._single_node.model, salt=secrets.token_hex(8))
+            answer = await self._single_node.complete(_body(template, one.ids))
             if answer.error is not None:
-                raise PeerError(f"{self._alone.url}: {answer.error}")
+                raise PeerError(f"{self._single_node.url}: {answer.error}")
             one.expected = answer.token_ids
 
     async def cut(self, prompts: Sequence[list[int]]) -> list[ServedPrompt]:
@@ -115,7 +115,7 @@ class ServedDeployment:
         self._relay.write_line("restore")
         return await asyncio.gather(*asking)
 
-    async def _told(self, answer: TimedResponse) -> RequestOutcome:
+    async def _logged_outcome(self, answer: TimedResponse) -> RequestOutcome:
         async with asyncio.timeout(TOLD_S):
             return await self._outcomes.of(answer.request_id)
 
@@ -136,9 +136,9 @@ async def serve_prompts(folder: Path, screen: Console, say: Callable[[str], None
         ) as here,
         launched_gateway(here, ready.deployment, say=say, on_line=outcomes.read_line) as live,
         connect(live.gateway_url, MonotonicClock()) as gateway,
-        connect(_remote_url(live), MonotonicClock()) as alone,
+        connect(_remote_url(live), MonotonicClock()) as single_node,
     ):
-        session = ServedDeployment(live, outcomes, relay_reader, gateway, alone)
+        session = ServedDeployment(live, outcomes, relay_reader, gateway, single_node)
         return await run_watched(here.children, _play(session, live, screen, say))
 
 
@@ -187,11 +187,11 @@ async def _play(
 
 def _checks(served: Sequence[ServedPrompt], cut: Sequence[ServedPrompt]) -> list[Check]:
     def routes(name: str) -> list[str]:
-        return [one.told.route for one in served if one.what == name]
+        return [one.outcome.route for one in served if one.what == name]
 
     equal, lost = sum(one.same for one in served), [one for one in cut if not one.same]
-    again = [one.told.cached_tokens for one in served if "second" in one.what]
-    saved = [one for one in cut if one.told.attempts > 1]
+    again = [one.outcome.cached_tokens for one in served if "second" in one.what]
+    saved = [one for one in cut if one.outcome.attempts > 1]
     return [
         Check(
             "short prompts are prefilled locally, long prompts remotely",
@@ -230,14 +230,14 @@ def _table(title: str, served: Sequence[ServedPrompt]) -> Table:
     ):
         table.add_column(column, justify="right" if column[0] in "tcWT" else "left")
     for one in served:
-        told = one.told
-        again = f"; attempt {told.attempts}" if told.attempts > 1 else ""
+        outcome = one.outcome
+        again = f"; attempt {outcome.attempts}" if outcome.attempts > 1 else ""
         table.add_row(
             one.what,
             f"{len(one.ids):,}",
-            f"{told.cached_tokens:,}",
-            told.prefill or told.decode,
-            f"{told.reason.partition(':')[0]}{again}",
+            f"{outcome.cached_tokens:,}",
+            outcome.prefill or outcome.decode,
+            f"{outcome.reason.partition(':')[0]}{again}",
             "" if one.wan_bytes is None else f"{one.wan_bytes / 1e3:,.0f}",
             "-" if not one.answer.event_times_s else f"{one.answer.ttft_s:.2f}",
             "equal" if one.same else one.answer.error or "NOT equal",

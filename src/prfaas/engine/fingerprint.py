@@ -1,4 +1,4 @@
-"""Identifies a checkpoint without reading all of it. Knows nothing of models."""
+"""Identifies a checkpoint without reading all of it. Independent of the model."""
 
 from __future__ import annotations
 

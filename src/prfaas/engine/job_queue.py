@@ -1,7 +1,7 @@
 """An engine's bounded job queue, with cancellations and the request to close.
 
-Any thread adds jobs and cancels them; the engine's thread takes them. Knows nothing of how jobs are
-computed.
+Any thread adds jobs and cancels them; the engine's thread takes them. The queue does not
+depend on how jobs are computed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class JobQueue(Generic[S]):
             return cancelled
 
     def remove(self, which: Callable[[S], bool]) -> list[S]:
-        """Removes and returns waiting jobs."""
+        """Removes and returns the waiting jobs that `which` selects."""
         with self.changed:
             removed = [sequence for sequence in self.waiting if which(sequence)]
             self.waiting = deque(sequence for sequence in self.waiting if not which(sequence))

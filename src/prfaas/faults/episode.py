@@ -64,10 +64,10 @@ class Campaign:
         for length in (self._lengths.long, self._lengths.short):
             key = (length, output_tokens)
             if key not in self._known:
-                alone = self._deployment.node((await self._deployment.with_role("decode"))[0])
+                single_node = self._deployment.node((await self._deployment.with_role("decode"))[0])
                 prompts = (prompt(length, f"{length} {n}") for n in range(self._each))
                 self._known[key] = await asyncio.gather(
-                    *(learn_answer(alone, ids, output_tokens) for ids in prompts)
+                    *(learn_answer(single_node, ids, output_tokens) for ids in prompts)
                 )
             found += self._known[key]
         return found
@@ -153,8 +153,8 @@ class Campaign:
         deployment = self._deployment
         clients = Clients(deployment, f"earning-{next(self._numbers)}")
         if self._shortest is None:
-            alone = deployment.node((await deployment.with_role("decode"))[0])
-            self._shortest = await learn_answer(alone, prompt(1, "shortest"), 1)
+            single_node = deployment.node((await deployment.with_role("decode"))[0])
+            self._shortest = await learn_answer(single_node, prompt(1, "shortest"), 1)
         for gateway in range(len(GATEWAYS)):
             while (await deployment.state(gateway))["retries"]["left"] < RETRIES:
                 asking = (clients.ask(self._shortest, gateway=gateway) for _ in range(EARNING))
@@ -162,5 +162,5 @@ class Campaign:
 
     def _retries(self, requests: Collection[str]) -> int:
         """Retries according to the gateways' logs. A gateway that was killed has logged nothing."""
-        told = [one for one in self._deployment.outcomes.latest if one.id in requests]
-        return sum(one.attempts - 1 for one in told)
+        logged = [one for one in self._deployment.outcomes.latest if one.id in requests]
+        return sum(one.attempts - 1 for one in logged)

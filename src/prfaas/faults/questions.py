@@ -54,13 +54,15 @@ def body(model: str | None, question: Question, *, stream: bool, salt: str = "")
     )
 
 
-async def learn_answer(alone: Target, ids: Sequence[int], output_tokens: int) -> Question:
+async def learn_answer(single_node: Target, ids: Sequence[int], output_tokens: int) -> Question:
     """A question with the answer of a single node, computed without the shared caches. Raises
     `PeerError`."""
     unknown = Question(tuple(ids), (0,) * output_tokens)
-    answer = await alone.complete(body(alone.model, unknown, stream=False, salt="alone"))
+    answer = await single_node.complete(
+        body(single_node.model, unknown, stream=False, salt="alone")
+    )
     if answer.error is not None or len(answer.token_ids) != output_tokens:
-        raise PeerError(f"{alone.url}: {answer.error}, {len(answer.token_ids)} tokens")
+        raise PeerError(f"{single_node.url}: {answer.error}, {len(answer.token_ids)} tokens")
     return Question(unknown.ids, tuple(answer.token_ids))
 
 

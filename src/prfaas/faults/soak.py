@@ -154,13 +154,13 @@ class Soak:
     # Traffic --------------------------------------------------------------------------------------
 
     async def _conversations(self) -> list[list[Question]]:
-        """In a conversation every prompt begins with the prompt and the answer before it."""
-        alone = self._deployment.node((await self._deployment.with_role("decode"))[0])
+        """Makes all conversations. Every prompt begins with the previous prompt and its answer."""
+        single_node = self._deployment.node((await self._deployment.with_role("decode"))[0])
         return await asyncio.gather(
-            *(self._conversation(alone, number) for number in range(CONVERSATIONS))
+            *(self._conversation(single_node, number) for number in range(CONVERSATIONS))
         )
 
-    async def _conversation(self, alone: Target, number: int) -> list[Question]:
+    async def _conversation(self, single_node: Target, number: int) -> list[Question]:
         draw = random.Random(f"{self._options.seed} {number}")
         short, long = self._lengths.short, self._lengths.long
         turns: list[Question] = []
@@ -169,7 +169,7 @@ class Soak:
             ids = prompt(tokens, f"{self._options.seed} {number} {turn}")
             before = (*turns[-1].ids, *turns[-1].expected) if turns else ()
             whole = (*before, *ids)[:long]
-            turns.append(await learn_answer(alone, whole, draw.choice(OUTPUT_TOKENS)))
+            turns.append(await learn_answer(single_node, whole, draw.choice(OUTPUT_TOKENS)))
         return turns
 
     async def _traffic(self, conversations: list[list[Question]], until_s: float) -> None:

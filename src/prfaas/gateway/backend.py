@@ -48,7 +48,7 @@ class BackendOptions:
 
 
 class GatewayBackend:
-    """The live `Backend`."""
+    """The `Backend` of a running gateway."""
 
     def __init__(
         self,

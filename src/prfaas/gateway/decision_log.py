@@ -49,7 +49,7 @@ class _Link(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One line of the log."""
+    """One line of the log: the input of a routing decision, and its result."""
 
     now_s: float
     request: Request

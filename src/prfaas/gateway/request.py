@@ -28,7 +28,7 @@ class GatewayRequest:
     path: Literal["/v1/completions", "/v1/chat/completions"]
     token_ids: TokenIds
     fields: Mapping[str, Any]
-    salt: str  # the tenant's; prompts of different salts share no cache
+    salt: str  # the tenant's; prompts with different salts do not share a cache
     stream: bool
     conversation: bool  # more turns are likely, so a state at the last boundary is worth keeping
     prompt_logprobs: bool = False
@@ -64,7 +64,7 @@ class Upstream(Protocol):
     the only item is the whole JSON body."""
 
     def events(self) -> AsyncIterator[Sequence[bytes]]:
-        """Raises `StreamBroken`."""
+        """Yields the answer's items. Raises `StreamBroken`."""
 
 
 class Backend(Protocol):

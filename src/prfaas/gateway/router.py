@@ -1,7 +1,7 @@
 """Decides where requests go: calls `route`, `adjust` and `explain` of the scheduler.
 
 A decision is synchronous, so that it sees one consistent state of the fleet; only `place` waits,
-when the scheduler tells a request to. The fleet, the requests' outcomes and the polls belong to
+when the scheduler holds a request. The fleet, the requests' outcomes and the polls belong to
 other parts.
 """
 

@@ -10,7 +10,7 @@ from prfaas.gateway.router import Router
 
 
 async def run_short_term_loop(fleet: Fleet, router: Router, poller: Poller) -> None:
-    """Runs until cancelled."""
+    """Runs the short-term loop until cancelled."""
     while True:
         await asyncio.sleep(fleet.timeouts.kvd_poll_s)
         fleet.update()

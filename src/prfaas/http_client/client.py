@@ -75,7 +75,7 @@ class HttpClient:
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> T:
-        """The response's JSON as `kind`."""
+        """Sends a request and returns the response's JSON as `kind`."""
         data = await self.request(method, url, timeout_s=timeout_s, body=body, headers=headers)
         return _decoded(data, kind, url)
 
@@ -88,7 +88,7 @@ class HttpClient:
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> bytes:
-        """The response's body."""
+        """Sends a request and returns the response's body."""
         exchange = await self.send(method, url, body, headers, total_s=timeout_s)
         async with exchange:
             await exchange.check_status()

@@ -28,7 +28,7 @@ async def send_heartbeats(
     reporter: Reporter,
     timeouts: KvdTimeouts,
 ) -> None:
-    """Runs until it is cancelled."""
+    """Sends heartbeats to one gateway until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
     registered: bool | None = None
     while True:

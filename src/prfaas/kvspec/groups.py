@@ -2,7 +2,7 @@
 
 Sizes are those of the *canonical wire form*: the bytes that another engine needs to continue
 exactly. Engines may hold more (a fourth convolution column, a full window, padding to
-blocks); they trim on export and pad on import. Knows nothing of tensors, blocks or prompts.
+blocks); they trim on export and pad on import. Independent of tensors, blocks and prompts.
 
     group           bytes of one layer after l tokens       reusable for a prompt that ...
     FullAttention   bytes_per_token * l                     shares any prefix

@@ -54,7 +54,7 @@ class RunningDeployment:
     http: HttpClient
 
     async def state(self) -> dict[str, Any]:
-        """Raises `PeerError`."""
+        """The gateway's state. Raises `PeerError`."""
         url = f"{self.gateway_url}/prfaas/v1/state"
         return await self.http.request_json("GET", url, dict[str, Any], timeout_s=REQUEST_S)
 
@@ -70,8 +70,10 @@ async def launched_hosts(
     on_line: Callable[[str], None] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RunningHosts]:
-    """`say` is called with what is being started, `on_line` with every line of the relays.
-    `environment` is added to that of every process, gateways included. Raises `ChildDied`."""
+    """Starts kvds, engines and relays. Raises `ChildDied`.
+
+    `say` is called with what is being started, `on_line` with every line of the relays.
+    `environment` is added to that of every process, gateways included."""
     hosts = commands.list_hosts(deployment)
     async with Children(folder, prefix, environment) as children:
         say(f"{len(hosts)} kvds")

@@ -4,7 +4,7 @@
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
     remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
 
-Synchronous: callers use threads that may wait for the kvd. Knows nothing of HTTP.
+Synchronous: callers use threads that may wait for the kvd. Independent of HTTP.
 """
 
 from __future__ import annotations

@@ -119,14 +119,14 @@ class ChatCompletion:
 
 
 def parse_completion(body: bytes) -> Completion:
-    """InputError names the field."""
+    """Parses and checks a completion request. InputError names the field."""
     request = _converted(_object(body, _FIXED), Completion)
     _check_stops(request)
     return request
 
 
 def parse_chat(body: bytes) -> ChatCompletion:
-    """InputError names the field."""
+    """Parses and checks a chat request. InputError names the field."""
     raw = _object(body, _FIXED_IN_CHAT)
     request = ChatCompletion(_converted(raw, GenerationRequest), chat_of(raw))
     _check_stops(request.asked)

@@ -13,12 +13,13 @@ from prfaas.planner.problem import Problem
 
 
 def homogeneous(problem: Problem) -> Problem | None:
-    """None if this gives fewer than two instances: one must prefill and one decode."""
+    """The homogeneous baseline. None if it has fewer than two instances: one must prefill and one
+    decode."""
     return _pd_only(problem, sum(pool.gpus for pool in problem.pools))
 
 
 def equal_cost(problem: Problem) -> Problem | None:
-    """None also if a price is unknown."""
+    """The equal-cost baseline. None if it has fewer than two instances, or a price is unknown."""
     spend = 0.0
     for pool in problem.pools:
         if pool.usd_per_gpu_hour is None:
@@ -30,7 +31,7 @@ def equal_cost(problem: Problem) -> Problem | None:
 
 
 def naive(problem: Problem) -> Problem | None:
-    """None if there is no remote cluster."""
+    """The naive baseline. None if there is no remote cluster."""
     if not problem.remotes:
         return None
     return replace(problem, fixed_threshold=0, local=replace(problem.local, fixed_prefill=0))

@@ -215,5 +215,5 @@ def _sum_of(first: Array, second: Array) -> Array:
 
 
 def _far_tail_s(wait: Wait) -> float:
-    """Hardly any request waits longer than this."""
+    """A wait that hardly any request exceeds."""
     return wait.p_wait and wait.scale_s * (wait.shape + 12 * max(1.0, wait.shape**0.5))

@@ -87,7 +87,8 @@ class Producers:
         self._bound_per_instance = np.asarray(per_share(eq4_theta_pd_p(1, short_s), 1 - p))
 
     def pd_p_bound(self, n_prefill: int) -> Array:
-        """Infinite where no request stays local, even without an instance to serve it."""
+        """The rate that local prefill sustains, per threshold. Infinite where no request stays
+        local, even without an instance."""
         bound = np.full(len(self.rows), np.inf)
         some_local = np.isfinite(self._bound_per_instance)
         np.multiply(self._bound_per_instance, n_prefill, out=bound, where=some_local)

@@ -82,7 +82,7 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def mean_wait_s(arrival_rps: float, servers: int, service: Service) -> float:
-    """Infinite where work arrives faster than the servers can do it."""
+    """The mean wait. Infinite where work arrives faster than the servers can do it."""
     load = arrival_rps * service.mean_s / servers
     if load >= 1:
         return math.inf

@@ -26,7 +26,7 @@ from prfaas.types import LinkStats
 
 
 class LinkVerdict(enum.IntEnum):
-    """A worse verdict is greater."""
+    """The verdict on a link. A worse verdict is greater."""
 
     CLEAR = 0
     BUILDING = 1  # a queue builds up; sending less now clears it

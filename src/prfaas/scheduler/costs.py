@@ -34,7 +34,8 @@ class Costs:
     mean_hold_s: float  # mean time for which a request takes a decode slot
 
     def fabric_bps(self, cluster: ClusterId) -> float:
-        """Infinite where no fabric is stated: local transfers are then free, as in planning."""
+        """Bandwidth per node within the cluster. Infinite where no fabric is stated: local
+        transfers then cost nothing, as in planning."""
         path = self.fabric.get(cluster)
         return math.inf if path is None else path.bps
 

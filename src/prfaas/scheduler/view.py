@@ -60,7 +60,8 @@ class LinkView(NamedTuple):
 
 
 class View(NamedTuple):
-    """`cached` concerns the prompt to be routed and omits nodes that hold nothing of it."""
+    """The state that one routing decision uses. `cached` is about the prompt to be routed and omits
+    nodes without any of it."""
 
     now_s: float
     local: ClusterView  # decodes every request, and prefills those that are not offloaded

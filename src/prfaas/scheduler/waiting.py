@@ -1,6 +1,6 @@
 """Requests that `route` holds back, and the order in which they are retried. Bookkeeping only.
 
-There is one queue per cluster that requests wait for, because room at one cluster is of no use to
+There is one queue per cluster that requests wait for, because room at one cluster does not help
 requests that wait for another. One more queue has the requests that no node could take. The hold's
 precedence orders a queue, lowest first. A retry calls `route` again, with the state of that time.
 """

@@ -1,4 +1,4 @@
-"""The rate at which a deployment serves when work never runs out."""
+"""The rate at which a deployment serves under a constant backlog."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OVERLOAD = 1.1
 
 
 def saturated_rps(problem: Problem, arrivals: Arrivals, config: SimConfig) -> float:
-    """All of `arrivals`, offered faster than they can be served, over the time until the last first
-    token. This counts the whole work of the slowest stage: a stage that runs dry early gains
-    nothing. The run is without faults."""
+    """Returns the number of arrivals over the time until the last first token, when requests arrive
+    faster than they can be served. This counts the whole work of the slowest stage: a stage that
+    becomes idle early does not raise the rate. The run is without faults."""
     planned = hardware_for(config.scheduler.policy, problem)
     offered_rps = _OVERLOAD * find_optimum(planned).capacity_rps
     flooded = arrivals.scaled(offered_rps / arrivals.mean_rps)

@@ -1,5 +1,5 @@
 """Text to token ids and back, as a Hugging Face checkpoint defines it: tokenizer, chat template,
-incremental detokeniser. No torch; knows nothing of requests. Gateways and nodes use the same code,
+incremental detokeniser. Independent of torch and of requests. Gateways and nodes use the same code,
 so that both get the same tokens from a prompt.
 """
 

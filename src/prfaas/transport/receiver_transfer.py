@@ -99,7 +99,7 @@ class ReceiverTransfer:
         self.state = TransferState.OPEN
 
     def claim(self, pieces: Sequence[SegmentPiece]) -> Claims:
-        """Claims the missing pieces for the caller, who must `settle` them."""
+        """Claims the missing pieces for the caller, which must `settle` them."""
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
         states, first_quantum = self._states, self._first_quantum
@@ -147,7 +147,7 @@ class ReceiverTransfer:
         return self._missing == 0
 
     def end(self, result: Ended) -> None:
-        """Idempotent: the first result counts."""
+        """Ends the transfer. Idempotent: the first result counts."""
         if self.state is not TransferState.ENDED:
             self.state = TransferState.ENDED
             self.result = result

@@ -2,7 +2,7 @@
 
 The file is a memfd that several processes map, or any file that does not shrink while mapped. All
 groups use the same pages: a logical block or a linear state is a *unit* and lies on k pages, which
-need not be neighbours. Knows nothing of hashes, groups or leases.
+need not be neighbours. Independent of hashes, groups and leases.
 """
 
 from __future__ import annotations

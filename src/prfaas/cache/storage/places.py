@@ -1,7 +1,7 @@
 """Where a segment's bytes lie in an arena, given which pages each unit is on. Pure arithmetic.
 
-Used by every holder of a page table: an engine in another process, a transfer's landing. Knows
-nothing of leases: the caller brings the table.
+Used by every holder of a page table: an engine in another process, a transfer's receiver.
+Independent of leases: the caller passes the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small models that can be made: their shapes, as data. Knows nothing of weights or tokenizers.
+"""The small models that can be made: their shapes, as data, without weights and tokenizers.
 
 `tiny` is for tests and the demo (a forward pass takes milliseconds), `small` for benchmarks (hidden
 size 256, 12 layers). Layers follow each family's pattern; windows are short enough that a prompt of

@@ -1,6 +1,6 @@
 """Makes a small checkpoint that transformers and vLLM load, and whose output depends on its state.
 
-Knows nothing of the engine. The same architecture, size and seed give the same bytes.
+Independent of the engine. The same architecture, size and seed give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One job of the emulated engine: its state and its tokens. Knows nothing of time."""
+"""One job of the emulated engine: its state and its tokens. Independent of time."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _require_agreement(
         (kind, number), _ = odd[0]
         raise InputError(
             f"layer {number} ({kind}) caches {found.get((kind, number), 0)} bytes after one token, "
-            f"the config says {expected.get((kind, number), 0)}",
+            f"the config states {expected.get((kind, number), 0)}",
             file=where,
             fix="this model is not supported; please report its config",
         )

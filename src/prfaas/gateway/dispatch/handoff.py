@@ -150,8 +150,8 @@ class HandOff:
         return encode(RemotePrefill(grant.transfer_id))
 
     async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
-        # The call must finish even when this request is cancelled: only its response says what was
-        # reserved.
+        # The call must finish even when this request is cancelled: only its response contains
+        # what was reserved.
         opening = self._background_calls.run(
             self._kvd.open(transfer), self._timeouts.open_s, must_finish=True
         )

@@ -1,6 +1,6 @@
 """Names under which cache events arrive, and what each node has cached of a prompt.
 
-A kvd's pool and the engine beside it publish events under names of their own; both count for their
+A kvd's pool and the engine beside it publish events under different names; both count for their
 node. The index of the events is the `GlobalKVManager`.
 """
 
@@ -25,7 +25,7 @@ class CachedPrefixes:
 
     def add(self, member: Member, name: NodeId) -> bool:
         """Makes room in the index for events under `name`, of the member's pool or of its engine.
-        The index holds nothing of it until events arrive. Returns False when the member has not
+        The index has no block of it until events arrive. Returns False when the member has not
         reported its pool yet."""
         report = member.report
         if report is None or report.pool is None or report.node not in self._board:

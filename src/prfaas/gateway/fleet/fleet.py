@@ -74,12 +74,12 @@ class Fleet:
         return self.members.register(kvd_url, cluster, self._clock.now())
 
     def remove(self, member: Member) -> None:
-        """The member is not expected back."""
+        """Removes a member that is not expected back."""
         self.members.remove(member)
         self.refresh()
 
     def record_report(self, member: Member, report: KvdReport) -> None:
-        """Records a kvd's report."""
+        """Records a kvd's report. A kvd that reports for the first time joins the board."""
         if self.members.record_report(member, report, self._clock.now()):
             log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
             self.pace.restart(report.node)
@@ -93,7 +93,7 @@ class Fleet:
         self.refresh()
 
     def record_card(self, member: Member, card: Card) -> None:
-        """The engine answers for the first time, or again after it did not."""
+        """Records that the engine answers for the first time, or again after a silence."""
         member.card = card
         if member.node is not None:
             self.pace.restart(member.node)
@@ -136,7 +136,7 @@ class Fleet:
     # Roles and work -------------------------------------------------------------------------------
 
     def assign_role(self, node: NodeId, role: Role) -> None:
-        """Takes effect with the next `refresh`, so that several nodes can change at once."""
+        """Assigns a role from the next `refresh` on, so that several nodes can change at once."""
         self.roles.assign(node, role)
 
     def drain(self, node: NodeId) -> None:
@@ -157,7 +157,7 @@ class Fleet:
     # The state that decisions see -----------------------------------------------------------------
 
     def update(self) -> None:
-        """Twice a second: liveness, calls to silent nodes, link reports, the prefix index."""
+        """Called twice a second: updates the board, liveness, link reports and the prefix index."""
         self.refresh()
         self.liveness.cancel_silent()
         self.links.update()

@@ -124,7 +124,7 @@ class Poller:
                 continue
             if page.instance != instance or page.snapshot is not None:
                 if page.snapshot is None:
-                    since = SNAPSHOT  # another process, with sequence numbers of its own
+                    since = SNAPSHOT  # another process, whose sequence numbers start anew
                     instance = page.instance
                     continue
                 if not self._fleet.prefixes.add(member, name):

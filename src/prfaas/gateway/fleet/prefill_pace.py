@@ -47,5 +47,5 @@ class PrefillPace:
         return now - took_s
 
     def restart(self, node: NodeId) -> None:
-        """The node has started anew, or is gone: its first prefills are not a measure."""
+        """Begins a warm-up of a node that has restarted or is gone. Its prefills do not count."""
         self._paces.reset_node(node)

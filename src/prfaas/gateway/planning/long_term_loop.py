@@ -62,13 +62,13 @@ class LongTermLoop:
         self._http = http
         self._clock = clock
         self._started_s = clock.now()
-        self._replanned_s = self._started_s  # when the traffic was last looked at
+        self._replanned_s = self._started_s  # when the traffic was last evaluated
         self._planned_for: object = None  # the nodes and roles at the latest plan
         self.history = PlanHistory(advises=deployment.gateway.advise)
         self.traffic = TrafficHistory(self._started_s, self._rules.window_s)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs the long-term loop until cancelled."""
         while True:
             self._fleet.changed.clear()
             await self._step()

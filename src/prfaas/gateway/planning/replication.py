@@ -45,7 +45,7 @@ class Replication:
         self._evacuated: set[NodeId] = set()  # nodes whose engine is gone
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs the replication loop until cancelled."""
         while True:
             await asyncio.sleep(min(STEP_EVERY_S, self._rules.every_s))
             self.step()

@@ -7,7 +7,7 @@ every shard of a layer is a separate layer in the spec; ranks with the same byte
 
     spec layer = position among all layers * tensor_parallel + shard
 
-Pure. Knows nothing of kvd, tensors or requests. Paper, section 3.2.
+Pure. Independent of kvd, tensors and requests. Paper, section 3.2.
 """
 
 from __future__ import annotations

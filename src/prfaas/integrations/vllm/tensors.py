@@ -1,6 +1,6 @@
 """vLLM's cache tensors as bytes, and copies between their blocks and a kvd's pages.
 
-Knows nothing of requests, leases or groups.
+Independent of requests, leases and groups.
 """
 
 from __future__ import annotations

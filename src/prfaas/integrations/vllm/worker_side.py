@@ -3,8 +3,8 @@
 Blocks are copied out before the step ends, because vLLM may reuse a window's block in the next
 step. Where vLLM calls the hook of a layer, its blocks are copied when the layer is done. The blocks
 of all other layers (linear layers have no hook) are copied at the end of the step, states last.
-Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Knows only the
-ids of requests.
+Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Of a request,
+the worker has only the id.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class TrafficHistory:
         )
 
     def summarise(self, now_s: float) -> TrafficSummary | None:
-        """None if the window has no requests."""
+        """Summarises the window's requests. None if it has none."""
         at, *lengths, wait = self._drop_old(now_s)
         if not len(at):
             return None

@@ -96,7 +96,7 @@ class StageMeter:
         )
 
     def roles(self, names: Mapping[str, str]) -> tuple[RoleUse, ...]:
-        """`names`: stage -> role."""
+        """The utilisation of each role. `names`: stage -> role."""
         capacities = self._capacities()
         return tuple(
             RoleUse(role, _ratio(self._busy.get(stage, 0.0), capacities[stage]))

@@ -29,7 +29,7 @@ _IDLE_LOAD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """A request counts as good if it meets both limits."""
+    """The limits of TTFT and of time per output token. A good request meets both."""
 
     ttft_s: Array | float  # one limit for each request, or one for all
     tpot_s: float
@@ -38,7 +38,7 @@ class ServiceLevel:
 def idle_service_level(
     problem: Problem, arrivals: Arrivals, config: SimConfig, tpot_s: float
 ) -> ServiceLevel:
-    """Measured in a run of the same requests at low load, without faults or replanning."""
+    """Measures the limits in a run of the same requests at low load, without faults or replans."""
     calm = replace(
         config,
         scheduler=msgspec.structs.replace(config.scheduler, policy="paper"),
