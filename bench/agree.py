@@ -89,7 +89,7 @@ async def measure(
     engines = replace(most.engines, memory=MEMORY)
     rows = []
     async with launched_hosts(
-        most.deployment, engines, folder, attached_prefix(), on_line=relay_reader.heard
+        most.deployment, engines, folder, attached_prefix(), on_line=relay_reader.read_line
     ) as hosts:
         for name, case in cases.items():
             offered_rps = OVERLOAD * find_optimum(case.problem).capacity_rps

@@ -26,8 +26,8 @@ def test_a_table_and_json(prfaas: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere",), "'nowhere' is no address"),
-        (("h:1", "--ca", "x"), "mutual TLS needs all three"),
+        (("nowhere",), "'nowhere' is not an address"),
+        (("h:1", "--tls-ca", "x"), "mutual TLS needs all three"),
         (("h:1", "--seconds", "0"), "--seconds: 0 is out of range"),
         (("h:1", "--connections", "one"), "--connections: 'one'"),
         (("h:1", "--connections", "0"), "--connections: '0'"),

@@ -10,18 +10,18 @@ from tests.waiting import PATIENCE_S
 HOLES = """
 import os
 from prfaas.launch.allocator import limit_heap_growth
-from prfaas.faults.resource_usage import held_by
+from prfaas.faults.resource_usage import measure_process
 
 limit_heap_growth()
 bytearray(4 << 20)
-before = held_by(os.getpid()).own_bytes
+before = measure_process(os.getpid()).own_bytes
 large, small = [], []
 for _ in range(200):
     large.append(bytearray(400_000))
     small.append(bytearray(2_000))
-most = held_by(os.getpid()).own_bytes
+most = measure_process(os.getpid()).own_bytes
 large.clear()
-print(most - before, held_by(os.getpid()).own_bytes - before)
+print(most - before, measure_process(os.getpid()).own_bytes - before)
 """
 
 

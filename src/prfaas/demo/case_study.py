@@ -69,7 +69,7 @@ async def measure_case_study(
         folder,
         attached_prefix(),
         say=say,
-        on_line=relay_reader.heard,
+        on_line=relay_reader.read_line,
     ) as hosts:
         for name, case in cases.items():
             served = with_one_plan(case.deployment)

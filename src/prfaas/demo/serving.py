@@ -132,7 +132,7 @@ async def serve_prompts(folder: Path, screen: Console, say: Callable[[str], None
             folder,
             attached_prefix(),
             say=say,
-            on_line=relay_reader.heard,
+            on_line=relay_reader.read_line,
         ) as here,
         launched_gateway(here, ready.deployment, say=say, on_line=outcomes.read_line) as live,
         connect(live.gateway_url, MonotonicClock()) as gateway,

@@ -39,7 +39,7 @@ class RelayReader:
 
     _waiting: list[asyncio.Future[RelayStats]] = field(default_factory=list)
 
-    def heard(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         try:
             stats = msgspec.json.decode(line, type=RelayStats)
         except msgspec.MsgspecError:

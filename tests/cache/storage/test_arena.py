@@ -91,5 +91,5 @@ def test_ranges_outside_the_unit_are_refused(memory: int) -> None:
 
 
 def test_a_file_that_is_too_short_is_refused(memory: int) -> None:
-    with pytest.raises(InputError, match="truncate"):
+    with pytest.raises(InputError, match="set the file.s size"):
         Arena(memory, page_bytes=16, pages=9)

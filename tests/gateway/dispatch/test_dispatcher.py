@@ -256,7 +256,7 @@ async def test_a_chat_that_its_engine_renders_otherwise_is_the_engines_alone(
         usage = json.loads(body)["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(rendered), 4)
         assert (trace.attempts, trace.prefill) == (2, trace.decode)
-        assert "other tokens" in trace.reason
+        assert "tokenised this chat differently" in trace.reason
         await until(lambda: is_clean(backend))
     assert "Check that [gateway] tokenizer" in caplog.text
     await asyncio.to_thread(emulated.wait_until_idle)
