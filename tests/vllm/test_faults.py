@@ -49,7 +49,7 @@ def test_a_link_that_stalls_beyond_the_deadline(hasty: Case) -> None:
         hasty.pair.run_prefill(prompt, LONG_TOKENS, grant)
         status = hasty.pair.target.status(grant.transfer_id, wait_s=PATIENCE_S)
     assert passed and status.state == "failed", status
-    assert "no frame came in time" in status.reason
+    assert "no frame arrived in time" in status.reason
     check_lost(hasty, prompt, grant.transfer_id)
 
 
