@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
 ROWS = [
     {
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
-        *("catalog", "text"),
+        *("catalog", "text", "listening"),
     },
     {"planner", "scheduler", "cache", "security"},
     {"transport", "engine", "http_client", "wan"},
@@ -45,6 +45,8 @@ WITHIN_ROW = {
     ("measure", "sim"),  # the arrivals: what is offered is what is simulated
     ("text", "errors"),
     ("text", "config"),  # the reader of files
+    ("listening", "errors"),
+    ("listening", "config"),  # addresses
 }
 # Library -> the only parts that may import it.
 ROOMS = {

@@ -2,6 +2,7 @@
 
     PrfaasError
     ├── InputError              a file, key, line or flag is wrong; has its name and a fix
+    │   └── PeerForbidden       a request names a host that this process must not talk to
     ├── EngineError             one job could not be computed; other jobs are unharmed
     ├── StreamBroken            the engine was lost after the first token of a response
     ├── HttpError               an HTTP error response: status, code, message
@@ -60,6 +61,10 @@ class InputError(PrfaasError):
     def in_file(self, file: str | Path) -> InputError:
         """The same error with `file` as its file; an error that already names a file keeps it."""
         return InputError(self.problem, file=self.file or file, where=self.where, fix=self.fix)
+
+
+class PeerForbidden(InputError):
+    """A request names a host that this process must not send KV to or request it from."""
 
 
 class EngineError(PrfaasError):

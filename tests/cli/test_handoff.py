@@ -31,7 +31,7 @@ def urls(key_file: Path) -> Iterator[list[str]]:
             ("1e-4",),
             ("1e-4",),
             ("2e-4",),
-            ("1e-4", "--kvd-key-file", str(key_file)),
+            ("1e-4", "--member-key-file", str(key_file)),
         )
     ]
     try:
@@ -78,7 +78,7 @@ def test_the_key_is_sent_to_a_kvd_that_requires_it(
     arguments = ["handoff", urls[0], urls[3], "--tokens", "500", "--seed", "3"]
     refused = prfaas(*arguments)
     assert refused.code == 2 and "HTTP 401" in refused.err
-    shown = prfaas(*arguments, "--kvd-key-file", str(key_file), "--compare")
+    shown = prfaas(*arguments, "--member-key-file", str(key_file), "--compare")
     assert shown.code == 0, shown.err
 
 

@@ -19,11 +19,12 @@ from tests.kvd.hosts import kvd_process
         (("--set", "kvd.timeouts.grant_s=0"), "kvd.timeouts.grant_s: expected `float` > 0"),
         (("--set", "kvd.grant_s=9"), "kvd.grant_s: unknown key"),
         (("--set", "kvd.memory"), "--set: 'kvd.memory' is not KEY=VALUE"),
-        (("--kvd-key-file", "no-such-file"), "no-such-file: no such file"),
+        (("--member-key-file", "no-such-file"), "no-such-file: no such file"),
         (("--set", "kvd.via=relay"), "kvd.via: 'relay' is not an address"),
         (("--gateway", "http://gw"), "--gateway: a cluster is required"),
-        (("--listen", "192.0.2.1:1"), "--listen: 192.0.2.1:1: Cannot assign"),
-        (("--http", "192.0.2.1:1"), "--http: 192.0.2.1:1: "),
+        (("--insecure", "--listen", "192.0.2.1:1"), "--listen: 192.0.2.1:1: Cannot assign"),
+        (("--insecure", "--http", "192.0.2.1:1"), "--http: 192.0.2.1:1: "),
+        (("--set", 'kvd.peers=["a b"]'), "kvd.peers: 'a b' is not a host name"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -12,7 +12,7 @@ FILE = """
 socket = "kvd.sock"
 memory = "8GiB"
 gateways = ["http://a", "http://b"]
-kvd_key_file = "/etc/prfaas/key"
+member_key_file = "/etc/prfaas/key"
 tls = { ca = "ca.pem" }
 [kvd.timeouts]
 grant_s = 5
@@ -41,7 +41,7 @@ def test_the_file_is_read_and_paths_are_relative_to_it(file: Path) -> None:
     assert (found.kvd.timeouts.grant_s, found.kvd.timeouts.dispatch_s) == (5.0, 30.0)
     assert found.kvd.socket == str(file.parent / "kvd.sock")
     assert found.kvd.tls.ca == str(file.parent / "ca.pem")
-    assert found.kvd.kvd_key_file == "/etc/prfaas/key"
+    assert found.kvd.member_key_file == "/etc/prfaas/key"
     assert found.node.model == "case-study-1t", "a name of the catalog, not a path"
     assert found.node.emulated.catalog == [str(file.parent / "more.toml")]
     assert found.node.timeouts.drain_s == 0

@@ -18,9 +18,10 @@ from prfaas.contracts.readiness import GatewayReady
 from prfaas.text import Chat, load_tokenizer
 from tests.gateway.backends import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import START_S, Process, call, text_of
+from tests.node.hosts import START_S, Process, call
 from tests.waiting import wait_until
 
+OPERATOR = "the-operator-key-of-the-test"
 SHORT = [{"role": "user", "content": "Why?"}]
 LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
 
@@ -29,11 +30,13 @@ LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
 def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("gateway")
     (folder / "key").write_text("sk-from-a-file\n")
+    (folder / "operator.key").write_text(f"{OPERATOR}\n")
     raw = msgspec.to_builtins(emulated.deployment())
     raw["model"]["max_tokens"] = 8192
     raw["gateway"] = {
         "port": 0,
         "tokenizer": str(emulated.tokenizer),
+        "operator_key_file": "operator.key",
         "keys": [{"file": "key", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}],
     }
     process = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
@@ -53,7 +56,7 @@ def url(gateway: Process) -> str:
     return url
 
 
-def state(url: str, key: str = "sk-two") -> Any:
+def state(url: str, key: str = OPERATOR) -> Any:
     request = urllib.request.Request(
         f"{url}/prfaas/v1/state", headers={"Authorization": f"Bearer {key}"}
     )
@@ -112,7 +115,7 @@ def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
     with client(url, "sk-unknown") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model=MODEL, prompt="x")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        state(url, "sk-unknown")
+        state(url, "sk-two")
     refused.value.close()
     assert refused.value.code == 401
 
@@ -120,29 +123,33 @@ def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
 def test_tenants_share_no_cache(url: str) -> None:
     ids = prompt(700, seed=1)
 
-    assert cached_tokens(url, "sk-from-a-file", ids) == 0
+    assert cached_tokens(url, "one", ids) == 0
     with client(url) as asking:
         asking.completions.create(model=MODEL, prompt=ids, max_tokens=1)
-    wait_until(lambda: cached_tokens(url, "sk-from-a-file", ids) >= 512)
-    assert cached_tokens(url, "sk-two", ids) == 0
+    wait_until(lambda: cached_tokens(url, "one", ids) >= 512)
+    assert cached_tokens(url, "two", ids) == 0
 
 
-def cached_tokens(url: str, key: str, ids: list[int]) -> int:
-    """Tokens of the prompt that are cached on any node, for the tenant with this key."""
+def cached_tokens(url: str, tenant: str, ids: list[int]) -> int:
+    """Tokens of the prompt that are cached on any node, for this tenant."""
     request = urllib.request.Request(
-        f"{url}/prfaas/v1/explain",
+        f"{url}/prfaas/v1/explain?tenant={tenant}",
         json.dumps({"prompt": ids}).encode(),
-        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+        {"Authorization": f"Bearer {OPERATOR}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
         told = json.load(answer)
     return max(option["cached_tokens"] for option in told["alternatives"])
 
 
-def test_operators_need_no_key_for_health_metrics_and_the_document(url: str) -> None:
+def test_health_and_the_document_need_no_key(url: str) -> None:
     assert call("GET", f"{url}/health") == (200, {"status": "ok"})
     assert call("GET", f"{url}/openapi.json")[1]["openapi"].startswith("3.1")
-    page = text_of(f"{url}/metrics")
+    request = urllib.request.Request(
+        f"{url}/metrics", headers={"Authorization": f"Bearer {OPERATOR}"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        page = answer.read().decode()
     for name in ("requests_total", "plan_threshold_tokens 1000", 'prefill_pace{cluster="pd"}'):
         assert f"prfaas_gateway_{name}" in page, name
 
@@ -158,7 +165,8 @@ def test_a_gateway_that_advises_says_so(url: str) -> None:
         ('keys = [{ file = "missing" }]', "missing: no such file"),
         ('keys = [{ tenant = "a" }]', "gateway.keys.0: exactly one of key and file is required"),
         ('tokenizer = "nowhere"', "tokenizer.json: no such file"),
-        ('host = "203.0.113.1"', "203.0.113.1:8080: cannot listen"),
+        ('host = "203.0.113.1"', "--host: other hosts could reach 203.0.113.1"),
+        ('host = "203.0.113.1"\ninsecure = true', "203.0.113.1:8080: cannot listen"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, section: str, says: str) -> None:

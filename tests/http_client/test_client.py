@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
 from prfaas.http_client.client import HttpClient, open_client
+from prfaas.security.shared_key import SharedKey
 from tests.gateway.backends import until
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -89,7 +90,7 @@ async def read(http: HttpClient, peer: Peer, *, timeout_s: float = 20.0) -> byte
 
 
 async def test_a_request_on_the_wire() -> None:
-    async with talking([HELLO]) as peer, open_client("secret") as http:
+    async with talking([HELLO]) as peer, open_client(SharedKey(["secret"])) as http:
         answer = await http.request(
             "POST",
             f"{peer.url}/v1/a?b=1",

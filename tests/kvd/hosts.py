@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.kvd.process import KvdOptions, RunningKvd, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import KVSpec
+from prfaas.security.tls import TlsIdentity
 from prfaas.types import BlockHash, Compat, Grant, NotNow
 from tests.cache.builders import BLOCK, SPECS, hashes_of
 from tests.waiting import PATIENCE_S
@@ -47,17 +49,19 @@ class Host:
     socket: Path
     data: str
     url: str
+    tls: ssl.SSLContext | None = None  # of its gateways
 
     def post(
         self, path: str, body: Any, headers: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[int, bytes]:
         data = msgspec.json.encode(body)
-        return _answer(urllib.request.Request(self.url + path, data, dict(headers), method="POST"))
+        request = urllib.request.Request(self.url + path, data, dict(headers), method="POST")
+        return _answer(request, self.tls)
 
     def get(
         self, path: str, headers: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[int, bytes]:
-        return _answer(urllib.request.Request(self.url + path, headers=dict(headers)))
+        return _answer(urllib.request.Request(self.url + path, headers=dict(headers)), self.tls)
 
     def open(self, prompt: Sequence[int], **more: Any) -> Grant | NotNow:
         hashes = tuple(hashes_of(prompt))
@@ -125,7 +129,9 @@ def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
     thread.start()
     try:
         started = here.result(PATIENCE_S)
-        yield Host(started.socket, str(started.data), started.http_url)
+        tls: TlsIdentity | None = options.get("tls")
+        context = tls.client() if tls is not None else None
+        yield Host(started.socket, str(started.data), started.http_url, context)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(PATIENCE_S)
@@ -135,7 +141,7 @@ def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
 
 @dataclass
 class HostProcess(Host):
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] = field(kw_only=True)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -159,7 +165,7 @@ def kvd_process(folder: Path, *arguments: str, name: str = "kvd") -> Iterator[Ho
         line = process.stdout.readline()
         ready = parse_readiness(line, KvdReady)
         assert ready, (line, (folder / f"{name}.log").read_text())
-        yield HostProcess(socket, ready.data, ready.http, process)
+        yield HostProcess(socket, ready.data, ready.http, process=process)
     finally:
         process.kill()
         process.wait()
@@ -204,9 +210,11 @@ def begun(answer: T | NotNow) -> T:
     return answer
 
 
-def _answer(request: urllib.request.Request) -> tuple[int, bytes]:
+def _answer(
+    request: urllib.request.Request, tls: ssl.SSLContext | None = None
+) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as response:
+        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S, context=tls) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:

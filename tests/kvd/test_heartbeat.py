@@ -15,6 +15,7 @@ from prfaas.config.host import KvdTimeouts
 from prfaas.http_client.client import open_client
 from prfaas.kvd import heartbeat
 from prfaas.kvd.report import Reporter
+from prfaas.security.shared_key import SharedKey
 from tests.gateway.backends import until
 from tests.waiting import HANG_S
 
@@ -52,7 +53,7 @@ async def test_a_gateway_that_does_not_answer_is_tried_again(
     await runner.setup()
     url = f"http://{host}:{port}"
     with caplog.at_level(logging.INFO, heartbeat.__name__):
-        async with asyncio.timeout(HANG_S), open_client("key") as http:
+        async with asyncio.timeout(HANG_S), open_client(SharedKey(["key"])) as http:
             beating = asyncio.create_task(
                 heartbeat.send_heartbeats(
                     http, url, "http://kvd", "home", cast(Reporter, _Reporter()), timeouts

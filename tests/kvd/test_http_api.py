@@ -17,6 +17,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.config.address import Address
 from prfaas.contracts.kvd_api import EventPage, MatchPrefix, OpenTransfer, Role
+from prfaas.security.shared_key import SharedKey
 from prfaas.types import ClusterId, NotNow
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
@@ -179,8 +180,9 @@ def test_a_kvd_sends_heartbeats_to_its_gateways(tmp_path: Path) -> None:
         thread.start()
         try:
             unreachable, gateway = "http://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}/"
-            options = {"gateways": (unreachable, gateway), "gateway_key": "sk-gateway"}
-            with kvd(tmp_path, cluster="far", **options) as host:
+            key = SharedKey(["sk-gateway"])
+            gateways = (unreachable, gateway)
+            with kvd(tmp_path, cluster="far", gateways=gateways, member_key=key) as host:
                 with host.engine("node-a", url="http://node-a:8000"):
                     path, body = heard.get(timeout=PATIENCE_S)
                     assert (path, body["kvd_url"]) == ("/prfaas/v1/register", host.url)
@@ -196,10 +198,11 @@ def test_a_kvd_sends_heartbeats_to_its_gateways(tmp_path: Path) -> None:
 
 def test_a_wildcard_is_not_advertised(tmp_path: Path) -> None:
     everywhere = Address("0.0.0.0", 0)
-    with kvd(tmp_path, listen=everywhere, http=everywhere, advertise="localhost") as host:
+    open_to_all: dict[str, Any] = {"listen": everywhere, "insecure": True}
+    with kvd(tmp_path, http=everywhere, advertise="localhost", **open_to_all) as host:
         assert host.data.startswith("localhost:") and host.url.startswith("http://localhost:")
         assert host.stats()["data_address"] == host.data
-    with kvd(tmp_path, listen=everywhere, via="relay:7400") as host:
+    with kvd(tmp_path, via="relay:7400", **open_to_all) as host:
         assert host.data.startswith(socket.gethostname())
         with host.engine():
             assert host.grant(PROMPT).data_address == "relay:7400"

@@ -22,12 +22,14 @@ from prfaas.contracts.kvd_api import (
     PushPrefix,
     Role,
 )
-from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.errors import RequestError
+from prfaas.gateway.api.credentials import TenantKey
 from prfaas.gateway.backend import BackendOptions, running
+from prfaas.security.shared_key import SharedKey
 from prfaas.types import NodeId
 from tests.cli.runner import run
 from tests.gateway.api.api_server import api_server
-from tests.gateway.backends import deployment, problem, until
+from tests.gateway.backends import deployment, problem
 from tests.kvd.hosts import COMPAT, begun, fill, kvd, names, prompt_of
 
 TENANT = {"Authorization": "Bearer sk-acme"}
@@ -56,7 +58,6 @@ def heartbeat(kvd_url: str) -> Heartbeat:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a tenant's key registers kvds")
 async def test_a_tenant_key_does_not_register_a_kvd() -> None:
     async with api_server(keys=KEYS) as server:
         body = msgspec.json.encode(heartbeat("http://203.0.113.7:7401"))
@@ -64,7 +65,6 @@ async def test_a_tenant_key_does_not_register_a_kvd() -> None:
         assert status in (401, 403) and not server.backend.heartbeats
 
 
-@pytest.mark.xfail(strict=True, reason="without keys every client registers kvds")
 async def test_a_gateway_without_a_member_key_registers_no_kvd() -> None:
     async with api_server() as server:
         body = msgspec.json.encode(heartbeat("http://203.0.113.7:7401"))
@@ -72,7 +72,6 @@ async def test_a_gateway_without_a_member_key_registers_no_kvd() -> None:
         assert status == 403 and not server.backend.heartbeats
 
 
-@pytest.mark.xfail(strict=True, reason="a tenant's key opens the operator's paths")
 @pytest.mark.parametrize(
     "path", ["/prfaas/v1/state", "/prfaas/v1/plan", "/prfaas/v1/explain", "/metrics"]
 )
@@ -86,7 +85,6 @@ async def test_a_tenant_key_opens_the_openai_paths_only(path: str) -> None:
         assert status in (401, 403)
 
 
-@pytest.mark.xfail(strict=True, reason="salts are derived from a public constant")
 async def test_a_tenants_salt_cannot_be_computed_from_its_name() -> None:
     async with api_server(keys=KEYS) as one, api_server(keys=KEYS) as other:
         salts = set()
@@ -107,7 +105,6 @@ async def test_a_tenants_salt_cannot_be_computed_from_its_name() -> None:
 # A kvd without a key ------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="a kvd without a key listens on every address")
 @pytest.mark.parametrize(
     ("command", "flag", "address"),
     [
@@ -135,7 +132,6 @@ def test_a_service_without_key_and_tls_stays_on_loopback(
     assert flag in result.err and "--insecure" in result.err and "TLS" in result.err
 
 
-@pytest.mark.xfail(strict=True, reason="a kvd sends prefixes to any address")
 def test_a_kvd_without_a_key_sends_kv_to_loopback_only(tmp_path: Path) -> None:
     with kvd(tmp_path, name="a") as victim, kvd(tmp_path, name="b") as other:
         with victim.engine() as engine, other.engine():
@@ -178,7 +174,6 @@ def secret_service() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-@pytest.mark.xfail(strict=True, reason="a pull requests any URL and returns the answer")
 def test_a_pull_cannot_be_used_to_read_other_services(tmp_path: Path) -> None:
     with kvd(tmp_path) as host, host.engine(), secret_service() as (url, paths):
         hashes = tuple(names(PROMPT))
@@ -199,7 +194,6 @@ def test_a_pull_cannot_be_used_to_read_other_services(tmp_path: Path) -> None:
         assert paths == ["/v1/match"]
 
 
-@pytest.mark.xfail(strict=True, reason="every registered origin is sent the key")
 async def test_the_member_key_is_not_sent_to_an_origin_that_has_not_proved_it() -> None:
     seen: list[str | None] = []
 
@@ -219,10 +213,11 @@ async def test_the_member_key_is_not_sent_to_an_origin_that_has_not_proved_it() 
             {"url": "http://127.0.0.1:1", "kvd_url": f"http://127.0.0.1:{n}"} for n in (2, 3, 4)
         ]
         made = deployment(listed[:2], listed[2:])
-        options = BackendOptions(node_key="the-member-key-of-the-deployment")
+        options = BackendOptions(member_key=SharedKey(["the-member-key-of-the-deployment"]))
         async with running(made, problem(made), options) as backend:
-            backend.register(heartbeat(f"http://{host}:{port}"))
-            await until(lambda: len(seen) >= 1)
-        assert not any(seen)
+            with pytest.raises(RequestError) as refused:
+                await backend.register(heartbeat(f"http://{host}:{port}"))
+            assert refused.value.status == 403 and not backend.fleet.members.has(host)
+        assert seen and not any(seen)
     finally:
         await runner.cleanup()

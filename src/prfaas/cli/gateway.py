@@ -10,17 +10,19 @@ import click
 import msgspec
 import uvloop
 
-from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
+from prfaas.cli.gateway_options import SecurityFlags, load_options
+from prfaas.cli.shared_options import (
+    configure_logging,
+    log_level_option,
+    security_options,
+    set_option,
+)
 from prfaas.config import Deployment, load_deployment
-from prfaas.config.gateway import ApiKey
 from prfaas.contracts.readiness import GatewayReady, readiness_line
-from prfaas.gateway.api.api_keys import TenantKey
-from prfaas.gateway.backend import BackendOptions
-from prfaas.gateway.process import GatewayOptions, run_gateway
+from prfaas.gateway.process import run_gateway
 from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
-from prfaas.security.secret_file import read_secret
+from prfaas.security.reload import defer_hangup
 from prfaas.studies.problem_files import Study
-from prfaas.text import load_tokenizer
 
 SWITCH_S = 0.0005
 _POLICIES = ("paper", "adaptive", "local", "remote")
@@ -39,11 +41,7 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
     "--policy", type=click.Choice(_POLICIES), help="Routing policy, instead of the file's."
 )
 @click.option("--advise", is_flag=True, help="Show plans, but keep threshold and roles.")
-@click.option(
-    "--kvd-key-file",
-    type=click.Path(path_type=Path),
-    help="File with the key that nodes and kvds of the deployment require.",
-)
+@security_options
 @click.option(
     "--record",
     type=click.Path(path_type=Path),
@@ -57,15 +55,22 @@ def gateway(
     port: int | None,
     policy: str | None,
     advise: bool,
-    kvd_key_file: Path | None,
+    member_key_file: str | None,
+    operator_key_file: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool | None,
     record: Path | None,
     log_level: str,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions; prefill where it is best, decode locally.
 
     Nodes are those of the file ([[clusters.nodes]]) and those whose kvd registers here
-    (`prfaas kvd --gateway URL --cluster NAME`). Text and chats need [gateway] tokenizer. All keys
-    are in docs/configuration.md.
+    (`prfaas kvd --gateway URL --cluster NAME`), which needs the member key. Text and chats need
+    [gateway] tokenizer. Other hosts reach a gateway with API keys and TLS only (`prfaas init`
+    writes such a file). SIGHUP reads keys and certificates again. All keys are in
+    docs/configuration.md.
 
     \b
       prfaas gateway deployment.toml
@@ -74,17 +79,14 @@ def gateway(
       curl localhost:8080/prfaas/v1/state
     """
     configure_logging(log_level)
+    defer_hangup()
     limit_heap_growth(BODY_BYTES)
     deployment = _with_flags(load_deployment(file, assignments), host, port, policy, advise)
-    section = deployment.gateway
-    if kvd_key_file is None and section.kvd_key_file is not None:
-        kvd_key_file = file.parent / section.kvd_key_file
-    kvd_key = read_secret(kvd_key_file) if kvd_key_file is not None else None
-    options = GatewayOptions(
-        tokenizer=load_tokenizer(file.parent / section.tokenizer) if section.tokenizer else None,
-        keys=[_tenant_key(key, file) for key in section.keys],
-        backend=BackendOptions(record=record, node_key=kvd_key),
+    security = SecurityFlags(
+        member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
     )
+    section = deployment.gateway
+    options = load_options(file, assignments, section, security, record)
     problem = Study(file, "exact").problem(deployment)
     # Threads parse and hash long prompts. The event loop releases the interpreter lock with every
     # system call; with Python's default interval it would wait 5 ms to get the lock back.
@@ -111,8 +113,3 @@ def _with_flags(
     if policy is not None:
         scheduler = replace(scheduler, policy=policy)
     return replace(deployment, gateway=section, scheduler=scheduler)
-
-
-def _tenant_key(key: ApiKey, file: Path) -> TenantKey:
-    secret = key.key if key.key is not None else read_secret(file.parent / (key.file or ""))
-    return TenantKey(secret, key.tenant)

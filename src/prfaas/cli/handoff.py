@@ -9,10 +9,12 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from prfaas.cli.shared_options import read_key
 from prfaas.clock import MonotonicClock
+from prfaas.config.tls import TlsSection
 from prfaas.display.console import console, print_json
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
-from prfaas.security.deployment_key import read_deployment_key
+from prfaas.security.tls import load_identity
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,8 +35,13 @@ _GENERATED_IDS = range(32, 127)
     "--decode-kvd", help="URL of the decode node's kvd.  [default: as `prfaas node` reports it]"
 )
 @click.option(
-    "--kvd-key-file", type=click.Path(path_type=Path), help="File with the shared key of the kvds."
+    "--member-key-file",
+    type=click.Path(path_type=Path),
+    help="File with the key that nodes and kvds of the deployment require.",
 )
+@click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
+@click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
 @click.option(
     "--max-tokens",
     default=DEFAULT_MAX_TOKENS,
@@ -56,7 +63,10 @@ def handoff(
     seed: int,
     prefill_kvd: str | None,
     decode_kvd: str | None,
-    kvd_key_file: Path | None,
+    member_key_file: Path | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     max_tokens: int,
     salt: str,
     compare: bool,
@@ -81,8 +91,14 @@ def handoff(
         sent: str | list[int] = random.Random(seed).choices(_GENERATED_IDS, k=tokens or 1)
     else:
         sent = prompt
-    key = read_deployment_key(kvd_key_file) if kvd_key_file is not None else None
-    pair = NodePair(prefill_url.rstrip("/"), decode_url.rstrip("/"), prefill_kvd, decode_kvd, key)
+    pair = NodePair(
+        prefill_url.rstrip("/"),
+        decode_url.rstrip("/"),
+        prefill_kvd,
+        decode_kvd,
+        read_key(member_key_file),
+        load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls"),
+    )
     request = HandoffRequest(sent, max_tokens, salt, compare)
     try:
         report = asyncio.run(run_handoff(pair, request, MonotonicClock()))

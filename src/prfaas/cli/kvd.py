@@ -9,17 +9,23 @@ from pathlib import Path
 import click
 import uvloop
 
-from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
+from prfaas.cli.shared_options import (
+    configure_logging,
+    log_level_option,
+    read_key,
+    security_options,
+    set_option,
+)
 from prfaas.config.address import parse_address
-from prfaas.config.host import KvdSection, TlsSection, load_host_config
+from prfaas.config.host import KvdSection, load_host_config
 from prfaas.config.sizes import parse_bytes
 from prfaas.contracts.readiness import KvdReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.kvd.process import KvdOptions, TlsFiles, run_kvd
+from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
-from prfaas.security.deployment_key import read_deployment_key
-from prfaas.security.secret_file import read_secret
+from prfaas.security.reload import reload_on_hangup
+from prfaas.security.tls import load_identity
 
 _DEFAULTS = KvdSection()
 _FILE = click.Path(path_type=Path)
@@ -58,12 +64,7 @@ _FILE = click.Path(path_type=Path)
     metavar="URL",
     help="Gateway to register with; repeatable.",
 )
-@click.option(
-    "--kvd-key-file", metavar="FILE", help="File with the key that kvds of the deployment share."
-)
-@click.option("--tls-ca", metavar="FILE", help="CA certificate for mutual TLS between kvds.")
-@click.option("--tls-cert", metavar="FILE", help="This host's certificate.")
-@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
+@security_options
 @log_level_option
 def kvd(
     config: Path | None,
@@ -76,22 +77,26 @@ def kvd(
     node: str | None,
     cluster: str | None,
     gateways: tuple[str, ...],
-    kvd_key_file: str | None,
+    member_key_file: str | None,
+    operator_key_file: str | None,
     tls_ca: str | None,
     tls_cert: str | None,
     tls_key: str | None,
+    insecure: bool | None,
     log_level: str,
 ) -> None:
     """Keep the KV of this host's engines: a prefix pool in shared memory (and on SSD), transfers to
     and from other hosts, an HTTP API for gateways.
 
     \b
-      prfaas kvd --socket /run/prfaas/kvd.sock --listen 0.0.0.0:7400 --http 0.0.0.0:7401 \\
-                 --memory 64GiB --cluster pd --gateway http://gw:8080
+      prfaas kvd --socket /run/prfaas/kvd.sock --listen 127.0.0.1:7400 --http 127.0.0.1:7401 \\
+                 --memory 64GiB
       prfaas kvd --config host.toml
 
-    With port 0 the system chooses a free port. The first line on standard output is JSON and
-    announces the addresses. All keys are in docs/configuration.md.
+    Other hosts reach a kvd with a member key and TLS only (`prfaas init` writes such host files,
+    docs/security.md explains them). SIGHUP reads keys and certificates again. With port 0 the
+    system chooses a free port. The first line on standard output is JSON and announces the
+    addresses. All keys are in docs/configuration.md.
     """
     flags = {
         "kvd.socket": socket,
@@ -102,7 +107,9 @@ def kvd(
         "kvd.node": node,
         "kvd.cluster": cluster,
         "kvd.gateways": gateways,
-        "kvd.kvd_key_file": kvd_key_file,
+        "kvd.member_key_file": member_key_file,
+        "kvd.operator_key_file": operator_key_file,
+        "kvd.insecure": insecure,
         "kvd.tls.ca": tls_ca,
         "kvd.tls.cert": tls_cert,
         "kvd.tls.key": tls_key,
@@ -125,7 +132,6 @@ def _options(section: KvdSection) -> KvdOptions:
             where="--gateway",
             fix="give --cluster with a name from the deployment file",
         )
-    api_key, kvd_key = section.gateway_api_key_file, section.kvd_key_file
     return KvdOptions(
         socket=Path(section.socket),
         listen=parse_address(section.listen, "--listen", any_port=True),
@@ -135,9 +141,11 @@ def _options(section: KvdSection) -> KvdOptions:
         via=section.via,
         cluster=section.cluster or "",
         gateways=section.gateways,
-        gateway_key=read_secret(Path(api_key)) if api_key is not None else None,
-        tls=_tls_files(section.tls),
-        key=read_deployment_key(Path(kvd_key)) if kvd_key is not None else None,
+        tls=load_identity(section.tls, "kvd.tls"),
+        member_key=read_key(section.member_key_file),
+        operator_key=read_key(section.operator_key_file),
+        peers=section.peers,
+        insecure=section.insecure,
         store=StoreOptions(
             memory_bytes=parse_bytes(section.memory, "--memory"),
             ssd=Path(section.ssd) if section.ssd is not None else None,
@@ -149,33 +157,11 @@ def _options(section: KvdSection) -> KvdOptions:
     )
 
 
-def _tls_files(section: TlsSection) -> TlsFiles | None:
-    if (section.client_cert is None) != (section.client_key is None):
-        raise InputError(
-            "only one of the two is set", where="kvd.tls.client_cert, client_key", fix="set both"
-        )
-    if section.ca and section.cert and section.key:
-        client_cert, client_key = section.client_cert, section.client_key
-        return TlsFiles(
-            Path(section.ca),
-            Path(section.cert),
-            Path(section.key),
-            Path(client_cert or section.cert),
-            Path(client_key or section.key),
-        )
-    if section != TlsSection():
-        raise InputError(
-            "mutual TLS needs all three",
-            where="--tls-ca, --tls-cert, --tls-key",
-            fix="give the missing ones",
-        )
-    return None
-
-
 async def _serve(options: KvdOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    reload_on_hangup([options.member_key, options.operator_key, options.tls])
     async with run_kvd(options) as kvd:
         ready = KvdReady(str(kvd.store.node), str(kvd.socket), str(kvd.data), kvd.http_url)
         click.echo(readiness_line(ready))

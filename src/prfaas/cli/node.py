@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import click
 import uvloop
 
-from prfaas.cli.shared_options import configure_logging, log_level_option, set_option
+from prfaas.cli.shared_options import (
+    configure_logging,
+    log_level_option,
+    read_key,
+    security_options,
+    set_option,
+)
 from prfaas.config.host import NodeSection, load_host_config
 from prfaas.contracts.readiness import NodeReady, readiness_line
 from prfaas.engine.api import Engine
@@ -24,8 +29,10 @@ from prfaas.launch.engine_choice import (
     emulated_engine,
     hf_engine,
 )
-from prfaas.node.process import KvdAddress, NodeSettings, run_node
-from prfaas.security.deployment_key import read_deployment_key
+from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_node
+from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
+from prfaas.security.reload import defer_hangup
+from prfaas.security.tls import load_identity
 from prfaas.text import load_tokenizer
 
 _DEFAULTS = NodeSection()
@@ -54,9 +61,7 @@ _DEFAULTS = NodeSection()
 )
 @click.option("--kvd", metavar="SOCKET", help="Socket of a running kvd; without it one is started.")
 @click.option("--kvd-url", metavar="URL", help="HTTP address of that kvd.")
-@click.option(
-    "--kvd-key-file", metavar="FILE", help="File with the key that kvds of the deployment share."
-)
+@security_options
 @click.option("--device", help="Device of the hf engine: cpu, cuda or cuda:N.")
 @click.option("--accelerator", help="Accelerator whose profile the emulated engine follows.")
 @log_level_option
@@ -71,7 +76,12 @@ def node(
     port: int | None,
     kvd: str | None,
     kvd_url: str | None,
-    kvd_key_file: str | None,
+    member_key_file: str | None,
+    operator_key_file: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    insecure: bool | None,
     device: str | None,
     accelerator: str | None,
     log_level: str,
@@ -81,12 +91,14 @@ def node(
 
     State goes through a kvd: a running one (--kvd), or one that the node starts and ends. The
     options after `--` go to that one (see `prfaas kvd --help`), and so does --config. SIGTERM
-    drains the node. All keys are in docs/configuration.md.
+    drains the node, SIGHUP reads keys and certificates again. Other hosts reach a node with a
+    member key and TLS only (`prfaas init` writes such host files). All keys are in
+    docs/configuration.md.
 
     \b
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
-      prfaas node --model ./tiny-kimi -- --memory 8GiB --cluster pd --gateway http://gw:8080
+      prfaas node --model ./tiny-kimi -- --memory 8GiB
       prfaas node --engine emulated --model case-study-1t --accelerator h200
     """
     flags = {
@@ -97,7 +109,12 @@ def node(
         "node.port": port,
         "node.kvd_socket": kvd,
         "node.kvd_url": kvd_url,
-        "node.kvd_key_file": kvd_key_file,
+        "node.member_key_file": member_key_file,
+        "node.operator_key_file": operator_key_file,
+        "node.tls.ca": tls_ca,
+        "node.tls.cert": tls_cert,
+        "node.tls.key": tls_key,
+        "node.insecure": insecure,
         "node.device": device,
         "node.emulated.accelerator": accelerator,
     }
@@ -111,6 +128,7 @@ def node(
             fix="give these options to the running kvd",
         )
     configure_logging(log_level)
+    defer_hangup()  # loading a model takes minutes
     limit_heap_growth()
     settings = NodeSettings(
         section.name or Path(section.model).resolve().name,
@@ -121,12 +139,15 @@ def node(
         section.replay,
         section.timeouts,
     )
+    credentials = NodeCredentials(
+        read_key(section.member_key_file),
+        read_key(section.operator_key_file),
+        load_identity(section.tls, "node.tls"),
+    )
+    _refuse_exposure(section, credentials)
     tokenizer_folder = section.tokenizer or (section.model if section.engine == "hf" else None)
     tokenizer = load_tokenizer(Path(tokenizer_folder)) if tokenizer_folder is not None else None
-    key_file = section.kvd_key_file
-    key = read_deployment_key(Path(key_file)) if key_file is not None else None
-    if key_file is not None:
-        kvd_options = ("--kvd-key-file", key_file, *kvd_options)
+    kvd_options = (*_credential_options(section), *kvd_options)
     if config is not None:
         kvd_options = ("--config", str(config), *kvd_options)
 
@@ -134,13 +155,42 @@ def node(
         click.echo(readiness_line(NodeReady(settings.name, url)))
 
     with _kvd(section, kvd_options) as found:
-        place = replace(found, key=key)
         chosen = _engine(section, section.model)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(run_node(chosen, tokenizer, place, settings, announce))
+                runner.run(run_node(chosen, tokenizer, found, settings, credentials, announce))
         finally:
             chosen.close()
+
+
+def _refuse_exposure(section: NodeSection, credentials: NodeCredentials) -> None:
+    protection = Protection(
+        credentials.member_key is not None, credentials.tls is not None, section.insecure
+    )
+    refuse_exposure(section.host, protection, where="--host", key_flag="--member-key-file")
+    for name, endpoint in (("events", section.events), ("replay", section.replay)):
+        # KV events have no credentials of their own, whatever protects the HTTP API.
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if endpoint.startswith("tcp://") and not section.insecure and not is_loopback(host):
+            raise InputError(
+                f"other hosts could read the cache events at {endpoint}",
+                where=f"node.{name}",
+                fix="use tcp://127.0.0.1:PORT or ipc://PATH, or accept the risk with --insecure",
+            )
+
+
+def _credential_options(section: NodeSection) -> list[str]:
+    """The options with which the node starts its own kvd: it has the node's credentials."""
+    tls = section.tls
+    given = {
+        "--member-key-file": section.member_key_file,
+        "--operator-key-file": section.operator_key_file,
+        "--tls-ca": tls.ca,
+        "--tls-cert": tls.cert,
+        "--tls-key": tls.key,
+    }
+    options = [word for flag, file in given.items() if file is not None for word in (flag, file)]
+    return [*options, "--insecure"] if section.insecure else options
 
 
 def _kvd(section: NodeSection, options: tuple[str, ...]) -> AbstractContextManager[KvdAddress]:

@@ -1,10 +1,17 @@
-"""Options that all serving commands share: `--log-level` and `--set`."""
+"""Options that the serving commands share: logging, `--set`, keys and TLS."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+
+from prfaas.security.shared_key import SharedKey
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 log_level_option = click.option(
     "--log-level",
@@ -21,6 +28,41 @@ set_option = click.option(
     metavar="KEY=VALUE",
     help="Set one key of docs/configuration.md; repeatable, and wins over the file.",
 )
+
+
+def security_options(command: F) -> F:
+    """`--member-key-file`, `--operator-key-file`, `--tls-*` and `--insecure`. SIGHUP makes the
+    process read the files again."""
+    for option in reversed(_SECURITY_OPTIONS):
+        command = option(command)
+    return command
+
+
+_SECURITY_OPTIONS = (
+    click.option(
+        "--member-key-file",
+        metavar="FILE",
+        help="File with the key that gateways, nodes and kvds of the deployment share.",
+    ),
+    click.option(
+        "--operator-key-file",
+        metavar="FILE",
+        help="File with the key that opens the operator's paths.",
+    ),
+    click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment."),
+    click.option("--tls-cert", metavar="FILE", help="Certificate of this service."),
+    click.option("--tls-key", metavar="FILE", help="Private key of the certificate."),
+    click.option(
+        "--insecure",
+        is_flag=True,
+        default=None,
+        help="Listen on more than loopback without key and TLS.",
+    ),
+)
+
+
+def read_key(file: str | Path | None) -> SharedKey | None:
+    return None if file is None else SharedKey.read(Path(file))
 
 
 def configure_logging(level: str) -> None:

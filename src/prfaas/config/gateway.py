@@ -8,15 +8,16 @@ from __future__ import annotations
 import msgspec
 
 from prfaas.config.fields import Amount, AmountOrZero, Count, Port
+from prfaas.config.tls import TlsSection
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One API key that clients may use. Give either `key` or `file`."""
+    """One API key of a tenant. Give either `key` or `file`."""
 
     key: str | None = None
     """The key itself."""
     file: str | None = None
-    """File with the key, relative to the deployment file."""
+    """File with the key, relative to the deployment file; several lines are several keys."""
     tenant: str = ""
     """Tenant of the key. Tenants do not share cached prefixes."""
 
@@ -82,10 +83,22 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checkpoint folder with the model's tokenizer, relative to the deployment file. Without it,
     prompts must be token ids."""
     keys: list[ApiKey] = []
-    """API keys that clients may use. Without keys, the gateway does not authenticate clients."""
-    kvd_key_file: str | None = None
-    """File with the key that the nodes and kvds of the deployment require, relative to the
-    deployment file."""
+    """API keys of tenants, which open `/v1/*`. Without keys, the gateway does not authenticate
+    clients, and listens on loopback only."""
+    operator_key_file: str | None = None
+    """File with the operator key, which opens `/prfaas/v1/*` and `/metrics`, relative to the
+    deployment file. With API keys but without this key, these paths are closed."""
+    member_key_file: str | None = None
+    """File with the member key, which the gateways, nodes and kvds of a deployment share, relative
+    to the deployment file. Without it, kvds cannot register."""
+    salt_file: str | None = None
+    """File with the secret from which the cache salts of tenants are derived, relative to the
+    deployment file. All gateways of a deployment need the same. Without it, each start of the
+    gateway makes its own, and tenants' cached prefixes are not found again."""
+    insecure: bool = False
+    """Whether the gateway may listen on more than loopback without API keys and TLS, and whether
+    kvds may register without a member key. Then every process that reaches it can use the
+    deployment and join it."""
     plans: bool = True
     """Whether this gateway runs the long-term loop. Exactly one gateway of a fleet does."""
     advise: bool = False
@@ -100,6 +113,7 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest request body in 10^6 bytes. One million token ids take about 8 MB of JSON."""
     max_bodies_mb: Amount = 1024.0
     """Bodies of all requests in flight together, in 10^6 bytes."""
+    tls: TlsSection = TlsSection()
     timeouts: GatewayTimeouts = GatewayTimeouts()
 
 

@@ -16,21 +16,8 @@ import msgspec
 from prfaas.config.assignments import assign, set_key
 from prfaas.config.fields import Amount, AmountOrZero, Count, Port
 from prfaas.config.strict import decode, parse_toml, read_text
-
-
-class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mutual TLS between kvds (`prfaas certs` makes a test set). Give `ca`, `cert` and `key`."""
-
-    ca: str | None = None
-    """CA certificate that issued the certificates of all kvds."""
-    cert: str | None = None
-    """This host's certificate."""
-    key: str | None = None
-    """Private key of `cert`."""
-    client_cert: str | None = None
-    """Certificate for outgoing connections, where `cert` may be used for listening only."""
-    client_key: str | None = None
-    """Private key of `client_cert`."""
+from prfaas.config.tls import PATHS as TLS_PATHS
+from prfaas.config.tls import TlsSection
 
 
 class KvdTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,11 +69,17 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cluster of the deployment file that this host belongs to. Required with `gateways`."""
     gateways: list[str] = []
     """URLs of the gateways to register with."""
-    gateway_api_key_file: str | None = None
-    """File with an API key of those gateways, where they require one."""
-    kvd_key_file: str | None = None
-    """File with the key that kvds and gateways of the deployment share. With it, the HTTP API
-    requires the key."""
+    member_key_file: str | None = None
+    """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
+    the HTTP API requires the key. Required to listen on more than loopback."""
+    operator_key_file: str | None = None
+    """File with the operator key, which opens `/metrics` only."""
+    peers: list[str] = []
+    """Hosts that KV may be sent to and pulled from: names, addresses or networks such as
+    10.0.0.0/16. By default every host with a member key, and only this host without one."""
+    insecure: bool = False
+    """Whether this kvd may listen on more than loopback without a member key and TLS. Then every
+    process that reaches it can read and replace KV."""
     connections: Count = 4
     """TCP connections to each peer."""
     tls: TlsSection = TlsSection()
@@ -141,8 +134,14 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Socket of a running kvd. Without it, the node starts a kvd that ends with the node."""
     kvd_url: str | None = None
     """HTTP address of that kvd, for gateways and KV events."""
-    kvd_key_file: str | None = None
-    """File with the key that kvds of the deployment share."""
+    member_key_file: str | None = None
+    """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
+    the API requires the key. Required to listen on more than loopback."""
+    operator_key_file: str | None = None
+    """File with the operator key, which opens `/metrics` only."""
+    insecure: bool = False
+    """Whether this node may listen on more than loopback without a member key and TLS. Then every
+    process that reaches it can use it."""
     device: str | None = None
     """Device of the hf engine: cpu, cuda or cuda:N. The default is the best that is present."""
     dtype: str | None = None
@@ -161,6 +160,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ZMQ endpoint for KV events in vLLM's format."""
     replay: str = "tcp://127.0.0.1:0"
     """ZMQ endpoint for the replay of KV events."""
+    tls: TlsSection = TlsSection()
     emulated: EmulatedSection = EmulatedSection()
     timeouts: NodeTimeouts = NodeTimeouts()
 
@@ -174,9 +174,10 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # Keys whose value is a path. They are resolved here, where the file's folder is known.
 _PATHS: dict[str, tuple[str, ...]] = {
-    "kvd": ("socket", "ssd", "gateway_api_key_file", "kvd_key_file"),
-    "kvd.tls": ("ca", "cert", "key", "client_cert", "client_key"),
-    "node": ("kvd_socket", "kvd_key_file", "tokenizer"),
+    "kvd": ("socket", "ssd", "member_key_file", "operator_key_file"),
+    "kvd.tls": TLS_PATHS,
+    "node": ("kvd_socket", "member_key_file", "operator_key_file", "tokenizer"),
+    "node.tls": TLS_PATHS,
 }
 
 

@@ -9,6 +9,7 @@
     GET  /v1/stats               -> KvdReport
     GET  /v1/events              -> EventPage
     GET  /v1/role, POST          Role -> Role
+    POST /v1/prove               ProveMembership -> ProofOfMembership
     any error                    -> KvdErrorBody
 
     POST /prfaas/v1/register     Heartbeat, from a kvd to a gateway
@@ -33,7 +34,7 @@ LATE_WINDOW_S = 2.0
 
 
 class KvdErrorBody(msgspec.Struct, frozen=True):
-    code: str  # incompatible, bad_request, unknown, failed, unauthorized
+    code: str  # incompatible, bad_request, unknown, failed, unauthorized, forbidden
     message: str
     differences: tuple[str, ...] = ()  # of an `incompatible` engine: each field that differs
 
@@ -196,6 +197,21 @@ class Heartbeat(msgspec.Struct, frozen=True):
     kvd_url: str
     cluster: str
     report: KvdReport
+
+
+# Membership --------------------------------------------------------------------------------------
+
+
+class ProveMembership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A gateway makes a kvd prove that it has the member key, before the gateway sends the key."""
+
+    challenge: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class ProofOfMembership(msgspec.Struct, frozen=True):
+    """HMACs of the challenge and the kvd's URL, one for each key that the kvd accepts."""
+
+    proofs: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)]
 
 
 # Cache events ------------------------------------------------------------------------------------

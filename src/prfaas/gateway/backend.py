@@ -24,6 +24,7 @@ from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
 from prfaas.gateway.dispatch.handoff import HandOffs
+from prfaas.gateway.fleet.admission import Admission
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.evacuation import Evacuations
@@ -36,6 +37,8 @@ from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
 from prfaas.planner.problem import Problem
+from prfaas.security.shared_key import SharedKey
+from prfaas.security.tls import TlsIdentity
 from prfaas.types import ClusterId
 
 
@@ -44,7 +47,8 @@ class BackendOptions:
     """Options that are not in the deployment file."""
 
     record: Path | None = None  # file for routing decisions, one JSON line each
-    node_key: str | None = None  # sent to nodes and kvds as a bearer token
+    member_key: SharedKey | None = None  # sent to nodes and kvds as a bearer token
+    tls: TlsIdentity | None = None  # for calls to nodes and kvds
 
 
 class GatewayBackend:
@@ -56,6 +60,7 @@ class GatewayBackend:
         router: Router,
         dispatcher: Dispatcher,
         poller: Poller,
+        admission: Admission,
         status: GatewayStatus,
         clock: Clock,
     ) -> None:
@@ -63,6 +68,7 @@ class GatewayBackend:
         self.router = router
         self.dispatcher = dispatcher
         self._poller = poller
+        self._admission = admission
         self._status = status
         self._clock = clock
 
@@ -85,7 +91,7 @@ class GatewayBackend:
     def plan(self) -> dict[str, Any]:
         return self._status.plan()
 
-    def register(self, heartbeat: Heartbeat) -> None:
+    async def register(self, heartbeat: Heartbeat) -> None:
         known = self.fleet.members.clusters
         if heartbeat.cluster not in known:
             raise RequestError(
@@ -94,6 +100,9 @@ class GatewayBackend:
                 f"no cluster is named {heartbeat.cluster!r}; there are: {', '.join(known)}",
                 param="cluster",
             )
+        if self.fleet.members.has(heartbeat.kvd_url):
+            return
+        await self._admission.approve(heartbeat.kvd_url)
         member = self.fleet.register(heartbeat.kvd_url, ClusterId(heartbeat.cluster))
         if member is not None:
             self._poller.start(member)
@@ -119,7 +128,11 @@ async def running(
                     f"cannot write: {error.strerror}", file=options.record, where="--record"
                 ) from None
         timeouts = deployment.gateway.timeouts
-        http = await stack.enter_async_context(open_client(options.node_key, timeouts.connect_s))
+        tls = options.tls.client if options.tls is not None else None
+        http = await stack.enter_async_context(
+            open_client(options.member_key, timeouts.connect_s, tls)
+        )
+        strangers = await stack.enter_async_context(open_client(None, timeouts.connect_s, tls))
         # Ends last, before the connections close: the parts that end earlier still start calls.
         # Long enough for a transfer that is being opened, and then for its abort.
         end_s = timeouts.open_s + timeouts.kvd_call_s
@@ -145,8 +158,9 @@ async def running(
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         dispatcher = Dispatcher(router, hand_offs, budget, planning.traffic, clock)
         status = GatewayStatus(fleet, router, planning, budget, copies, clock)
+        admission = Admission(options.member_key, strangers, timeouts.kvd_call_s)
         try:
-            yield GatewayBackend(fleet, router, dispatcher, poller, status, clock)
+            yield GatewayBackend(fleet, router, dispatcher, poller, admission, status, clock)
         finally:
             await dispatcher.end(timeouts.cancel_s)
             for loop in loops:

@@ -7,26 +7,28 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
-from prfaas.errors import InputError
 from prfaas.gateway.api import GatewayApi, Limits, ServedModel
-from prfaas.gateway.api.api_keys import Keyring, TenantKey
 from prfaas.gateway.api.body_limits import BodyReader
+from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.api.loop_lag import measure_lag
 from prfaas.gateway.api.metrics import ApiMetrics
 from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
+from prfaas.listening import listen, service_url
 from prfaas.planner.problem import Problem
+from prfaas.security.reload import reload_on_hangup
+from prfaas.security.tls import TlsIdentity
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -41,8 +43,9 @@ class GatewayOptions:
     """Contents of the files that the deployment names, and options that it does not have."""
 
     tokenizer: ModelTokenizer | None = None
-    keys: Sequence[TenantKey] = ()
+    credentials: GatewayCredentials = field(default_factory=GatewayCredentials)
     backend: BackendOptions = BackendOptions()
+    tls: TlsIdentity | None = None
 
 
 async def run_gateway(
@@ -57,7 +60,8 @@ async def run_gateway(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     clock = MonotonicClock()
-    with _listen(deployment.gateway.host, deployment.gateway.port) as listening:
+    reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
+    with listen(deployment.gateway.host, deployment.gateway.port) as listening:
         async with running(deployment, problem, options.backend, clock) as backend:
             async with serving(deployment, backend, options, clock, listening) as url:
                 # The garbage collector skips objects that live as long as the process: every stream
@@ -86,7 +90,7 @@ async def serving(
             ServedModel(deployment.model.name, max_tokens),
             backend,
             Prompts(options.tokenizer, max_tokens, threads),
-            Keyring(options.keys),
+            options.credentials,
             BodyReader(
                 each_bytes=int(section.max_body_mb * _MB),
                 all_bytes=int(section.max_bodies_mb * _MB),
@@ -109,21 +113,9 @@ async def serving(
         )
         await runner.setup()
         try:
-            await web.SockSite(runner, listening).start()
-            host, port = listening.getsockname()[:2]
+            context = options.tls.public_http() if options.tls is not None else None
+            await web.SockSite(runner, listening, ssl_context=context).start()
             async with measure_lag(metrics.loop_lag_s.observe):
-                yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                yield service_url(listening, tls=options.tls is not None)
         finally:
             await runner.cleanup()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise InputError(
-            f"cannot listen: {error.strerror or error}",
-            where=f"{host}:{port}",
-            fix="choose another --host or --port",
-        ) from None

@@ -85,5 +85,6 @@ class Backend(Protocol):
 
     def plan(self) -> dict[str, Any]: ...
 
-    def register(self, heartbeat: Heartbeat) -> None:
-        """Adds the kvd that sent the heartbeat to the fleet. Raises `RequestError`."""
+    async def register(self, heartbeat: Heartbeat) -> None:
+        """Adds the kvd of the heartbeat to the fleet, once it has proved that it is a member.
+        Raises `RequestError`."""

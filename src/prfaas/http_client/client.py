@@ -15,7 +15,8 @@ import msgspec
 
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client.connection import Connection
-from prfaas.http_client.connection_pool import CONNECT_S, ConnectionPool, header
+from prfaas.http_client.connection_pool import CONNECT_S, ClientTls, ConnectionPool, header
+from prfaas.security.shared_key import SharedKey
 
 # Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
 # the server is just closing fails, and the client cannot tell whether the server acted on it.
@@ -59,10 +60,16 @@ class Exchange:
 
 
 class HttpClient:
-    def __init__(self, key: str | None = None, connect_s: float = CONNECT_S) -> None:
+    def __init__(
+        self,
+        key: SharedKey | None = None,
+        connect_s: float = CONNECT_S,
+        tls: ClientTls | None = None,
+    ) -> None:
         """Every request carries `key` as its bearer token."""
         self._key = key
         self._connect_s = connect_s
+        self._tls = tls
         self._pools: dict[str, ConnectionPool] = {}
 
     async def request_json(
@@ -109,8 +116,10 @@ class HttpClient:
         root, target = _split(url)
         pool = self._pools.get(root)
         if pool is None:
-            pool = self._pools[root] = ConnectionPool(root, self._key, self._connect_s)
+            pool = self._pools[root] = ConnectionPool(root, self._tls, self._connect_s)
         head = f"{method} {target} HTTP/1.1\r\n{pool.headers}"
+        if self._key is not None:
+            head += self._key.header
         for name, value in headers.items():
             head += header(name, value)
         if method != "GET":
@@ -126,10 +135,10 @@ class HttpClient:
 
 @asynccontextmanager
 async def open_client(
-    key: str | None = None, connect_s: float = CONNECT_S
+    key: SharedKey | None = None, connect_s: float = CONNECT_S, tls: ClientTls | None = None
 ) -> AsyncIterator[HttpClient]:
     """A client whose connections are closed at the end of the block."""
-    client = HttpClient(key, connect_s)
+    client = HttpClient(key, connect_s, tls)
     try:
         yield client
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.config.gateway import DEFAULTS
@@ -11,11 +13,15 @@ from prfaas.errors import ConnectionLost
 from prfaas.http_client.connection import Connection
 
 CONNECT_S = DEFAULTS.timeouts.connect_s
+# Called for each connection, because a process may replace its certificates.
+ClientTls: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class ConnectionPool:
-    def __init__(self, url: str, key: str | None, connect_s: float = CONNECT_S) -> None:
-        """Every request carries `key` as its bearer token."""
+    def __init__(
+        self, url: str, tls: ClientTls | None = None, connect_s: float = CONNECT_S
+    ) -> None:
+        """`tls` makes the context for https; without it, the system's CAs are trusted."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -27,12 +33,12 @@ class ConnectionPool:
         self._connect_s = connect_s
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls: ClientTls | None = None
+        if parts.scheme == "https":
+            self._tls = tls or ssl.create_default_context
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self.headers = header("Host", parts.netloc.rpartition("@")[2])
-        if key:
-            self.headers += header("Authorization", f"Bearer {key}")
 
     async def connection(self) -> Connection:
         """An idle connection, or a new one."""
@@ -44,7 +50,7 @@ class ConnectionPool:
                     lambda: Connection(self._url, self._idle.append, self._forget),
                     self._host,
                     self._port,
-                    ssl=self._tls,
+                    ssl=None if self._tls is None else self._tls(),
                 )
         except TimeoutError:
             raise ConnectionLost(f"{self._url}: not connected in time") from None

@@ -9,10 +9,12 @@ POST /v1/push               sends a prefix to another kvd; the source's part of 
 GET  /v1/stats              the report; ?check=1 also verifies the pool's invariants
 GET  /v1/events             ?node=&since=&wait_s=: cache events, or a snapshot when since=-1
 GET  /v1/role, POST         reads or sets the role; 409 when the epoch is not the current one
-GET  /health, /metrics
+POST /v1/prove              proves that this kvd has the member key, without revealing it
+GET  /metrics               for Prometheus; the operator key opens it, too
+GET  /health
 
-With a key (`security/deployment_key.py`), every path except the last two responds with 401 to
-requests without it.
+With a member key (`security/shared_key.py`), every path except /v1/prove and /health responds with
+401 to requests without it.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from prfaas.contracts.kvd_api import (
     MatchPrefix,
     OpenTransfer,
     PrefixMatch,
+    ProofOfMembership,
+    ProveMembership,
     PullPrefix,
     PushPrefix,
     PushStarted,
     Role,
 )
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import InputError, PeerError, PeerForbidden
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import compare_and_set
@@ -43,10 +47,12 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
-from prfaas.security.deployment_key import require_key
+from prfaas.security.peers import PeerRules, parse_origin
+from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.types import BlockHash, NodeId, TransferId
 
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
+_OPEN_PATHS = frozenset({"/health", "/v1/prove"})
 T = TypeVar("T")
 
 
@@ -58,15 +64,24 @@ class HttpApi:
         outgoing: OutgoingTransfers,
         reporter: Reporter,
         http: HttpClient,
+        peers: PeerRules,
     ) -> None:
+        self.url = ""  # set when the server listens
         self._store = store
         self._incoming = incoming
         self._outgoing = outgoing
         self._reporter = reporter
         self._http = http
+        self._peers = peers
+        self._key: SharedKey | None = None
 
-    def app(self, key: str | None = None) -> web.Application:
-        checks = [] if key is None else [require_key(key, _unauthorized)]
+    def app(
+        self, member: SharedKey | None = None, operator: SharedKey | None = None
+    ) -> web.Application:
+        self._key = member
+        checks = []
+        if member is not None:
+            checks.append(require_key(_unauthorized, member, operator, _OPEN_PATHS))
         app = web.Application(middlewares=[*checks, _errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -80,6 +95,7 @@ class HttpApi:
                 web.get("/v1/events", self._events_page),
                 web.get("/v1/role", self._role),
                 web.post("/v1/role", self._set_role),
+                web.post("/v1/prove", self._prove),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
             ]
@@ -115,6 +131,7 @@ class HttpApi:
 
     async def _pull(self, request: web.Request) -> web.Response:
         body = await _body(request, PullPrefix)
+        self._peers.check(parse_origin(body.source, "source").host, "source")
         return _json(await pull(self._store, self._incoming, self._http, body))
 
     async def _push(self, request: web.Request) -> web.Response:
@@ -152,6 +169,12 @@ class HttpApi:
         self._reporter.role = role
         return _json(role)
 
+    async def _prove(self, request: web.Request) -> web.Response:
+        if self._key is None:
+            return _json(KvdErrorBody("failed", "this kvd has no member key"), status=409)
+        body = await _body(request, ProveMembership)
+        return _json(ProofOfMembership(tuple(self._key.prove(body.challenge, self.url))))
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")
 
@@ -163,6 +186,8 @@ class HttpApi:
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except PeerForbidden as error:
+        return _json(KvdErrorBody("forbidden", str(error)), status=403)
     except InputError as error:
         return _json(KvdErrorBody("bad_request", str(error)), status=400)
     except PeerError as error:
@@ -207,9 +232,7 @@ def _incompatible(differences: tuple[str, ...]) -> web.Response:
 
 
 def _unauthorized() -> web.Response:
-    problem = KvdErrorBody(
-        "unauthorized", "this kvd requires the key of its --kvd-key-file as a bearer token"
-    )
+    problem = KvdErrorBody("unauthorized", "this kvd requires the member key as a bearer token")
     answer = _json(problem, status=401)
     answer.headers["WWW-Authenticate"] = "Bearer"
     return answer

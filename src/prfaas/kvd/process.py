@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,7 +30,11 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
-from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from prfaas.listening import listen, reachable
+from prfaas.security.exposure import Protection, refuse_exposure
+from prfaas.security.peers import PeerRules
+from prfaas.security.shared_key import SharedKey
+from prfaas.security.tls import SERVICE_NAME, TlsIdentity
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.types import NodeId
@@ -38,17 +43,6 @@ SWEEP_S = 0.25
 _SAMPLE_EVERY = 2  # sweeps per report of the links
 _CONNECTIONS = 64  # of all links together, not counting the first of each
 _DEFAULTS = KvdSection()
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """One certificate for the listener and one for links: a CA may issue each for one use only."""
-
-    ca: Path
-    cert: Path
-    key: Path
-    client_cert: Path
-    client_key: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +56,12 @@ class KvdOptions:
     via: str | None = None  # relay address that grants contain instead of the data address
     cluster: str = ""  # the cluster's name in the deployment, for gateways
     gateways: Sequence[str] = ()
-    gateway_key: str | None = None  # for heartbeats to the gateways
-    tls: TlsFiles | None = None
-    # Required by this kvd's HTTP API, and sent to peers and to gateways without `gateway_key`.
-    key: str | None = field(default=None, repr=False)
+    tls: TlsIdentity | None = None
+    # Required by this kvd's HTTP API, and sent to peers and gateways.
+    member_key: SharedKey | None = None
+    operator_key: SharedKey | None = None  # opens /metrics
+    peers: Sequence[str] = ()  # hosts that KV may be sent to and pulled from
+    insecure: bool = False  # any host may be reached, and a peer, without key and TLS
     store: StoreOptions = field(default_factory=StoreOptions)
     timeouts: KvdTimeouts = _DEFAULTS.timeouts
     connections: int = _DEFAULTS.connections  # per peer
@@ -87,10 +83,11 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
     clock = clock or MonotonicClock()
     async with AsyncExitStack() as stack:
         tls, timeouts = options.tls, options.timeouts
+        _refuse_exposure(options)
         try:
             listener = Listener(
                 *options.listen,
-                tls=server_context(tls.ca, tls.cert, tls.key) if tls else None,
+                tls=tls.server if tls else None,
                 clock=clock,
             )
         except OSError as error:
@@ -98,9 +95,11 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         stack.callback(listener.close)
         lateness = LatenessMonitor(clock)
         stack.callback(lateness.close)
-        data = _reachable(Address(*listener.address), options.advertise)
+        data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
+        trusted = options.insecure or options.member_key is not None
+        peers = PeerRules(options.peers, trusted=trusted)
         links = Links(
             LinkOptions(
                 connections=options.connections,
@@ -109,8 +108,9 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
                 stall_s=timeouts.transfer_stall_s,
                 tls_name=SERVICE_NAME if tls else None,
             ),
-            tls=client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None,
+            tls=tls.client if tls else None,
             budget=ConnectionBudget(_CONNECTIONS),
+            peers=peers,
             late_since=lateness.since,
         )
         address = options.via or str(data)
@@ -120,12 +120,16 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             store, incoming, outgoing, PinnedPrefixes(store, clock), address
         )
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
-        kvds = await stack.enter_async_context(open_client(options.key))
-        gateway_key = options.key if options.gateway_key is None else options.gateway_key
-        gateways = await stack.enter_async_context(open_client(gateway_key))
-        api = HttpApi(store, incoming, outgoing, reporter, kvds)
-        served = await _serve_http(stack, api.app(options.key), options.http)
-        engines.http_url = http_url = f"http://{_reachable(served, options.advertise)}"
+        # Other kvds and the gateways of this kvd's configuration: both may see the member key.
+        http = await stack.enter_async_context(
+            open_client(options.member_key, tls=tls.client if tls else None)
+        )
+        api = HttpApi(store, incoming, outgoing, reporter, http, peers)
+        app = api.app(options.member_key, options.operator_key)
+        served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
+        scheme = "https" if tls else "http"
+        api.url = http_url = f"{scheme}://{reachable(served, options.advertise)}"
+        engines.http_url = http_url
         await _serve_engines(stack, engines, options.socket)
         # Closed in the reverse order: first no new work, then current transfers, then the pages.
         # Links and listener signal this loop from their threads, so they close while it runs.
@@ -133,7 +137,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         tasks = [group.create_task(_sweep(incoming, links))]
         for gateway in options.gateways:
             heartbeats = send_heartbeats(
-                gateways, gateway, http_url, options.cluster, reporter, timeouts
+                http, gateway, http_url, options.cluster, reporter, timeouts
             )
             tasks.append(group.create_task(heartbeats))
         try:
@@ -158,22 +162,26 @@ async def _sweep(incoming: IncomingTransfers, links: Links) -> None:
             links.sample()
 
 
-def _reachable(address: Address, advertise: str | None) -> Address:
-    """The address for peers: a wildcard can be listened on, but not connected to."""
-    anywhere = address.host in ("0.0.0.0", "::")
-    host = advertise or (socket.gethostname() if anywhere else address.host)
-    return Address(host, address.port)
+def _refuse_exposure(options: KvdOptions) -> None:
+    protection = Protection(
+        options.member_key is not None, options.tls is not None, options.insecure
+    )
+    for host, where in ((options.listen.host, "--listen"), (options.http.host, "--http")):
+        refuse_exposure(host, protection, where=where, key_flag="--member-key-file")
 
 
-async def _serve_http(stack: AsyncExitStack, app: web.Application, address: Address) -> Address:
+async def _serve_http(
+    stack: AsyncExitStack, app: web.Application, address: Address, tls: ssl.SSLContext | None
+) -> Address:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:
-        await web.TCPSite(runner, address.host, address.port).start()
-    except OSError as error:
-        raise InputError(f"{address}: {error.strerror}", where="--http") from None
-    return Address(*runner.addresses[0][:2])
+        listening = listen(*address)
+    except InputError as error:
+        raise InputError(f"{address}: {error.problem}", where="--http") from None
+    await web.SockSite(runner, listening, ssl_context=tls).start()
+    return Address(*listening.getsockname()[:2])
 
 
 async def _serve_engines(stack: AsyncExitStack, engines: EngineSocketServer, path: Path) -> None:

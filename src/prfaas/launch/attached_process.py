@@ -38,7 +38,7 @@ def attached_kvd(options: Sequence[str]) -> Iterator[KvdAddress]:
         command = [*attached_prefix(), "kvd", "--socket", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                yield KvdAddress(str(path), _wait_until_ready(process).http)
+                yield KvdAddress(str(path), _wait_until_ready(process).http, process.pid)
             finally:
                 process.terminate()
                 try:

@@ -31,6 +31,7 @@ from prfaas.config.deployment import (
     Trace,
 )
 from prfaas.config.gateway import GatewaySection
+from prfaas.config.tls import PATHS as TLS_PATHS
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
@@ -224,7 +225,12 @@ def _absolute(deployment: Deployment, folder: Path) -> Deployment:
         gateway=msgspec.structs.replace(
             section,
             tokenizer=at(section.tokenizer),
-            kvd_key_file=at(section.kvd_key_file),
+            operator_key_file=at(section.operator_key_file),
+            member_key_file=at(section.member_key_file),
+            salt_file=at(section.salt_file),
+            tls=msgspec.structs.replace(
+                section.tls, **{name: at(getattr(section.tls, name)) for name in TLS_PATHS}
+            ),
             keys=[msgspec.structs.replace(key, file=at(key.file)) for key in section.keys],
         ),
         catalog=[str(folder / name) for name in deployment.catalog],

@@ -14,6 +14,7 @@ from prfaas.types import NotNow
 
 Code: TypeAlias = Literal[
     "invalid_request",
+    "unauthorized",
     "model_not_found",
     "draining",  # this node takes no new work
     "overloaded",  # retry after Retry-After
@@ -24,6 +25,7 @@ Code: TypeAlias = Literal[
 
 _STATUS: dict[Code, int] = {
     "invalid_request": 400,
+    "unauthorized": 401,
     "model_not_found": 404,
     "draining": 503,
     "overloaded": 503,
@@ -31,7 +33,12 @@ _STATUS: dict[Code, int] = {
     "kvd_unavailable": 503,
     "engine_failed": 500,
 }
-_TYPES = {400: "BadRequestError", 404: "NotFoundError", 424: "FailedDependencyError"}
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    424: "FailedDependencyError",
+}
 
 
 def request_error(

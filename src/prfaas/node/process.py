@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
+from prfaas.listening import listen, service_url
 from prfaas.node.event_follower import EventFollower, PromptListener
 from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
@@ -25,6 +26,9 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.publisher import open_publisher
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi, NodeModel
+from prfaas.security.reload import reload_on_hangup
+from prfaas.security.shared_key import SharedKey
+from prfaas.security.tls import TlsIdentity
 from prfaas.text import ModelTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +40,12 @@ class KvdAddress:
 
     socket: str
     url: str | None = None
-    key: str | None = field(default=None, repr=False)  # for the kvd's HTTP API
+    process_id: int | None = None  # of a kvd that this node has started
+
+    def reload(self) -> None:
+        """Makes the node's own kvd read its credentials again."""
+        if self.process_id is not None:
+            os.kill(self.process_id, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,16 @@ class NodeSettings:
     events: str
     replay: str
     timeouts: NodeTimeouts
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCredentials:
+    """What the node requires of its callers, and shows to its kvd."""
+
+    member_key: SharedKey | None = None
+    operator_key: SharedKey | None = None
+    tls: TlsIdentity | None = None
 
 
 async def run_node(
@@ -57,6 +76,7 @@ async def run_node(
     tokenizer: ModelTokenizer | None,
     kvd: KvdAddress,
     settings: NodeSettings,
+    credentials: NodeCredentials,
     report: Callable[[str], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Calls `report` with the node's URL once the node
@@ -65,9 +85,14 @@ async def run_node(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    listening = _listen(settings)
-    port = listening.getsockname()[1]
-    url = settings.advertise or f"http://{settings.host}:{port}"
+    member_key, operator_key, tls = (
+        credentials.member_key,
+        credentials.operator_key,
+        credentials.tls,
+    )
+    reload_on_hangup([member_key, operator_key, tls, kvd])
+    listening = listen(settings.host, settings.port)
+    url = settings.advertise or service_url(listening, tls=tls is not None)
     block_tokens = engine.compat.block_tokens
     metrics = NodeMetrics(settings.name, block_tokens, engine.limits)
     translator = EventTranslator(engine.spec, block_tokens)
@@ -89,14 +114,18 @@ async def run_node(
         model = NodeModel(
             settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
         )
-        application = NodeApi(model, engine, request_runner, metrics).application()
+        api = NodeApi(model, engine, request_runner, metrics)
+        application = api.application(member_key, operator_key)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, listening).start()
+        context = tls.member_http() if tls is not None else None
+        await web.SockSite(runner, listening, ssl_context=context).start()
         if kvd.url is not None:
-            http = await stack.enter_async_context(open_client(kvd.key))
+            http = await stack.enter_async_context(
+                open_client(member_key, tls=tls.client if tls is not None else None)
+            )
             follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
@@ -116,17 +145,6 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _listen(settings: NodeSettings) -> socket.socket:
-    try:
-        return socket.create_server((settings.host, settings.port), backlog=1024)
-    except OSError as error:
-        raise InputError(
-            f"cannot listen: {error.strerror or error}",
-            where=f"{settings.host}:{settings.port}",
-            fix="choose another --host or --port",
-        ) from None
 
 
 def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:

@@ -29,6 +29,7 @@ from prfaas.node.request_schema import (
     parse_completion,
 )
 from prfaas.node.responses import CHAT, DONE, TEXT, ResponseBuilder, ResponseShape, error_piece
+from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.text import AnswerText, ModelTokenizer
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
@@ -61,8 +62,15 @@ class NodeApi:
         self._runner = runner
         self._metrics = metrics
 
-    def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    def application(
+        self, member: SharedKey | None = None, operator: SharedKey | None = None
+    ) -> web.Application:
+        """With a member key, every path except /health requires it. The operator key opens
+        /metrics."""
+        checks = []
+        if member is not None:
+            checks.append(require_key(_unauthorized, member, operator, frozenset({"/health"})))
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*checks, _errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
@@ -293,6 +301,12 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))
     return _json(errors.error_body(failure), status=failure.status, headers=headers)
+
+
+def _unauthorized() -> web.Response:
+    problem = request_error("unauthorized", "this node requires the member key as a bearer token")
+    headers = {"WWW-Authenticate": "Bearer"}
+    return _json(errors.error_body(problem), status=problem.status, headers=headers)
 
 
 def _json(

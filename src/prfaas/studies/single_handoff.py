@@ -25,6 +25,8 @@ from prfaas.errors import InputError, PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.scheduler.handoff import choose_handoff
+from prfaas.security.shared_key import SharedKey
+from prfaas.security.tls import TlsIdentity
 from prfaas.types import Compat, Grant, NotNow
 
 _TIMEOUTS = DEFAULTS.timeouts
@@ -39,7 +41,8 @@ class NodePair:
     decode_url: str
     prefill_kvd_url: str | None
     decode_kvd_url: str | None
-    kvd_key: str | None = field(repr=False)
+    member_key: SharedKey | None = None  # sent to both nodes and their kvds
+    tls: TlsIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,10 @@ class HandoffReport:
 async def run_handoff(pair: NodePair, request: HandoffRequest, clock: Clock) -> HandoffReport:
     """Raises `PeerError` when a process does not respond or fails, and `InputError` when the pair
     cannot hand off: the error names the reason."""
-    async with open_client() as nodes, open_client(pair.kvd_key) as kvds:
-        prefill = await _connect(nodes, kvds, pair.prefill_url, pair.prefill_kvd_url)
-        decode = await _connect(nodes, kvds, pair.decode_url, pair.decode_kvd_url)
+    tls = pair.tls.client if pair.tls is not None else None
+    async with open_client(pair.member_key, tls=tls) as http:
+        prefill = await _connect(http, pair.prefill_url, pair.prefill_kvd_url)
+        decode = await _connect(http, pair.decode_url, pair.decode_kvd_url)
         if decode.kvd is None:
             raise InputError(
                 f"{decode.url} does not report the URL of its kvd",
@@ -89,7 +93,7 @@ async def run_handoff(pair: NodePair, request: HandoffRequest, clock: Clock) -> 
 
 
 class _Node:
-    """A node and its kvd. Only requests to kvds carry the kvds' key."""
+    """A node and its kvd."""
 
     def __init__(self, http: HttpClient, url: str, model: str, kvd: KvdClient | None) -> None:
         self.url = url
@@ -114,13 +118,13 @@ class _Node:
         )
 
 
-async def _connect(nodes: HttpClient, kvds: HttpClient, url: str, kvd_url: str | None) -> _Node:
-    models = await nodes.request_json(
+async def _connect(http: HttpClient, url: str, kvd_url: str | None) -> _Node:
+    models = await http.request_json(
         "GET", f"{url}/v1/models", dict[str, Any], timeout_s=_TIMEOUTS.node_poll_timeout_s
     )
     card = models["data"][0]
     kvd_url = kvd_url or (card.get("prfaas") or {}).get("kvd_url")
-    return _Node(nodes, url, card["id"], None if kvd_url is None else KvdClient(kvds, kvd_url))
+    return _Node(http, url, card["id"], None if kvd_url is None else KvdClient(http, kvd_url))
 
 
 class _SingleHandoff:

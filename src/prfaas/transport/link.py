@@ -14,7 +14,7 @@ import random
 import socket
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -176,7 +176,7 @@ class TransferLink:
         address: tuple[str, int],
         *,
         options: LinkOptions | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
         budget: ConnectionBudget | None = None,
         clock: Clock | None = None,
         late_since: LateSince = never_late,
@@ -292,7 +292,7 @@ class TransferLink:
         sock = connect(
             self.address,
             timeout_s=self.options.connect_s,
-            tls=self._tls,
+            tls=None if self._tls is None else self._tls(),
             tls_name=self.options.tls_name,
             congestion_control=self.options.congestion_control,
             buffer_bytes=self.options.buffer_bytes,

@@ -65,7 +65,7 @@ class Listener:
         port: int = 0,
         *,
         options: ListenerOptions | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._options = options or ListenerOptions()
@@ -166,7 +166,7 @@ class Listener:
         try:
             set_options(sock, None, self._options.buffer_bytes)
             if self._tls is not None:
-                sock = self._handshake(sock, self._tls)
+                sock = self._handshake(sock, self._tls())
             channel = Channel(sock, self._clock, self._options.silence_s)
             _ReceiverConnection(
                 channel, self._transfers, self._measure, self._options, self._clock

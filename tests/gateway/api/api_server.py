@@ -19,9 +19,10 @@ from prfaas.config import Deployment, parse_deployment
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
-from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.process import GatewayOptions, serving
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
+from prfaas.security.shared_key import SharedKey
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
 from tests.node.local_api import BYTES, LocalApi, local_api
@@ -120,7 +121,7 @@ class OneNode:
     def plan(self) -> dict[str, Any]:
         return {"threshold_tokens": 1}
 
-    def register(self, heartbeat: Heartbeat) -> None:
+    async def register(self, heartbeat: Heartbeat) -> None:
         self.heartbeats.append(heartbeat)
 
 
@@ -149,6 +150,9 @@ class ApiServer:
 async def api_server(
     *,
     keys: Sequence[TenantKey] = (),
+    operator: SharedKey | None = None,
+    member: SharedKey | None = None,
+    any_member: bool = False,
     tokenizer: ModelTokenizer | None = BYTES,
     scales: Scales = FAST,
     timeout_s: float | None = HANG_S,
@@ -161,7 +165,10 @@ async def api_server(
         aiohttp.ClientSession() as http,
     ):
         backend = OneNode(node)
-        options = GatewayOptions(tokenizer=tokenizer, keys=keys)
+        credentials = GatewayCredentials(
+            lambda: keys, operator=operator, member=member, insecure=any_member
+        )
+        options = GatewayOptions(tokenizer=tokenizer, credentials=credentials)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(**section), backend, options, MonotonicClock(), listening

@@ -13,8 +13,9 @@ import pytest
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
-from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.gateway.api.credentials import REGISTER, TenantKey
 from prfaas.gateway.request import GatewayRequest, Upstream
+from prfaas.security.shared_key import SharedKey
 from tests.gateway.api.api_server import ApiServer, OneNode, api_server
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -116,14 +117,19 @@ async def test_the_bytes_of_all_bodies_are_bounded() -> None:
 async def test_each_tenant_has_its_own_salts() -> None:
     keys = [TenantKey("a", "one"), TenantKey("b", "two"), TenantKey("c", "one"), TenantKey("d", "")]
 
-    async with api_server(keys=keys) as server:
+    async with api_server(keys=keys, operator=SharedKey(["operator"])) as server:
 
         async def salt(key: str, **fields: Any) -> str:
-            status, answer = await server.post(
-                "/prfaas/v1/explain", {**GOOD, **fields}, Authorization=f"Bearer {key}"
-            )
+            body = {**GOOD, **fields, "max_tokens": 1}
+            status, _ = await server.post("/v1/completions", body, Authorization=f"Bearer {key}")
             assert status == 200
-            found: str = answer["salt"]
+            found = server.backend.requests[-1].salt
+            # The operator may ask where a tenant's request would go: its own cache counts.
+            tenant = {key.secret: key.tenant for key in keys}[key]
+            status, answer = await server.post(
+                f"/prfaas/v1/explain?tenant={tenant}", body, Authorization="Bearer operator"
+            )
+            assert (status, answer["salt"]) == (200, found)
             return found
 
         one, two = await salt("a"), await salt("b")
@@ -135,18 +141,35 @@ async def test_each_tenant_has_its_own_salts() -> None:
 
 
 async def test_every_path_but_those_of_probes_requires_a_key() -> None:
-    async with api_server(keys=[TenantKey("right", "")]) as server:
-        for path in ("/v1/models", "/prfaas/v1/state", "/prfaas/v1/plan", "/nowhere"):
+    operator, member = SharedKey(["operator"]), SharedKey(["member"])
+    keys = [TenantKey("right", "")]
+    async with api_server(keys=keys, operator=operator, member=member) as server:
+        closed = ("/v1/models", "/prfaas/v1/state", "/prfaas/v1/plan", "/metrics", "/nowhere")
+        for path in closed:
             assert (await server.get(path))[0] == 401
-        for path in ("/health", "/metrics", "/openapi.json"):
+        for path in ("/health", "/openapi.json"):
             assert (await server.get(path))[0] == 200
+        # Each key opens its own paths only.
+        opened = {
+            "right": {"/v1/models"},
+            "operator": {"/prfaas/v1/state", "/prfaas/v1/plan", "/metrics"},
+            "member": set(),
+        }
+        for key, paths in opened.items():
+            for path in closed[:-1]:
+                status, _ = await server.get(path, Authorization=f"Bearer {key}")
+                assert status == (200 if path in paths else 401), (key, path)
+        for key in ("right", "operator", "member"):
+            status, _ = await server.post(REGISTER, {}, Authorization=f"Bearer {key}")
+            assert status == (400 if key == "member" else 401)
         for header in ("Bearer wrong", "Basic right", "Bearer", "right", "Bearer r\udcffght"):
             status, body = await server.get("/v1/models", Authorization=header)
             assert status == 401 and b"invalid_api_key" in body
         status, _ = await server.get("/v1/models", Authorization="bearer right")
         assert status == 200
-        page = (await server.get("/metrics"))[1].decode()
-        assert "prfaas_gateway_unauthorized_total 9.0" in page
+        page = (await server.get("/metrics", Authorization="Bearer operator"))[1].decode()
+        refused = len(closed) + (3 + 1 + 4) + 2 + 5
+        assert f"prfaas_gateway_unauthorized_total {refused}.0" in page
 
 
 async def test_unknown_paths_and_methods_get_openais_error_body() -> None:
@@ -158,13 +181,15 @@ async def test_unknown_paths_and_methods_get_openais_error_body() -> None:
 
 
 async def test_state_plan_explain_and_register() -> None:
-    async with api_server() as server:
+    async with api_server(member=SharedKey(["member"])) as server:
         assert json.loads((await server.get("/prfaas/v1/state"))[1]) == {"nodes": 1}
         assert json.loads((await server.get("/prfaas/v1/plan"))[1]) == {"threshold_tokens": 1}
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         status, answer = await server.post("/prfaas/v1/explain", chat)
         assert status == 200 and answer["prompt_tokens"] > 2 and not server.backend.requests
-        status, answer = await server.post("/prfaas/v1/register", {"kvd_url": "http://x"})
+        status, answer = await server.post(
+            REGISTER, {"kvd_url": "http://x"}, Authorization="Bearer member"
+        )
         assert status == 400 and not server.backend.heartbeats
 
 

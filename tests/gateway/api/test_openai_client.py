@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from prfaas.engine.emulated.pace import Scales
-from prfaas.gateway.api.api_keys import TenantKey
+from prfaas.gateway.api.credentials import TenantKey
 from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server
 from tests.node.local_api import BYTES
 from tests.waiting import HANG_S

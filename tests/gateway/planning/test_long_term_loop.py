@@ -99,18 +99,18 @@ async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -
 
     async with serving(made) as backend:
         with pytest.raises(RequestError) as refused:
-            backend.register(beat(emulated.far[0], "nowhere"))
+            await backend.register(beat(emulated.far[0], "nowhere"))
         assert refused.value.status == 400 and "pd" in refused.value.message
         assert not backend.plan()["made"]
         # A request that comes before anybody can decode it waits.
         early = asyncio.create_task(answered(backend, gateway_request(prompt(2 * THRESHOLD, 7))))
         for host in emulated.home:
-            backend.register(beat(host, HOME))
-        backend.register(beat(emulated.far[0], FAR))
+            await backend.register(beat(host, HOME))
+        await backend.register(beat(emulated.far[0], FAR))
         await until(lambda: len(in_use(backend)) == 4)
         await early
         found = await answered(backend, gateway_request(prompt(2 * THRESHOLD, 8)))
         assert found.trace.prefill == "far0"
-        backend.register(beat(emulated.far[0], FAR))  # again and again
+        await backend.register(beat(emulated.far[0], FAR))  # again and again
         assert sum(len(c["nodes"]) for c in backend.state()["clusters"]) == 4
     await asyncio.to_thread(emulated.wait_until_idle)

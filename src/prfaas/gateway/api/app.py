@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError, StreamBroken
-from prfaas.gateway.api.api_keys import Keyring, salt_of
 from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
+from prfaas.gateway.api.credentials import REGISTER, GatewayCredentials
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
 from prfaas.gateway.api.metrics import RequestRecord
 from prfaas.gateway.api.openapi import openapi
@@ -40,7 +40,6 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ID = web.RequestKey("id", str)
 _TENANT = web.RequestKey("tenant", str)
 _BEGUN = web.RequestKey("begun", bool)  # the status line has been sent
-_OPEN_PATHS = {"/health", "/metrics", "/openapi.json"}  # probes and scrapers have no key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,7 +62,7 @@ class GatewayApi:
         model: ServedModel,
         backend: Backend,
         prompts: Prompts,
-        keyring: Keyring,
+        credentials: GatewayCredentials,
         body_reader: BodyReader,
         limits: Limits,
         request_log: RequestLog,
@@ -71,7 +70,7 @@ class GatewayApi:
         self._model = model
         self._backend = backend
         self._prompts = prompts
-        self._keyring = keyring
+        self._credentials = credentials
         self._body_reader = body_reader
         self._limits = limits
         self._request_log = request_log
@@ -93,7 +92,7 @@ class GatewayApi:
         app.router.add_get("/prfaas/v1/state", self._state)
         app.router.add_get("/prfaas/v1/plan", self._plan)
         app.router.add_post("/prfaas/v1/explain", self._explain)
-        app.router.add_post("/prfaas/v1/register", self._register)
+        app.router.add_post(REGISTER, self._register)
         return app
 
     @web.middleware
@@ -102,8 +101,8 @@ class GatewayApi:
         sent = request.headers.get("X-Request-Id", "")
         request[_ID] = sent if _VALID_ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
         try:
-            if request.path not in _OPEN_PATHS:
-                request[_TENANT] = self._keyring.tenant(request.headers.get("Authorization"))
+            given = request.headers.get("Authorization")
+            request[_TENANT] = self._credentials.admit(request.path, given)
             return await handler(request)
         except RequestError as error:
             if error.status == 401:
@@ -178,7 +177,7 @@ class GatewayApi:
             path=parsed.path,
             token_ids=await self._prompts.token_ids(parsed, body_bytes),
             fields=parsed.fields,
-            salt=salt_of(request[_TENANT], options.cache_salt or ""),
+            salt=self._credentials.salt(request[_TENANT], options.cache_salt or ""),
             stream=bool(options.stream),
             conversation=chat is not None,
             prompt_logprobs=parsed.prompt_logprobs,
@@ -220,6 +219,8 @@ class GatewayApi:
         return _json(self._backend.plan())
 
     async def _explain(self, request: web.Request) -> web.Response:
+        # The cache of this tenant is the one that counts.
+        request[_TENANT] = request.query.get("tenant", "")
         async with self._body_reader.read(request) as body:
             parsed = await self._prompts.parse(parse_either, body)
             gateway_request = await self._gateway_request(request, parsed, len(body))
@@ -231,7 +232,7 @@ class GatewayApi:
                 heartbeat = msgspec.json.decode(body, type=Heartbeat)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"the body is not a heartbeat of a kvd: {error}") from None
-        self._backend.register(heartbeat)
+        await self._backend.register(heartbeat)
         return _json({})
 
     # For operators --------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class GatewayApi:
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.Response(
-            body=openapi(with_keys=self._keyring.locked), content_type="application/json"
+            body=openapi(with_keys=self._credentials.locked), content_type="application/json"
         )
 
     async def _metrics_page(self, request: web.Request) -> web.Response:

@@ -15,7 +15,8 @@ from prfaas.text import Chat
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _REASONS = {
     "400": "The request is invalid; the message names the field.",
-    "401": "The API key is missing or not valid.",
+    "401": "The key is missing or not valid.",
+    "403": "The path is closed, or the kvd is not a member.",
     "404": "The model or path does not exist.",
     "408": "The request body did not arrive in time.",
     "413": "The body is too large.",
@@ -63,6 +64,7 @@ def openapi(*, with_keys: bool) -> bytes:
     generated = {**json(answer), _EVENTS: {"schema": {"type": "string"}}}
     every = tuple(_REASONS)
     keyed = ("401",) if with_keys else ()
+    operators = ("401", "403") if with_keys else ()
     paths = {
         "/v1/completions": {
             "post": operation("Complete a prompt.", every, completion, content=generated)
@@ -81,25 +83,41 @@ def openapi(*, with_keys: bool) -> bytes:
         },
         "/health": {"get": operation("Liveness of the gateway.", content=json(anything))},
         "/metrics": {
-            "get": operation("Prometheus metrics.", content={_TEXT: {"schema": {"type": "string"}}})
+            "get": operation(
+                "Prometheus metrics. Needs the operator key.",
+                operators,
+                content={_TEXT: {"schema": {"type": "string"}}},
+            )
         },
         "/openapi.json": {"get": operation("This document.", content=json(anything))},
         "/prfaas/v1/state": {
             "get": operation(
-                "State of clusters, nodes, roles, queues and links.", keyed, content=json(anything)
+                "State of clusters, nodes, roles, queues and links. Needs the operator key.",
+                operators,
+                content=json(anything),
             )
         },
-        "/prfaas/v1/plan": {"get": operation("The current plan.", keyed, content=json(anything))},
+        "/prfaas/v1/plan": {
+            "get": operation(
+                "The current plan. Needs the operator key.", operators, content=json(anything)
+            )
+        },
         "/prfaas/v1/explain": {
             "post": operation(
-                "Explain where this request would be routed now.",
+                "Explain where this request of ?tenant= would be routed now. Needs the operator "
+                "key.",
                 every,
                 {"anyOf": [completion, chatting]},
                 content=json(anything),
             )
         },
         "/prfaas/v1/register": {
-            "post": operation("Heartbeat of a kvd.", every, heartbeat, content=json(anything))
+            "post": operation(
+                "Heartbeat of a kvd. Needs the member key.",
+                every,
+                heartbeat,
+                content=json(anything),
+            )
         },
     }
     document: dict[str, Any] = {

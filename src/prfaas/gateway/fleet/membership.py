@@ -107,6 +107,9 @@ class Membership:
     def __len__(self) -> int:
         return len(self._members)
 
+    def has(self, kvd_url: str) -> bool:
+        return kvd_url.rstrip("/") in self._members
+
     def named(self, node: NodeId) -> Member | None:
         return self._by_name.get(node)
 

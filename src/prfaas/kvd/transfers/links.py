@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 
 from prfaas.config.address import parse_address
 from prfaas.errors import InputError
 from prfaas.lateness import LateSince, never_late
+from prfaas.security.peers import LOOPBACK_ONLY, PeerRules
 from prfaas.transport.link import ConnectionBudget, LinkOptions, TransferLink
 from prfaas.types import LinkStats
 
@@ -18,11 +20,13 @@ class Links:
         self,
         options: LinkOptions,
         *,
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext] | None,
         budget: ConnectionBudget,
+        peers: PeerRules = LOOPBACK_ONLY,
         late_since: LateSince = never_late,
     ) -> None:
         self._options = options
+        self._peers = peers
         self._tls = tls
         self._budget = budget
         self._late_since = late_since
@@ -30,12 +34,14 @@ class Links:
         self.reports: tuple[LinkStats, ...] = ()  # of the latest sample
 
     def to(self, address: str) -> TransferLink:
+        """Raises PeerForbidden when KV must not be sent to that host."""
         link = self._links.get(address)
         if link is None:
             try:
                 host, port = parse_address(address, "data_address")
             except InputError as error:
                 raise InputError(error.problem, where="grant", fix=error.fix) from None
+            self._peers.check(host, "grant.data_address")
             link = TransferLink(
                 (host, port),
                 options=self._options,

@@ -6,6 +6,7 @@ Grant, transfer and commit are those of a hand-off; afterwards the pages stay as
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -25,6 +26,8 @@ from prfaas.http_client.client import HttpClient
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.types import BlockHash, NotNow
+
+log = logging.getLogger(__name__)
 
 REQUEST_S = 10.0  # the timeout of a request to the source
 T = TypeVar("T")
@@ -88,4 +91,6 @@ async def _request(http: HttpClient, url: str, body: msgspec.Struct, kind: type[
     try:
         return await http.request_json("POST", url, kind, timeout_s=REQUEST_S, body=data)
     except PeerHttpError as error:
-        raise TransferFailed(f"{url} responded with {error.status}: {error}") from None
+        # Without the body: the caller may not be allowed to read what is at this URL.
+        log.info("%s responded with %d: %s", url, error.status, error)
+        raise TransferFailed(f"{url} responded with {error.status}") from None

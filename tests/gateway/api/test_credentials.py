@@ -5,14 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
-from prfaas.gateway.api.api_keys import Keyring, TenantKey, salt_of
+from prfaas.gateway.api.credentials import GatewayCredentials, Keyring, TenantKey
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
 def test_each_pair_of_tenant_and_client_salt_has_its_own_salt(
     one: tuple[str, str], two: tuple[str, str]
 ) -> None:
-    assert (salt_of(*one) == salt_of(*two)) == (one == two)
+    credentials = GatewayCredentials(salt_secret=b"of this deployment")
+    assert (credentials.salt(*one) == credentials.salt(*two)) == (one == two)
 
 
 def test_without_keys_every_request_is_accepted() -> None:

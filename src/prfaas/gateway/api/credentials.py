@@ -1,0 +1,151 @@
+"""The gateway's credentials: which of them opens which path, and the tenants' cache salts.
+
+Tenant keys open /v1/*. The operator key opens /prfaas/v1/* and /metrics. The member key opens
+/prfaas/v1/register. Tenants do not share a cache: each tenant has its own salts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from prfaas.errors import InputError, RequestError
+from prfaas.security.shared_key import SharedKey, bearer_token, digest
+
+OPEN_PATHS = frozenset({"/health", "/openapi.json"})  # for probes, which have no key
+REGISTER = "/prfaas/v1/register"
+_TENANT_PREFIX = "/v1/"
+_SALT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TenantKey:
+    secret: str = field(repr=False)
+    tenant: str
+
+
+class Keyring:
+    """The accepted tenant keys. Without keys every request is accepted."""
+
+    def __init__(self, keys: Sequence[TenantKey]) -> None:
+        self._keys = [(digest(key.secret), key.tenant) for key in keys]
+
+    @property
+    def locked(self) -> bool:
+        return bool(self._keys)
+
+    def tenant(self, authorization: str | None) -> str:
+        """The tenant of a request with this `Authorization` header. Raises `RequestError`."""
+        if not self.locked:
+            return ""
+        given = bearer_token(authorization)
+        if given is None:
+            raise RequestError(
+                401,
+                "invalid_api_key",
+                "the request has no API key; send `Authorization: Bearer KEY`",
+            )
+        offered = digest(given)
+        # Every key is compared, each in constant time: the time of a response reveals nothing.
+        found = [tenant for known, tenant in self._keys if hmac.compare_digest(known, offered)]
+        if not found:
+            raise RequestError(401, "invalid_api_key", "the API key is not valid")
+        return found[0]
+
+
+class GatewayCredentials:
+    """Without any key every request is accepted, except that of a kvd to register: then the gateway
+    listens on loopback only."""
+
+    def __init__(
+        self,
+        tenant_keys: Callable[[], Sequence[TenantKey]] = tuple,
+        *,
+        operator: SharedKey | None = None,
+        member: SharedKey | None = None,
+        salt_secret: bytes | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """`tenant_keys` reads the keys, now and on `reload`. `member` is reloaded by its owner.
+        Without a `salt_secret` this process has its own."""
+        self._read_tenant_keys = tenant_keys
+        self._keyring = Keyring(tenant_keys())
+        self._operator = operator
+        self._member = member
+        self._salt_secret = salt_secret or secrets.token_bytes(_SALT_BYTES)
+        self._insecure = insecure
+
+    @property
+    def locked(self) -> bool:
+        """Whether requests to the API need a key."""
+        return self._keyring.locked
+
+    def reload(self) -> None:
+        keyring = Keyring(self._read_tenant_keys())
+        if self.locked and not keyring.locked:
+            raise InputError(
+                "no API key is left, and every client would be accepted",
+                where="gateway.keys",
+                fix="keep one key, or restart the gateway",
+            )
+        if self._operator is not None:
+            self._operator.reload()
+        self._keyring = keyring
+
+    def admit(self, path: str, authorization: str | None) -> str:
+        """The tenant of a request; empty for requests without one. Raises RequestError with status
+        401 or 403 when the credential does not open the path."""
+        if path in OPEN_PATHS:
+            return ""
+        if path == REGISTER:
+            self._admit_member(authorization)
+            return ""
+        if path.startswith(_TENANT_PREFIX):
+            return self._keyring.tenant(authorization)
+        self._admit_operator(authorization)
+        return ""
+
+    def _admit_member(self, authorization: str | None) -> None:
+        if self._member is not None:
+            if not self._member.accepts(authorization):
+                raise _unauthorized("the member key")
+        elif not self._insecure:
+            raise RequestError(
+                403,
+                "registration_closed",
+                "kvds cannot register, because this gateway has no member key; set "
+                "gateway.member_key_file, or list the node in the deployment file",
+            )
+
+    def _admit_operator(self, authorization: str | None) -> None:
+        if self._operator is not None:
+            if not self._operator.accepts(authorization):
+                raise _unauthorized("the operator key")
+        elif self._keyring.locked:
+            raise RequestError(
+                403,
+                "operator_key_required",
+                "this path is closed, because the gateway has no operator key; set "
+                "gateway.operator_key_file",
+            )
+
+    def salt(self, tenant: str, client_salt: str) -> str:
+        """The cache salt of a tenant's prompts; `client_salt` separates prompts of the same tenant.
+        It is derived from a secret, so that neither a client nor a member can compute the salt of
+        another tenant."""
+        if not tenant and not client_salt:
+            return ""
+        message = msgspec.json.encode([tenant, client_salt])
+        return hmac.new(self._salt_secret, message, "sha256").hexdigest()
+
+
+def _unauthorized(what: str) -> RequestError:
+    return RequestError(
+        401,
+        "unauthorized",
+        f"this path requires {what}; send it as `Authorization: Bearer KEY`",
+    )

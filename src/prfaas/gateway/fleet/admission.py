@@ -1,0 +1,69 @@
+"""Which kvds may join the fleet: those that prove that they have the member key.
+
+The gateway sends the member key, prompts and salts to members. Before the first of these requests
+the kvd at a registered URL answers a challenge, which reveals nothing. Members of the deployment
+file are approved by the operator and prove nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prfaas.contracts.kvd_api import ProofOfMembership, ProveMembership
+from prfaas.errors import InputError, PeerError, RequestError
+from prfaas.http_client.client import HttpClient
+from prfaas.security.peers import parse_origin
+from prfaas.security.shared_key import SharedKey, new_challenge
+
+MAX_PROOFS = 32  # under way at the same time
+
+
+class Admission:
+    def __init__(self, key: SharedKey | None, http: HttpClient, timeout_s: float) -> None:
+        """`http` sends no key. Without a key every URL is approved: the API then lets kvds register
+        with `--insecure` only."""
+        self._key = key
+        self._http = http
+        self._timeout_s = timeout_s
+        self._under_way: set[str] = set()
+
+    async def approve(self, kvd_url: str) -> None:
+        """Returns when the kvd at this URL has proved its membership. Raises RequestError."""
+        try:
+            parse_origin(kvd_url, "kvd_url")
+        except InputError as error:
+            raise RequestError(400, "invalid_request", str(error), param="kvd_url") from None
+        if self._key is None:
+            return
+        if kvd_url in self._under_way or len(self._under_way) >= MAX_PROOFS:
+            raise RequestError(
+                503, "busy", "another registration is under way", retry_after_s=self._timeout_s
+            )
+        self._under_way.add(kvd_url)
+        try:
+            await self._challenge(self._key, kvd_url.rstrip("/"))
+        finally:
+            self._under_way.discard(kvd_url)
+
+    async def _challenge(self, key: SharedKey, kvd_url: str) -> None:
+        challenge = new_challenge()
+        try:
+            answer = await self._http.request_json(
+                "POST",
+                f"{kvd_url}/v1/prove",
+                ProofOfMembership,
+                timeout_s=self._timeout_s,
+                body=msgspec.json.encode(ProveMembership(challenge)),
+            )
+        except PeerError:
+            # The reason stays here: it could describe a service that the caller cannot reach.
+            raise RequestError(
+                403, "not_a_member", f"{kvd_url} did not answer the challenge", param="kvd_url"
+            ) from None
+        if not key.verifies(answer.proofs, challenge, kvd_url):
+            raise RequestError(
+                403,
+                "not_a_member",
+                f"{kvd_url} does not have the member key, or has another URL itself",
+                param="kvd_url",
+            )

@@ -1,0 +1,125 @@
+"""Keys that services share: the operator key and the member key (docs/security.md).
+
+A key travels as an HTTP bearer token and is compared in constant time. A key file has one key per
+line: the first one is sent, every one is accepted. An operator replaces a key without an
+interruption in three steps: add the new key as the second line, make it the first line, remove the
+old line; after each step every process reads its file again (SIGHUP).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from prfaas.security.secret_file import read_secrets
+
+MIN_CHARACTERS = 16  # a shorter key can be guessed
+_PROOF = "prfaas proof of membership"
+
+
+class SharedKey:
+    """One key, or several while it is being replaced. `reload` reads its file again."""
+
+    def __init__(self, keys: Sequence[str], file: Path | None = None) -> None:
+        self._file = file
+        self._use(keys)
+
+    @classmethod
+    def read(cls, file: Path) -> SharedKey:
+        return cls(read_secrets(file, min_characters=MIN_CHARACTERS), file)
+
+    def _use(self, keys: Sequence[str]) -> None:
+        self._keys = tuple(keys)
+        self._digests = [digest(key) for key in keys]
+        self.header = f"Authorization: Bearer {keys[0]}\r\n"  # of a request that sends the key
+
+    @property
+    def sent(self) -> str:
+        """The key that this process sends."""
+        return self._keys[0]
+
+    def reload(self) -> None:
+        """Raises InputError, and keeps its keys, when the file does not hold a key."""
+        if self._file is not None:
+            self._use(read_secrets(self._file, min_characters=MIN_CHARACTERS))
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Whether this `Authorization` header has one of the keys."""
+        offered = bearer_token(authorization)
+        if offered is None:
+            return False
+        found = digest(offered)
+        # Each key is compared, in constant time: the time of a response reveals nothing.
+        equal = [hmac.compare_digest(known, found) for known in self._digests]
+        return any(equal)
+
+    def prove(self, challenge: str, url: str) -> list[str]:
+        """Proofs that the process at `url` has the key, which do not reveal it: one for each key,
+        because the verifier may not have the newest yet."""
+        return [_proof(key, challenge, url) for key in self._keys]
+
+    def verifies(self, proofs: Iterable[str], challenge: str, url: str) -> bool:
+        expected = [_proof(key, challenge, url) for key in self._keys]
+        equal = [
+            hmac.compare_digest(known.encode(), proof.encode("utf-8", "surrogatepass"))
+            for known in expected
+            for proof in proofs
+        ]
+        return any(equal)
+
+    def __repr__(self) -> str:
+        return f"SharedKey({len(self._keys)} keys)"
+
+
+def new_challenge() -> str:
+    return secrets.token_hex(16)
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """The token of an `Authorization: Bearer TOKEN` header."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The headers of a request that sends this key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def digest(secret: str) -> bytes:
+    """Digests have equal length. A header may contain bytes that are not UTF-8."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+def require_key(
+    refuse: Callable[[], web.StreamResponse],
+    member: SharedKey,
+    operator: SharedKey | None,
+    open_paths: frozenset[str],
+) -> Middleware:
+    """A middleware that returns `refuse()` for a request without the member key. The operator key
+    opens /metrics."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if request.path in open_paths or member.accepts(given):
+            return await handler(request)
+        if request.path == "/metrics" and operator is not None and operator.accepts(given):
+            return await handler(request)
+        return refuse()
+
+    return check
+
+
+def _proof(key: str, challenge: str, url: str) -> str:
+    # The URL is part of the proof: a process cannot use the answer that another member gave.
+    message = json.dumps([_PROOF, challenge, url]).encode()
+    return hmac.new(key.encode(), message, "sha256").hexdigest()
