@@ -48,6 +48,8 @@ def reload_on_hangup(parts: Sequence[Reloadable | None]) -> None:
         if not failed:
             log.info("keys and certificates have been read again")
 
+    global _deferred
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     if _deferred:
+        _deferred = False
         reload()
