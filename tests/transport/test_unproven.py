@@ -1,0 +1,213 @@
+"""Connections that have not proved a grant: they are few, they cost little, and they end in time,
+whatever they send."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from prfaas.security.certificates import make_certificates
+from prfaas.security.tls import server_context
+from prfaas.testing import FakeClock
+from prfaas.transport.grants import new_grant, transfer_key
+from prfaas.transport.link import TransferLink
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.messages import encode
+from prfaas.transport.wire import (
+    MAX_MANIFEST_BYTES,
+    MAX_MESSAGE_BYTES,
+    Kind,
+    SegmentPiece,
+    auth_of,
+    encode_data,
+    encode_message,
+)
+from prfaas.types import Grant
+from tests.transport.ends import Owner, expect, nothing_leaks, segments, send
+from tests.transport.raw_peer import GREETING, Raw, manifest
+from tests.waiting import PATIENCE_S, wait_until
+
+CONTENTS = segments(500_000, 3)
+# A peer in the middle of a frame is patiently waited for: what ends it here is another limit.
+OPTIONS = ListenerOptions(silence_s=1e6, unproven_s=10)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def listener(clock: FakeClock) -> Iterator[Listener]:
+    with nothing_leaks(), Listener(options=OPTIONS, clock=clock) as made:
+        yield made
+
+
+def deliver(listener: Listener) -> None:
+    owner = Owner()
+    with TransferLink(listener.address) as link:
+        send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
+    assert owner.wait() is None
+    assert owner.memory == CONTENTS
+
+
+def granted(listener: Listener, owner: Owner, nbytes: int = 100) -> tuple[Grant, dict[str, bytes]]:
+    """A grant, and what its frames carry as proof."""
+    grant = new_grant("test", max_bytes=nbytes, deadline_s=1e6)
+    listener.expect(grant, owner)
+    return grant, {"transfer_id": transfer_key(grant.transfer_id), "auth": auth_of(grant.token)}
+
+
+def header(kind: Kind, body_bytes: int) -> bytes:
+    """A header that announces a body, without the body."""
+    frame = bytearray(encode_message(kind))
+    struct.pack_into("<I", frame, 8, body_bytes)
+    return bytes(frame)
+
+
+@pytest.mark.xfail(strict=True, reason="connections without a grant hold every slot")
+def test_connections_without_a_grant_leave_room_for_senders(listener: Listener) -> None:
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(Raw(listener, greet=False)).send(GREETING)
+        deliver(listener)
+
+
+@pytest.mark.xfail(strict=True, reason="a peer may send HELLO for ever")
+def test_one_hello_is_enough(listener: Listener) -> None:
+    with Raw(listener) as peer:
+        peer.send(GREETING)
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="the body is read before the grant is checked")
+@pytest.mark.parametrize(
+    ("kind", "body_bytes"),
+    [
+        (Kind.OPEN, MAX_MANIFEST_BYTES),
+        (Kind.ABORT, MAX_MESSAGE_BYTES),
+        (Kind.OPENED, MAX_MESSAGE_BYTES),
+    ],
+)
+def test_no_body_is_read_without_a_grant(listener: Listener, kind: Kind, body_bytes: int) -> None:
+    with Raw(listener) as peer:
+        peer.send(header(kind, body_bytes))
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="a table of pieces is read before the grant is checked")
+def test_no_table_of_pieces_is_read_without_a_grant(listener: Listener) -> None:
+    piece = SegmentPiece(0, 0, 0, 10, 10)
+    ids = {"transfer_id": bytes(16), "auth": bytes(16)}
+    head = encode_data([piece] * 500, [b"x" * 10] * 500, sequence=1, checked=True, **ids)
+    with Raw(listener) as peer:
+        peer.send(bytes(head[:64]))
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="a HELLO may have a body of four kilobytes")
+def test_a_hello_is_small(listener: Listener) -> None:
+    with Raw(listener, greet=False) as peer:
+        peer.send(header(Kind.HELLO, MAX_MESSAGE_BYTES))
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="only a silent peer is closed after unproven_s")
+@pytest.mark.parametrize("greet", [True, False])
+def test_a_frame_that_arrives_slowly_does_not_extend_the_time(
+    listener: Listener, clock: FakeClock, greet: bool
+) -> None:
+    with Raw(listener, greet=greet) as peer:
+        peer.send(GREETING[:20])
+        clock.advance(OPTIONS.unproven_s)
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="every message of a TLS handshake has the whole timeout")
+def test_the_tls_handshake_counts(tmp_path: Path, clock: FakeClock) -> None:
+    made = make_certificates(tmp_path)
+    context = server_context(made.ca, made.server, made.server_key)
+    options = ListenerOptions(silence_s=1e6, unproven_s=1e6)
+    with Listener(tls=context, options=options, clock=clock) as listener:
+        with Raw(listener, greet=False) as peer:
+            peer.send(b"\x16\x03\x01")
+            clock.advance(options.unproven_s)
+            peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="a peer may measure the path for ever")
+def test_a_path_check_ends(listener: Listener, clock: FakeClock) -> None:
+    def measure_for_ever() -> None:
+        while True:
+            peer.send(encode_message(Kind.MEASURE, bytes(1000)))
+            assert peer.answer().header.kind is Kind.ACK
+            clock.advance(OPTIONS.unproven_s)
+            assert clock.now() < 3600, "the check goes on for an hour"
+
+    with Raw(listener) as peer:
+        with pytest.raises((ConnectionError, AssertionError), match="closed|reset|pipe"):
+            measure_for_ever()
+
+
+def test_a_path_check_may_take_longer_than_a_connection_without_a_grant(
+    listener: Listener, clock: FakeClock
+) -> None:
+    with Raw(listener) as peer:
+        for _ in range(7):  # more than a minute, the longest check of `prfaas doctor`
+            peer.send(encode_message(Kind.MEASURE, bytes(1000)))
+            assert peer.answer().header.kind is Kind.ACK
+            clock.advance(OPTIONS.unproven_s)
+
+
+@pytest.mark.xfail(strict=True, reason="any frame keeps a connection open that had a grant once")
+def test_a_connection_ends_some_time_after_its_transfers(
+    listener: Listener, clock: FakeClock
+) -> None:
+    grant, ids = granted(listener, Owner())
+    with Raw(listener) as peer:
+        peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+        assert peer.answer().header.kind is Kind.ALIVE
+        clock.advance(OPTIONS.idle_s - 1)
+        peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+        assert peer.answer().header.kind is Kind.ALIVE
+        listener.cancel(grant.transfer_id, "over")
+        clock.advance(OPTIONS.idle_s - 1)
+        peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+        assert peer.answer().header.kind is Kind.ENDED
+        clock.advance(1)
+        peer.assert_cut_off()
+
+
+@pytest.mark.xfail(strict=True, reason="a slow frame keeps the owner's memory after the end")
+def test_an_owner_gets_its_memory_back_although_a_frame_never_ends(clock: FakeClock) -> None:
+    owner, nbytes = Owner(), 64 << 10
+    options = ListenerOptions(silence_s=10)
+    with Listener(options=options, clock=clock) as listener, Raw(listener) as peer:
+        grant, ids = granted(listener, owner, nbytes)
+        peer.send(encode_message(Kind.OPEN, encode(manifest(nbytes)), **ids))  # type: ignore[arg-type]
+        assert peer.answer().header.kind is Kind.OPENED
+        head = encode_data(
+            [SegmentPiece(0, 0, 0, nbytes, nbytes)],
+            [bytes(nbytes)],
+            sequence=1,
+            checked=True,
+            **ids,
+        )
+        peer.send(bytes(head) + b"x")
+        listener.cancel(grant.transfer_id, "over")
+        sent = iter(range(nbytes - 2))
+
+        def over_while_bytes_arrive() -> bool:
+            try:
+                peer.send(b"x" if next(sent, None) is not None else b"")
+            except ConnectionError:
+                pass  # cut off
+            clock.advance(1)
+            return owner.over.is_set()
+
+        wait_until(over_while_bytes_arrive)
+        assert owner.wait() == "over"
