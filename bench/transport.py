@@ -130,7 +130,7 @@ def touched(nbytes: int) -> tuple[mmap.mmap, int]:
 def receive(pipe: Connection, certificates: CertificateSet, nbytes: int) -> None:
     memory = Memory(nbytes)
     context = server_context(certificates.ca, certificates.server, certificates.server_key)
-    with Listener() as plain, Listener(tls=context) as secure:
+    with Listener() as plain, Listener(tls=lambda: context) as secure:
         pipe.send((plain.address, secure.address))
         while (order := pipe.recv()) is not None:
             grant, tls = order
@@ -167,7 +167,7 @@ class Bench:
         address = self._secure if case.tls else self._plain
         names = [f"s{i}" for i in range(len(case.segments))]
         with TransferLink(
-            address, options=options, tls=self._context if case.tls else None
+            address, options=options, tls=(lambda: self._context) if case.tls else None
         ) as link:
             # Connections are long-lived: a first transfer opens their windows, also at the peers.
             segments = dict(zip(names, case.segments, strict=True))

@@ -13,8 +13,13 @@ GREETING = encode_message(Kind.HELLO, encode(HELLO))
 
 
 class Raw:
-    def __init__(self, listener: Listener, *, greet: bool = True) -> None:
-        self._sock = socket.create_connection(listener.address, timeout=PATIENCE_S)
+    def __init__(
+        self, listener: Listener, *, greet: bool = True, source: str | None = None
+    ) -> None:
+        """`source` is the address of this peer's host."""
+        self._sock = socket.create_connection(
+            listener.address, PATIENCE_S, None if source is None else (source, 0)
+        )
         self._decoder = Decoder()
         self._frames: list[Frame] = []
         if greet:

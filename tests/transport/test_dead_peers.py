@@ -55,7 +55,6 @@ def free(budget: ConnectionBudget) -> int:
     return taken
 
 
-@pytest.mark.xfail(strict=True, reason="links to peers that are gone reconnect for ever")
 def test_thirty_dead_peers_cost_nothing_after_their_transfers() -> None:
     clock, budget = FakeClock(), ConnectionBudget(64)
     with ExitStack() as stack:
@@ -75,7 +74,6 @@ def test_thirty_dead_peers_cost_nothing_after_their_transfers() -> None:
         assert free(budget) == 64
 
 
-@pytest.mark.xfail(strict=True, reason="an abort that cannot be delivered is kept for ever")
 def test_an_abort_that_cannot_be_delivered_is_dropped() -> None:
     clock = FakeClock()
     with port_without_listener() as address, TransferLink(address, clock=clock) as link:
@@ -85,7 +83,6 @@ def test_an_abort_that_cannot_be_delivered_is_dropped() -> None:
         wait_until(lambda: link_threads() == [])
 
 
-@pytest.mark.xfail(strict=True, reason="a connection attempt outlives the transfers it was for")
 def test_a_connection_attempt_ends_with_the_last_transfer() -> None:
     clock, budget = FakeClock(), ConnectionBudget(8)
     options = LinkOptions(connect_s=1.5 * PATIENCE_S)

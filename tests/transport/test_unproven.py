@@ -69,7 +69,6 @@ def header(kind: Kind, body_bytes: int) -> bytes:
     return bytes(frame)
 
 
-@pytest.mark.xfail(strict=True, reason="connections without a grant hold every slot")
 def test_connections_without_a_grant_leave_room_for_senders(listener: Listener) -> None:
     with ExitStack() as stack:
         for _ in range(300):
@@ -77,14 +76,65 @@ def test_connections_without_a_grant_leave_room_for_senders(listener: Listener) 
         deliver(listener)
 
 
-@pytest.mark.xfail(strict=True, reason="a peer may send HELLO for ever")
+def test_the_oldest_connection_without_a_grant_makes_room(clock: FakeClock) -> None:
+    options = ListenerOptions(max_unproven=3)
+    with nothing_leaks(), Listener(options=options, clock=clock) as listener, ExitStack() as stack:
+        oldest, *others = [stack.enter_context(Raw(listener)) for _ in range(4)]
+        oldest.assert_cut_off()
+        wait_until(lambda: listener.connections == 3)
+        _, ids = granted(listener, Owner())
+        for peer in others:
+            peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+            assert peer.answer().header.kind is Kind.ALIVE
+        stack.enter_context(Raw(listener))
+        assert listener.connections == 4, "those with a grant take no place of the others"
+
+
+def test_a_host_with_many_connections_without_a_grant_loses_its_own(clock: FakeClock) -> None:
+    options = ListenerOptions(max_unproven=3)
+    with nothing_leaks(), Listener("0.0.0.0", options=options, clock=clock) as listener:
+        with Raw(listener) as first, ExitStack() as stack:
+            many = [stack.enter_context(Raw(listener, source="127.0.0.2")) for _ in range(5)]
+            for peer in many[:3]:
+                peer.assert_cut_off()
+            _, ids = granted(listener, Owner())
+            for peer in (first, *many[3:]):
+                peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+                assert peer.answer().header.kind is Kind.ALIVE
+
+
+def test_connections_with_a_grant_are_bounded(clock: FakeClock) -> None:
+    options = ListenerOptions(max_connections=2)
+    with nothing_leaks(), Listener(options=options, clock=clock) as listener, ExitStack() as stack:
+        _, ids = granted(listener, Owner())
+        for _ in range(2):
+            peer = stack.enter_context(Raw(listener))
+            peer.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+            assert peer.answer().header.kind is Kind.ALIVE
+        third = stack.enter_context(Raw(listener))
+        third.send(encode_message(Kind.PROBE, **ids))  # type: ignore[arg-type]
+        third.assert_cut_off()
+
+
+def test_path_checks_are_few_and_leave_room_for_senders(clock: FakeClock) -> None:
+    options = ListenerOptions(max_measuring=2, max_unproven=1, max_connections=4)
+    with nothing_leaks(), Listener(options=options, clock=clock) as listener, ExitStack() as stack:
+        for _ in range(2):
+            peer = stack.enter_context(Raw(listener))
+            peer.send(encode_message(Kind.MEASURE))
+            assert peer.answer().header.kind is Kind.ACK
+        third = stack.enter_context(Raw(listener))
+        third.send(encode_message(Kind.MEASURE))
+        third.assert_cut_off()
+        deliver(listener)
+
+
 def test_one_hello_is_enough(listener: Listener) -> None:
     with Raw(listener) as peer:
         peer.send(GREETING)
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="the body is read before the grant is checked")
 @pytest.mark.parametrize(
     ("kind", "body_bytes"),
     [
@@ -99,7 +149,6 @@ def test_no_body_is_read_without_a_grant(listener: Listener, kind: Kind, body_by
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="a table of pieces is read before the grant is checked")
 def test_no_table_of_pieces_is_read_without_a_grant(listener: Listener) -> None:
     piece = SegmentPiece(0, 0, 0, 10, 10)
     ids = {"transfer_id": bytes(16), "auth": bytes(16)}
@@ -109,32 +158,31 @@ def test_no_table_of_pieces_is_read_without_a_grant(listener: Listener) -> None:
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="a HELLO may have a body of four kilobytes")
 def test_a_hello_is_small(listener: Listener) -> None:
     with Raw(listener, greet=False) as peer:
         peer.send(header(Kind.HELLO, MAX_MESSAGE_BYTES))
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="only a silent peer is closed after unproven_s")
 @pytest.mark.parametrize("greet", [True, False])
 def test_a_frame_that_arrives_slowly_does_not_extend_the_time(
     listener: Listener, clock: FakeClock, greet: bool
 ) -> None:
     with Raw(listener, greet=greet) as peer:
         peer.send(GREETING[:20])
+        wait_until(lambda: listener.connections == 1)
         clock.advance(OPTIONS.unproven_s)
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="every message of a TLS handshake has the whole timeout")
 def test_the_tls_handshake_counts(tmp_path: Path, clock: FakeClock) -> None:
     made = make_certificates(tmp_path)
     context = server_context(made.ca, made.server, made.server_key)
     options = ListenerOptions(silence_s=1e6, unproven_s=1e6)
-    with Listener(tls=context, options=options, clock=clock) as listener:
+    with Listener(tls=lambda: context, options=options, clock=clock) as listener:
         with Raw(listener, greet=False) as peer:
             peer.send(b"\x16\x03\x01")
+            wait_until(lambda: listener.connections == 1)
             clock.advance(options.unproven_s)
             peer.assert_cut_off()
 
@@ -166,7 +214,6 @@ def test_a_path_check_may_take_longer_than_a_connection_without_a_grant(
             assert peer.answer().header.kind is Kind.ACK
 
 
-@pytest.mark.xfail(strict=True, reason="any frame keeps a connection open that had a grant once")
 def test_a_connection_ends_some_time_after_its_transfers(
     listener: Listener, clock: FakeClock
 ) -> None:
@@ -185,7 +232,6 @@ def test_a_connection_ends_some_time_after_its_transfers(
         peer.assert_cut_off()
 
 
-@pytest.mark.xfail(strict=True, reason="a slow frame keeps the owner's memory after the end")
 def test_an_owner_gets_its_memory_back_although_a_frame_never_ends(clock: FakeClock) -> None:
     owner, nbytes = Owner(), 64 << 10
     options = ListenerOptions(silence_s=10)

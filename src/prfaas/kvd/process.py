@@ -87,10 +87,12 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
     clock = clock or MonotonicClock()
     async with AsyncExitStack() as stack:
         tls, timeouts = options.tls, options.timeouts
+        serving = server_context(tls.ca, tls.cert, tls.key) if tls else None
+        sending = client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None
         try:
             listener = Listener(
                 *options.listen,
-                tls=server_context(tls.ca, tls.cert, tls.key) if tls else None,
+                tls=(lambda: serving) if serving else None,
                 clock=clock,
             )
         except OSError as error:
@@ -109,7 +111,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
                 stall_s=timeouts.transfer_stall_s,
                 tls_name=SERVICE_NAME if tls else None,
             ),
-            tls=client_context(tls.ca, tls.client_cert, tls.client_key) if tls else None,
+            tls=(lambda: sending) if sending else None,
             budget=ConnectionBudget(_CONNECTIONS),
             late_since=lateness.since,
         )
