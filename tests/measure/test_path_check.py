@@ -46,7 +46,7 @@ def test_mutual_tls_and_a_client_without_it(tmp_path: Path) -> None:
     other = make_certificates(tmp_path / "b")
     server = server_context(made.ca, made.server, made.server_key)
     options = ListenerOptions(unproven_s=1)
-    with nothing_leaks(), Listener(tls=server, options=options) as listener:
+    with nothing_leaks(), Listener(tls=lambda: server, options=options) as listener:
         good = check(listener, tls=client_context(made.ca, made.client, made.client_key))
         assert good.healthy and str(good.tls).startswith("TLSv1.3")
         without = check(listener)

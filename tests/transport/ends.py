@@ -8,7 +8,7 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from prfaas.config.address import Address
@@ -120,7 +120,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def slow_path_is_measured(
-    listener: Listener, options: LinkOptions, tls: ssl.SSLContext | None = None
+    listener: Listener, options: LinkOptions, tls: Callable[[], ssl.SSLContext] | None = None
 ) -> None:
     """One frame takes 15 s here. The receiver reports the progress of the frame, and the sender
     reads that while it is still sending."""

@@ -20,10 +20,8 @@ from prfaas.testing import FakeClock
 from prfaas.transport.grants import new_grant, transfer_key
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
-from prfaas.transport.messages import HELLO, Ended, Manifest, ManifestSegment, decode, encode
+from prfaas.transport.messages import Ended, decode, encode
 from prfaas.transport.wire import (
-    Decoder,
-    Frame,
     Kind,
     SegmentPiece,
     auth_of,
@@ -42,6 +40,7 @@ from tests.transport.ends import (
     send,
 )
 from tests.transport.proxy import Proxy
+from tests.transport.raw_peer import Raw, manifest
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -313,41 +312,6 @@ def test_a_server_that_is_not_ours(words: bytes) -> None:
 # Hostile peers, byte by byte ----------------------------------------------------------------------
 
 
-class Raw:
-    """A peer that sends arbitrary bytes."""
-
-    def __init__(self, listener: Listener, *, greet: bool = True) -> None:
-        self._sock = socket.create_connection(listener.address, timeout=PATIENCE_S)
-        self._decoder = Decoder()
-        self._frames: list[Frame] = []
-        if greet:
-            self.send(encode_message(Kind.HELLO, encode(HELLO)))
-            assert self.answer().header.kind is Kind.WELCOME
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sock.close()
-
-    def send(self, data: bytes) -> None:
-        self._sock.sendall(data)
-
-    def answer(self) -> Frame:
-        while not self._frames:
-            data = self._sock.recv(65536)
-            assert data, "closed without an answer"
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    def assert_cut_off(self) -> None:
-        """Asserts that the listener closed the connection without an answer."""
-        try:
-            assert self._sock.recv(65536) == b""
-        except ConnectionResetError:
-            pass
-
-
 @pytest.mark.parametrize(
     "words",
     [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"y" * 64, b"\x16\x03\x01" + bytes(100), b"PFKV"],
@@ -393,10 +357,6 @@ def test_a_push_without_a_grant_gets_no_answer(listener: Listener) -> None:
                 peer.assert_cut_off()
     assert listener.stats().granted == 2  # the bystander's, and the one without a valid push
     listener.cancel(grant.transfer_id, "over")
-
-
-def manifest(*sizes: int) -> Manifest:
-    return Manifest(64 << 10, tuple(ManifestSegment(f"s{i}", n) for i, n in enumerate(sizes)))
 
 
 def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
@@ -517,14 +477,12 @@ def test_slow_peers_do_not_hold_up_others(listener: Listener) -> None:
         peer.__exit__()
 
 
-def test_connections_are_bounded() -> None:
+def test_idle_strangers_leave_by_themselves() -> None:
     with nothing_leaks():
-        options = ListenerOptions(max_connections=3, unproven_s=1)
+        options = ListenerOptions(max_unproven=3, unproven_s=1)
         with Listener(options=options) as listener:
-            peers = [Raw(listener, greet=False) for _ in range(3)]
-            with Raw(listener, greet=False) as fourth:
-                fourth.assert_cut_off()
-            # The idle three have shown no grant: they make room by themselves.
+            peers = [Raw(listener, greet=False) for _ in range(4)]
+            # They have shown no grant: one makes room for the fourth, the others leave in time.
             for peer in peers:
                 peer.assert_cut_off()
                 peer.__exit__()

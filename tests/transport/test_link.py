@@ -151,9 +151,11 @@ def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
             TransferLink(b.address, options=options, budget=budget) as two,
         ):
             for link, listener, connections in ((one, a, 3), (two, b, 1)):
-                send(link, expect(listener, contents, Owner()), contents).done.result(PATIENCE_S)
-                # One connection suffices for the transfer; the others may come up after it.
+                # A transfer that waits for its bytes: a link without transfers opens nothing.
+                transfer = link.open(expect(listener, contents, Owner()), {"full0/0/0-64": 1000})
                 wait_until(lambda: link.stats().connections == connections)  # noqa: B023
+                transfer.ready_all({name: [memoryview(c)] for name, c in contents.items()})
+                transfer.done.result(PATIENCE_S)
             assert (one.stats().connections, two.stats().connections) == (3, 1)
         assert budget.take() and budget.take() and not budget.take()  # all given back
 

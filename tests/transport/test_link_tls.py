@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +35,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> CertificateSet:
     return make_certificates(tmp_path_factory.mktemp("certs"))
 
 
-def server(made: CertificateSet) -> ssl.SSLContext:
-    return server_context(made.ca, made.server, made.server_key)
+def server(made: CertificateSet) -> Callable[[], ssl.SSLContext]:
+    context = server_context(made.ca, made.server, made.server_key)
+    return lambda: context
 
 
-def client(made: CertificateSet) -> ssl.SSLContext:
-    return client_context(made.ca, made.client, made.client_key)
+def client(made: CertificateSet) -> Callable[[], ssl.SSLContext]:
+    context = client_context(made.ca, made.client, made.client_key)
+    return lambda: context
 
 
 def test_a_slow_path_is_measured_before_a_frame_has_arrived(made: CertificateSet) -> None:
@@ -91,7 +94,7 @@ def test_a_certificate_of_another_ca_is_refused(made: CertificateSet, tmp_path: 
     other = make_certificates(tmp_path)
     strangers = {
         "plain TCP": None,
-        "another CA's client": client_context(made.ca, other.client, other.client_key),
+        "another CA's client": lambda: client_context(made.ca, other.client, other.client_key),
         "a client that trusts another CA": client(other),
     }
     options = ListenerOptions(unproven_s=1)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.errors import TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.lateness import never_late
 from prfaas.transport.link import FrameSize, LinkOptions
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
 from prfaas.transport.sender import (
+    MAX_ABORTS,
     Backlog,
     NoWork,
     SendAbort,
@@ -34,6 +35,7 @@ def make_sender(*, in_flight: int = 1 << 30, rate_bps: float | None = None) -> S
         open_s=5,
         stall_s=20,
         probe_s=2,
+        abort_s=7,
     )
 
 
@@ -173,11 +175,88 @@ def test_an_unopened_or_stalled_transfer_fails_with_the_reason() -> None:
     sender.fail_stalled(5.0)
     with pytest.raises(TransferFailed, match=r"not opened within 5 s \(10.0.0.1:9: Connection ref"):
         unopened.done.result(0)
+    assert isinstance(sender.take(5.0, QUANTUM), SendAbort)
     sender.fail_stalled(20.0)
     with pytest.raises(TransferFailed, match="nothing acknowledged for 20 s"):
         stalled.done.result(0)
-    aborts = [sender.take(20.0, QUANTUM), sender.take(20.0, QUANTUM)]
-    assert all(isinstance(work, SendAbort) for work in aborts)
+    assert isinstance(sender.take(20.0, QUANTUM), SendAbort)
+
+
+def test_aborts_that_cannot_be_sent_are_dropped_in_time_and_are_bounded() -> None:
+    sender = make_sender()
+    for number in range(MAX_ABORTS + 5):
+        transfer = make_transfer(1, [10])
+        sender.add(transfer)
+        sender.abort(transfer, str(number), now=1.0)
+    assert sender.busy
+    oldest = sender.take(1.0, QUANTUM)
+    assert isinstance(oldest, SendAbort) and oldest.reason == "5", "the oldest five are dropped"
+    sender.release(oldest.transfer)
+    sender.fail_stalled(7.9)
+    assert sender.busy
+    sender.fail_stalled(8.0)
+    assert not sender.busy
+    assert sender.close_if_idle()
+    with pytest.raises(InputError, match="closed"):
+        sender.add(make_transfer(2, [10]))
+
+
+def test_a_transfer_that_is_under_way_cannot_be_added_again() -> None:
+    sender, transfer = make_sender(), make_transfer(1, [10])
+    begin(sender, transfer)
+    again = make_transfer(1, [20], priority=1)
+    with pytest.raises(InputError, match="under way on this link; use a grant once"):
+        sender.add(again)
+    assert backlog(sender, 0.0).transfers == 1
+    frame = take_frame(sender)
+    assert frame.transfer is transfer
+    sender.responses.on_ended(transfer.transfer_id, Ended(True), 1.0)
+    assert transfer.done.result(0) is None and not again.done.done()
+
+
+def test_what_is_left_of_a_transfer_does_not_touch_a_later_one_of_the_same_id() -> None:
+    sender, first = make_sender(), make_transfer(1, [10])
+    begin(sender, first)
+    lost = take_frame(sender)
+    sender.abort(first, "changed my mind", 0.0)
+    second = make_transfer(1, [10])
+    sender.add(second)
+    abort = sender.take(0.0, QUANTUM)
+    assert isinstance(abort, SendAbort) and abort.transfer is first
+    sender.release(first)
+    sender.mark_lost(lost)
+    assert sender.take(0.0, QUANTUM) == SendOpen(second)
+    sender.release(second)
+    assert backlog(sender, 0.0).transfers == 1 and not second.done.done()
+    assert backlog(sender, 0.0).in_flight_bytes == 0
+
+
+def test_segments_that_were_not_announced_change_nothing() -> None:
+    sender, transfer = make_sender(), make_transfer(1, [10, 20])
+    begin(sender, transfer, ready=False)
+    good = {"s0": [memoryview(bytes(10))]}
+    for bad, problem in (
+        ({"s9": [memoryview(bytes(10))]}, "s9: the transfer has no such segment"),
+        ({"s1": [memoryview(bytes(21))]}, "s1: 20 bytes announced, but the buffers have 21"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            sender.mark_ready(transfer, {**good, **bad}, 0.0)
+        assert backlog(sender, 0.0).pending_bytes == 0
+    sender.mark_ready(transfer, good, 0.0)
+    with pytest.raises(InputError, match="s0: the segment was marked ready twice"):
+        sender.mark_ready(transfer, good, 0.0)
+    assert backlog(sender, 0.0).pending_bytes == 10
+
+
+def test_a_receiver_that_answers_only_probes_is_stalled() -> None:
+    sender, transfer = make_sender(), make_transfer(1, [QUANTUM])
+    begin(sender, transfer)
+    take_frame(sender)
+    for now in range(1, 21):
+        sender.responses.on_alive(transfer.transfer_id, now)
+        sender.fail_stalled(now)
+    with pytest.raises(TransferFailed, match="nothing acknowledged for 20 s"):
+        transfer.done.result(0)
 
 
 def test_done_waits_for_the_last_reader() -> None:
@@ -186,7 +265,7 @@ def test_done_waits_for_the_last_reader() -> None:
     first = sender.take(0.0, QUANTUM)
     second = sender.take(0.0, QUANTUM)
     assert isinstance(first, SendFrame) and isinstance(second, SendFrame)
-    sender.abort(transfer, "changed my mind")
+    sender.abort(transfer, "changed my mind", 0.0)
     sender.release(transfer)
     assert not transfer.done.done()  # one connection still reads the buffers
     sender.release(transfer)

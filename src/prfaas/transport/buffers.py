@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from prfaas.errors import InputError
+
 
 class FileSlice(NamedTuple):
     """Memory that maps a file, such as a kvd's arena. The kernel can send it without a copy."""
@@ -52,12 +54,14 @@ class BufferSequence:
             self._files = files if len(files) == len(parts) else []
             given_bytes = self._starts[-1]
             item_bytes = max((view.itemsize for view in self._views), default=1)
-        assert item_bytes == 1, (
-            f"{name}: the views have {item_bytes}-byte items; cast them to bytes"
-        )
-        assert given_bytes == nbytes, (
-            f"{name}: {nbytes} bytes announced, but the buffers have {given_bytes}"
-        )
+        if item_bytes != 1:
+            raise InputError(
+                f"the views have {item_bytes}-byte items", where=name, fix="cast them to bytes"
+            )
+        if given_bytes != nbytes:
+            raise InputError(
+                f"{nbytes} bytes announced, but the buffers have {given_bytes}", where=name
+            )
 
     @property
     def on_file(self) -> bool:

@@ -7,6 +7,8 @@ OS errors to `ConnectionLost`.
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import select
 import socket
@@ -14,7 +16,8 @@ import ssl
 import struct
 from collections.abc import Callable
 
-from prfaas.clock import Clock
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost
 from prfaas.transport.buffers import FileRange
 
@@ -38,12 +41,14 @@ class _EveryTick:
 
 
 class Channel:
-    """Not thread-safe: one thread at a time sends and receives. Any thread may call `close`."""
+    """Not thread-safe: one thread at a time sends and receives. Any thread may call `interrupt`."""
 
     def __init__(self, sock: socket.socket, clock: Clock, silence_s: float) -> None:
         self._sock = sock
         self._clock = clock
         self._silence_s = silence_s
+        # A frame that is not complete by then breaks the connection, even while bytes arrive.
+        self.until_s = math.inf
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -154,16 +159,21 @@ class Channel:
             raise ConnectionLost("the peer closed the connection")
         return data
 
+    def interrupt(self) -> None:
+        """Ends the connection: a thread that is inside `send`, `receive` or `wait` returns, and the
+        next call raises ConnectionLost. Any thread may call it; `close` is still required."""
+        shut_down(self._sock)
+
     def close(self, *, discard_unsent: bool = False) -> None:
-        """Wakes a thread that is inside `send` or `receive`. With `discard_unsent` the kernel drops
+        """Call this from the thread that uses the channel. With `discard_unsent` the kernel drops
         bytes that it has not sent, so that it no longer reads the owner's memory."""
         try:
             if discard_unsent:
                 at_once = struct.pack("@ii", 1, 0)
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
-            self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the connection is closed already
+        shut_down(self._sock)
         self._sock.close()
 
     def _receive_rest(
@@ -181,9 +191,12 @@ class Channel:
             total += got
             if meanwhile is not None:
                 meanwhile(total)
+            now = self._clock.now()
+            if now >= self.until_s:
+                raise ConnectionLost("the frame did not arrive in time")
             if got:
-                silent_until = self._clock.now() + self._silence_s
-            elif self._clock.now() >= silent_until:
+                silent_until = now + self._silence_s
+            elif now >= silent_until:
                 raise ConnectionLost(f"the peer sent nothing for {self._silence_s:g} s")
             got = self._receive_some(views)
 
@@ -204,6 +217,8 @@ class Channel:
     def _check_progress(self, sent: int, silent_until: float) -> float:
         """Returns the new end of the silence timeout; raises ConnectionLost when it is over."""
         now = self._clock.now()
+        if now >= self.until_s:
+            raise ConnectionLost("the peer did not accept the frame in time")
         if sent:
             return now + self._silence_s
         if now >= silent_until:
@@ -261,6 +276,40 @@ class Channel:
         return self._sock.pending() > 0
 
 
+class TimeLimit:
+    """The end of an attempt to connect, and whether the attempt is still wanted."""
+
+    def __init__(
+        self, seconds: float, clock: Clock, abandoned: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._clock = clock
+        self._until_s = clock.now() + seconds
+        self._abandoned = abandoned
+
+    @property
+    def left_s(self) -> float:
+        return self._until_s - self._clock.now()
+
+    def check(self) -> None:
+        """Raises TimeoutError when the time is over, ConnectionLost when nothing needs the
+        connection any more."""
+        if self._abandoned():
+            raise ConnectionLost("the connection is no longer needed")
+        if self.left_s <= 0:
+            raise TimeoutError
+
+    def share(self, parts: int) -> TimeLimit:
+        """One of `parts` equal parts of the time that is left."""
+        return TimeLimit(max(0.0, self.left_s) / parts, self._clock, self._abandoned)
+
+    def wait_for(self, sock: socket.socket, events: int) -> None:
+        """Waits until the socket is ready; raises as `check` does."""
+        poll = select.poll()
+        poll.register(sock, events)
+        while not poll.poll(min(TICK_S, max(0.0, self.left_s)) * 1e3):
+            self.check()
+
+
 def connect(
     address: tuple[str, int],
     *,
@@ -269,33 +318,104 @@ def connect(
     tls_name: str | None = None,
     congestion_control: str | None = None,
     buffer_bytes: int | None = None,
+    abandoned: Callable[[], bool] = lambda: False,
 ) -> socket.socket:
-    """Returns a connected socket with this project's socket options; raises ConnectionLost."""
-    host, port = address
-    try:
-        sock = socket.create_connection(address, timeout=timeout_s)
-    except TimeoutError:
-        raise ConnectionLost(f"{host}:{port} did not answer within {timeout_s:g} s") from None
-    except OSError as error:
-        raise ConnectionLost(f"{host}:{port}: {error.strerror or error}") from None
-    try:
-        set_options(sock, congestion_control, buffer_bytes)
-    except OSError as error:
-        sock.close()
-        raise ConnectionLost(
-            f"cannot use congestion control {congestion_control!r}: {error.strerror}"
-        ) from None
+    """Returns a connected socket with this project's socket options; raises ConnectionLost. The
+    timeout covers all addresses of the host and the whole TLS handshake. The attempt ends soon
+    after `abandoned` returns True."""
+    name = Address(*address)
+    limit = TimeLimit(timeout_s, MonotonicClock(), abandoned)
+    sock = _connect_tcp(name, limit, timeout_s, congestion_control, buffer_bytes)
     if tls is None:
         return sock
     try:
-        return tls.wrap_socket(sock, server_hostname=tls_name or host)
+        wrapped = tls.wrap_socket(
+            sock, server_hostname=tls_name or name.host, do_handshake_on_connect=False
+        )
+        sock = wrapped
+        shake_hands(wrapped, limit)
+        return wrapped
     except TimeoutError:
         sock.close()
-        raise ConnectionLost(f"{host}:{port}: no TLS handshake within {timeout_s:g} s") from None
-    except OSError as error:
+        raise ConnectionLost(f"{name}: no TLS handshake within {timeout_s:g} s") from None
+    except ConnectionLost:
+        sock.close()
+        raise
+    except (OSError, ValueError) as error:
         sock.close()
         reason = error.reason if isinstance(error, ssl.SSLError) and error.reason else str(error)
-        raise ConnectionLost(f"{host}:{port}: TLS: {reason}") from None
+        raise ConnectionLost(f"{name}: TLS: {reason}") from None
+
+
+def shake_hands(sock: ssl.SSLSocket, limit: TimeLimit) -> None:
+    """Completes the TLS handshake of a socket that does not block. The limit holds for the whole
+    handshake: a peer that sends it byte by byte gets no more time."""
+    while True:
+        limit.check()
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            limit.wait_for(sock, select.POLLIN)
+        except ssl.SSLWantWriteError:
+            limit.wait_for(sock, select.POLLOUT)
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Ends a connection that another thread may be using, without closing its descriptor: a closed
+    descriptor's number may belong to another connection a moment later."""
+    try:
+        # Not `SSLSocket.shutdown`, which takes the TLS state away from the thread that uses it.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    except OSError:
+        pass  # the connection is closed already
+
+
+def _connect_tcp(
+    name: Address,
+    limit: TimeLimit,
+    timeout_s: float,
+    congestion_control: str | None,
+    buffer_bytes: int | None,
+) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConnectionLost(f"{name}: {error.strerror or error}") from None
+    except ValueError as error:  # UnicodeError for a label that is too long, and zero bytes
+        raise ConnectionLost(f"{name}: is not a host name: {error}") from None
+    problem = f"{name} has no address"
+    for tried, (family, kind, protocol, _, where) in enumerate(found):
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            problem = f"{name}: {error.strerror or error}"
+            continue
+        try:
+            set_options(sock, congestion_control, buffer_bytes)
+        except OSError as error:
+            sock.close()
+            raise ConnectionLost(
+                f"cannot use congestion control {congestion_control!r}: {error.strerror}"
+            ) from None
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(where)
+            if code == errno.EINPROGRESS:
+                limit.share(len(found) - tried).wait_for(sock, select.POLLOUT)
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code == 0:
+                return sock
+            problem = f"{name}: {os.strerror(code)}"
+        except TimeoutError:
+            problem = f"{name} did not answer within {timeout_s:g} s"
+        except ConnectionLost:
+            sock.close()
+            raise
+        except OSError as error:
+            problem = f"{name}: {error.strerror or error}"
+        sock.close()
+    raise ConnectionLost(problem)
 
 
 def set_options(

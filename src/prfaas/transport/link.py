@@ -4,7 +4,8 @@ Each connection has a thread that takes the next pending frame as soon as the co
 slow connection therefore delays only the frames that it carries. When a connection breaks, its
 frames become pending again at once and any other connection may send them; the broken connection
 reconnects with backoff. The link opens connections when there is work and closes them when they
-have been idle for a while.
+have been idle for a while. A link whose receiver does not answer tries with one connection only. A
+link without transfers makes no attempt to connect, and soon has neither connections nor threads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.address import Address
 from prfaas.config.host import KvdSection
-from prfaas.errors import ConnectionLost, InputError, WireError
+from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
 from prfaas.lateness import LateSince, never_late
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.channel import TICK_S, Channel, connect
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.messages import (
     HELLO,
+    MAX_LABEL_BYTES,
+    MAX_NAME_CHARACTERS,
+    MAX_SEGMENTS,
     Ended,
     Hello,
     Manifest,
@@ -85,6 +90,9 @@ class LinkOptions:
         _DEFAULTS.timeouts.transfer_stall_s
     )  # a transfer without an acknowledgement for this long fails
     probe_s: float = 2.0  # how often a transfer with nothing to send renews its grant
+    # An ABORT that could not be sent for this long is dropped: the receiver frees its memory when
+    # the grant expires.
+    abort_s: float = 10.0
     idle_s: float = 60.0  # a connection is closed after this time without work
     congestion_control: str | None = None  # "bbr" where the kernel has it; None: its default
     buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
@@ -166,7 +174,7 @@ class Transfer:
 
     def abort(self, reason: str) -> None:
         """Ends the transfer and informs the receiver. Does nothing after `done`."""
-        self._link.transfers.abort(self._transfer, reason)
+        self._link.transfers.abort(self._transfer, reason, self._link.clock.now())
         self._link.wake()
 
 
@@ -181,8 +189,9 @@ class TransferLink:
         clock: Clock | None = None,
         late_since: LateSince = never_late,
     ) -> None:
-        """`late_since` returns how late this process was. The link subtracts that from its report
-        about the path."""
+        """`tls` returns the context of the next handshake: new certificates count for connections
+        that are opened later. `late_since` returns how late this process was. The link subtracts
+        that from its report about the path."""
         self.address = address
         self.options = options or LinkOptions()
         self.clock = clock or MonotonicClock()
@@ -194,16 +203,17 @@ class TransferLink:
             open_s=self.options.open_s,
             stall_s=self.options.stall_s,
             probe_s=self.options.probe_s,
+            abort_s=self.options.abort_s,
         )
         self._tls = tls
         self.checksums = self.options.checksums and tls is None
         self._budget = budget or ConnectionBudget(self.options.connections - 1)
-        self._meter = Meter(f"{address[0]}:{address[1]}", self.clock.now())
-        self._lock = threading.Lock()  # guards the two sets below
+        self._meter = Meter(str(Address(*address)), self.clock.now())
+        self._lock = threading.Lock()  # guards everything below
         self._connections: set[_SenderConnection] = set()
         self._threads: set[threading.Thread] = set()  # including those that are ending
-        self._maintainer = threading.Thread(target=self._maintain, name="prfaas-link", daemon=True)
-        self._maintainer.start()
+        self._maintained = False  # a thread runs `_maintain`: only while there is work
+        self._answers = True  # False: the latest attempt failed, and no connection is established
 
     def __enter__(self) -> TransferLink:
         return self
@@ -220,7 +230,9 @@ class TransferLink:
         label: bytes = b"",
     ) -> Transfer:
         """Begins a granted transfer of named segments; `ready` then supplies their bytes. The label
-        is passed to the owner of the receiving memory."""
+        is passed to the owner of the receiving memory. Raises InputError, and changes nothing, when
+        the transfer is under way already or the link is closed."""
+        _check_segments(segments, label)
         manifest = Manifest(
             self.options.quantum_bytes,
             tuple(ManifestSegment(name, nbytes) for name, nbytes in segments.items()),
@@ -234,8 +246,6 @@ class TransferLink:
                 f"but the grant allows {grant.max_bytes}",
                 fix="request a grant for as many tokens as the transfer carries",
             )
-        if self.closing.is_set():
-            raise InputError("this link is closed")
         transfer = SenderTransfer(
             transfer_key(grant.transfer_id),
             auth_of(grant.token),
@@ -244,9 +254,19 @@ class TransferLink:
             self.clock.now(),
         )
         self.transfers.add(transfer)
-        self._add_connections()
+        try:
+            self._start_maintainer()
+        except RuntimeError as error:  # the system has no thread left
+            self.transfers.abort(transfer, str(error), self.clock.now())
+            raise TransferFailed(f"cannot start a thread: {error}") from None
+        self.add_connections()
         self.wake()
         return Transfer(self, transfer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is under way, or an abort waits to be sent."""
+        return self.transfers.busy
 
     def set_rate(self, rate_bps: float | None) -> None:
         """Changes the pacing rate of frames that have not been sent yet."""
@@ -275,29 +295,66 @@ class TransferLink:
                     connection.wake()
                     return
 
-    def close(self) -> None:
-        """Fails unfinished transfers and waits for every thread. Idempotent."""
+    def close_if_idle(self) -> bool:
+        """Closes a link without transfers; it does not wait for the threads, which end soon.
+        Returns False, and changes nothing, when there is a transfer."""
+        if not self.transfers.close_if_idle():
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Fails unfinished transfers, without waiting for the threads, which end soon."""
         self.closing.set()
-        # The maintainer opens connections. After it has ended, none are added.
-        self._maintainer.join(timeout=2 * TICK_S + 1)
+        self.transfers.close("link closed")
         with self._lock:
-            connections, threads = list(self._connections), list(self._threads)
+            connections = list(self._connections)
         for connection in connections:
             connection.disconnect()
+
+    def close(self) -> None:
+        """Fails unfinished transfers and waits for every thread. Idempotent."""
+        self.stop()
+        with self._lock:
+            threads = list(self._threads)
         for thread in threads:
             thread.join(timeout=self.options.connect_s + self.options.silence_s)
-        self.transfers.fail_all("link closed")
 
-    def connect(self) -> Channel:
+    @property
+    def ended(self) -> bool:
+        """Whether the link is closed and its threads have ended."""
+        with self._lock:
+            alive = any(thread.is_alive() for thread in self._threads)
+        return self.closing.is_set() and not alive
+
+    def connect(self, abandoned: Callable[[], bool]) -> Channel:
+        try:
+            context = self._tls() if self._tls is not None else None
+        except (PrfaasError, OSError) as error:
+            raise ConnectionLost(f"{Address(*self.address)}: TLS: {error}") from None
         sock = connect(
             self.address,
             timeout_s=self.options.connect_s,
-            tls=None if self._tls is None else self._tls(),
+            tls=context,
             tls_name=self.options.tls_name,
             congestion_control=self.options.congestion_control,
             buffer_bytes=self.options.buffer_bytes,
+            abandoned=abandoned,
         )
         return Channel(sock, self.clock, self.options.silence_s)
+
+    def mark_established(self, connection: _SenderConnection) -> None:
+        """The receiver has answered on this connection."""
+        with self._lock:
+            connection.established = True
+            self._answers = True
+        self.add_connections()
+
+    def mark_failed(self) -> bool:
+        """An attempt to connect has failed. Returns whether another connection is established."""
+        with self._lock:
+            self._answers = any(connection.established for connection in self._connections)
+            return self._answers
 
     def remove(self, connection: _SenderConnection) -> None:
         """Called when a connection's thread ends."""
@@ -306,26 +363,78 @@ class TransferLink:
         if connection.extra:
             self._budget.give_back()
 
-    def _add_connections(self) -> None:
+    def add_connections(self) -> None:
         """Opens connections up to the configured number, within the budget. The budget does not
-        limit the first one."""
+        limit the first one. While the receiver does not answer, there is only the first one."""
         with self._lock:
             while len(self._connections) < self.options.connections:
-                extra = bool(self._connections)
-                if extra and not self._budget.take():
+                if self.closing.is_set():
                     return
-                connection = _SenderConnection(self, extra)
+                extra = bool(self._connections)
+                if extra and not (self._answers and self._budget.take()):
+                    return
+                try:
+                    connection = _SenderConnection(self, extra)
+                except OSError as error:  # out of descriptors: the maintainer tries again
+                    self._give_up(extra, str(error))
+                    return
+                try:
+                    connection.thread.start()
+                except RuntimeError as error:  # out of threads
+                    connection.close_wakeups()
+                    self._give_up(extra, str(error))
+                    return
                 self._connections.add(connection)
                 self._threads.add(connection.thread)
-                connection.thread.start()
+
+    def _give_up(self, extra: bool, why: str) -> None:
+        if extra:
+            self._budget.give_back()
+        self.transfers.record_error(f"cannot open a connection: {why}")
+
+    def _start_maintainer(self) -> None:
+        with self._lock:
+            if not self._maintained and not self.closing.is_set():
+                thread = threading.Thread(target=self._maintain, name="prfaas-link", daemon=True)
+                thread.start()
+                self._threads.add(thread)
+                self._maintained = True
 
     def _maintain(self) -> None:
-        while not self.closing.wait(TICK_S):
+        """Runs until there is neither work nor a connection."""
+        while True:
+            self.closing.wait(TICK_S)
             self.transfers.fail_stalled(self.clock.now())
             with self._lock:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
-            if self.transfers.busy:
-                self._add_connections()
+                # Under the lock: a transfer that is added after this check finds no maintainer and
+                # starts another one.
+                busy = self.transfers.busy
+                if self.closing.is_set() or not (busy or self._connections):
+                    self._maintained = False
+                    return
+            if busy:
+                self.add_connections()
+
+
+def _check_segments(segments: Mapping[str, int], label: bytes) -> None:
+    """Raises InputError for what a receiver would refuse as a broken manifest."""
+    if not 1 <= len(segments) <= MAX_SEGMENTS:
+        raise InputError(
+            f"the transfer has {len(segments)} segments", fix=f"give 1 to {MAX_SEGMENTS}"
+        )
+    for name, nbytes in segments.items():
+        if not 1 <= len(name) <= MAX_NAME_CHARACTERS:
+            raise InputError(
+                f"a segment's name has {len(name)} characters",
+                fix=f"give 1 to {MAX_NAME_CHARACTERS}",
+            )
+        if nbytes < 1:
+            raise InputError(f"the segment has {nbytes} bytes", where=name, fix="leave it out")
+    if len(label) > MAX_LABEL_BYTES:
+        raise InputError(
+            f"the label has {len(label)} bytes", where="label", fix=f"give up to {MAX_LABEL_BYTES}"
+        )
 
 
 class _SenderConnection:
@@ -337,6 +446,7 @@ class _SenderConnection:
         self._responses = link.transfers.responses
         self.extra = extra
         self.idle = False
+        self.established = False  # the receiver has answered
         self.channel: Channel | None = None
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
         # Frames sent from a file and not answered: the kernel may still read those pages.
@@ -358,37 +468,55 @@ class _SenderConnection:
             pass  # it is awake already, or closed
 
     def disconnect(self) -> None:
+        """Makes the thread end soon. Any thread may call it."""
         self.wake()
         channel = self.channel
         if channel is not None:
-            channel.close(discard_unsent=True)
+            channel.interrupt()
+
+    def close_wakeups(self) -> None:
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def _run(self) -> None:
         failures = 0
         try:
-            while not self._link.closing.is_set():
+            while not self._abandoned():
+                answered = False
                 try:
-                    self.channel = channel = self._link.connect()
+                    self.channel = channel = self._link.connect(self._abandoned)
                     self._handshake(channel)
-                    failures = 0
+                    failures, answered = 0, True
+                    self._link.mark_established(self)
                     self._serve(channel)
                     return
                 except (ConnectionLost, WireError) as error:
                     failures += 1
                     self._transfers.record_error(str(error))
-                    log.debug("connection to %s: %s", self._link.address, error)
+                    log.debug("connection to %s: %s", Address(*self._link.address), error)
                 finally:
+                    self.established = False
                     self._drop_channel()
-                if not self._transfers.busy:
+                if self._abandoned():
                     return
-                # Half of the backoff is random: connections that broke together do not reconnect
-                # together.
-                backoff_s = min(0.05 * 2 ** min(failures, 10), _MAX_BACKOFF_S)
-                self._link.closing.wait(backoff_s * (0.5 + random.random() / 2))
+                if not answered and not self._link.mark_failed() and self.extra:
+                    return  # the first connection keeps trying; this one's budget serves others
+                self._back_off(failures)
         finally:
             self._link.remove(self)
-            self._wake_receiver.close()
-            self._wake_sender.close()
+            self.close_wakeups()
+
+    def _abandoned(self) -> bool:
+        """Whether nothing needs this connection any more."""
+        return self._link.closing.is_set() or not self._transfers.busy
+
+    def _back_off(self, failures: int) -> None:
+        # Half of the backoff is random: connections that broke together do not reconnect together.
+        backoff_s = min(0.05 * 2 ** min(failures, 10), _MAX_BACKOFF_S)
+        left_s = backoff_s * (0.5 + random.random() / 2)
+        while left_s > 0 and not self._abandoned():
+            self._link.closing.wait(min(left_s, TICK_S))
+            left_s -= TICK_S
 
     def _handshake(self, channel: Channel) -> None:
         hello = encode_message(Kind.HELLO, encode(HELLO))
@@ -399,7 +527,9 @@ class _SenderConnection:
             left_s = deadline_s - self._link.clock.now()
             if left_s <= 0:
                 raise ConnectionLost("connected, but the peer does not answer HELLO")
-            if channel.wait(left_s):
+            if self._abandoned():
+                raise ConnectionLost("the connection is no longer needed")
+            if channel.wait(min(left_s, TICK_S)):
                 for frame in decoder.feed(channel.receive_available()):
                     if frame.header.kind is not Kind.WELCOME:
                         raise WireError(f"the peer answered HELLO with {frame.header.kind.name}")
@@ -413,6 +543,11 @@ class _SenderConnection:
         channel.watch(self._wake_receiver)
         self._decoder = Decoder()
         self._received_s = worked_s = clock.now()
+        proof = self._transfers.take_proof(worked_s)
+        if proof is not None:
+            self._send(channel, proof)
+        elif not self._transfers.busy:
+            return
         while not self._link.closing.is_set():
             now = clock.now()
             self.idle = True  # before `take`: work that arrives after `take` then wakes this thread

@@ -4,22 +4,37 @@
 closes the connection of a peer without a valid grant and does not answer it. A slow or hostile peer
 costs a thread and a scratch buffer, within `max_connections`. Such a peer holds no lock, and the
 pieces that it claimed are free again when its connection times out.
+
+A connection is *unproven* until one of its frames shows the grant of a transfer that has not ended.
+It has one deadline from the moment it was accepted, whatever it sends, and there are few such
+connections: when there is no room for another one, an older one is closed. They do not take the
+places of proven connections. A header is checked before a body is read or memory is allocated.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from prfaas.clock import Clock, MonotonicClock
-from prfaas.errors import ConnectionLost, WireError
-from prfaas.transport.channel import TICK_S, Channel, set_options
+from prfaas.config.address import Address
+from prfaas.errors import ConnectionLost, InputError, PrfaasError, WireError
+from prfaas.transport.channel import (
+    TICK_S,
+    Channel,
+    TimeLimit,
+    set_options,
+    shake_hands,
+    shut_down,
+)
 from prfaas.transport.messages import HELLO, Ended, Hello, Manifest, Reason, decode, encode
 from prfaas.transport.receiver import ReceiverStats, ReceiverTransfers
 from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer
@@ -44,14 +59,21 @@ log = logging.getLogger(__name__)
 
 _ACK_DELAY_S = 5e-3
 _PROGRESS_EVERY_S = 0.1  # for a frame that takes longer than a tick to arrive
+_DISCARD_BYTES = 1 << 20  # at a time
+_FROM_SENDERS = {Kind.OPEN, Kind.DATA, Kind.PROBE, Kind.ABORT}  # frames that show a grant
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
-    max_connections: int = 256
+    max_connections: int = 256  # that have shown a grant
+    max_unproven: int = 64  # for one more, the oldest of the host with the most of them is closed
+    max_measuring: int = 64  # of path checks, `prfaas doctor`
     silence_s: float = 10.0  # timeout of a peer in the middle of a frame
-    unproven_s: float = 10.0  # a connection that has shown no grant is closed after this time
-    idle_s: float = 600.0  # a connection with a grant is closed after this time without a frame
+    # These three count whatever the peer sends meanwhile. The first two count from the moment when
+    # the connection was accepted, so that the TLS handshake is included.
+    unproven_s: float = 10.0  # time to show a grant
+    measure_s: float = 180.0  # time for a path check
+    idle_s: float = 600.0  # time since the last frame of a transfer that has not ended
     measure_bytes_per_minute: int = 2 << 30  # limit for the path check, `prfaas doctor`
     buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
 
@@ -68,18 +90,20 @@ class Listener:
         tls: Callable[[], ssl.SSLContext] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`tls` returns the context of the next handshake: new certificates count for connections
+        that are accepted later. The host "::" accepts IPv4 connections, too."""
         self._options = options or ListenerOptions()
         self._tls = tls
         self._clock = clock or MonotonicClock()
         self._transfers = ReceiverTransfers(self._clock)
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # guards the two sets below
-        self._sockets: set[socket.socket] = set()
+        self._slots = _Slots(self._options)
+        self._lock = threading.Lock()  # guards the set below
         self._threads: set[threading.Thread] = set()
-        self._server = socket.create_server((host, port), backlog=128)
+        self._server = _listen(host, port)
         self._server.settimeout(TICK_S)
-        self.address: tuple[str, int] = self._server.getsockname()[:2]
+        self.address = Address(*self._server.getsockname()[:2])
         self._start(self._accept)
         self._start(self._maintain)
 
@@ -100,8 +124,7 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        with self._lock:
-            return len(self._sockets)
+        return len(self._slots)
 
     def stats(self) -> ReceiverStats:
         return self._transfers.stats()
@@ -113,13 +136,11 @@ class Listener:
         stuck = False
         while not stuck:  # a connection may arrive while the first threads are joined
             with self._lock:
-                sockets = list(self._sockets)
                 threads = [t for t in self._threads if t.is_alive()]
                 threads = [t for t in threads if t is not threading.current_thread()]
             if not threads:
                 break
-            for sock in sockets:
-                _disconnect(sock)
+            self._slots.shut_all()
             for thread in threads:
                 thread.join(timeout=self._options.silence_s + 1)
             stuck = any(thread.is_alive() for thread in threads)
@@ -146,15 +167,17 @@ class Listener:
                 log.warning("cannot accept a connection: %s", error)
                 self._closing.wait(TICK_S)
                 continue
-            with self._lock:
-                admitted = len(self._sockets) < self._options.max_connections
-                if admitted:
-                    self._sockets.add(sock)
-            if not admitted:
-                log.warning("refused a connection from %s: %d are open", peer, len(self._sockets))
+            slot = _Slot(self._slots, sock, peer[0], self._clock.now())
+            if not self._slots.admit(slot):
+                log.warning("refused a connection: too many others are being closed")
                 sock.close()
                 continue
-            self._start(partial(self._serve, sock, f"{peer[0]}:{peer[1]}"))
+            try:
+                self._start(partial(self._serve, slot, str(Address(*peer[:2]))))
+            except RuntimeError as error:  # the system has no thread left
+                log.warning("cannot serve a connection: %s", error)
+                self._slots.remove(slot)
+                sock.close()
 
     def _maintain(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -162,31 +185,122 @@ class Listener:
             with self._lock:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _serve(self, slot: _Slot, peer: str) -> None:
         try:
-            set_options(sock, None, self._options.buffer_bytes)
+            set_options(slot.sock, None, self._options.buffer_bytes)
             if self._tls is not None:
-                sock = self._handshake(sock, self._tls())
-            channel = Channel(sock, self._clock, self._options.silence_s)
+                slot.use_tls(self._tls())
+                seconds = slot.accepted_s + self._options.unproven_s - self._clock.now()
+                shake_hands(slot.sock, TimeLimit(seconds, self._clock, self._closing.is_set))
+            channel = Channel(slot.sock, self._clock, self._options.silence_s)
             _ReceiverConnection(
-                channel, self._transfers, self._measure, self._options, self._clock
+                channel, slot, self._transfers, self._measure, self._options, self._clock
             ).run(self._closing)
-        except (WireError, ssl.SSLError) as error:
+        except ssl.SSLError as error:
             log.warning("closed the connection of %s: %s", peer, error)
         except (ConnectionLost, OSError) as error:
             log.debug("connection of %s ended: %s", peer, error)
+        except PrfaasError as error:
+            log.warning("closed the connection of %s: %s", peer, error)
         finally:
-            with self._lock:
-                self._sockets.discard(sock)
-            _disconnect(sock)
+            self._slots.remove(slot)
+            shut_down(slot.sock)
+            slot.sock.close()
 
-    def _handshake(self, sock: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
-        sock.settimeout(self._options.unproven_s)
-        wrapped = tls.wrap_socket(sock, server_side=True)
+
+class _Stage(enum.Enum):
+    UNPROVEN = "unproven"
+    MEASURING = "measuring"  # a path check, which needs no grant
+    PROVEN = "proven"
+
+
+class _Slot:
+    """The place of one connection among those of a listener."""
+
+    def __init__(self, slots: _Slots, sock: socket.socket, host: str, accepted_s: float) -> None:
+        self._slots = slots
+        self.sock = sock
+        self.host = host
+        self.accepted_s = accepted_s
+        self.stage = _Stage.UNPROVEN
+        self.leaving = False  # it was shut down to make room, and its thread is ending
+
+    def move(self, stage: _Stage) -> None:
+        """Raises ConnectionLost when there is no room in that stage."""
+        if self.stage is not stage:
+            self._slots.move(self, stage)
+
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        """The handshake comes later: meanwhile the listener can already shut the socket down."""
+        self._slots.use_tls(self, context)
+
+
+class _Slots:
+    """Which connections may stay. Thread-safe."""
+
+    def __init__(self, options: ListenerOptions) -> None:
+        self._limits = {
+            _Stage.UNPROVEN: options.max_unproven,
+            _Stage.MEASURING: options.max_measuring,
+            _Stage.PROVEN: options.max_connections,
+        }
+        self._lock = threading.Lock()
+        self._slots: dict[_Slot, None] = {}  # the oldest first
+
+    def __len__(self) -> int:
         with self._lock:
-            self._sockets.discard(sock)
-            self._sockets.add(wrapped)
-        return wrapped
+            return len(self._slots)
+
+    def admit(self, slot: _Slot) -> bool:
+        """Takes a new connection, for which an unproven one may have to leave. False when too many
+        are leaving already."""
+        limit = self._limits[_Stage.UNPROVEN]
+        with self._lock:
+            unproven = self._in(_Stage.UNPROVEN)
+            if len(unproven) >= limit:
+                if sum(one.leaving for one in self._slots) >= limit:
+                    return False
+                leaving = _least_welcome(unproven)
+                leaving.leaving = True
+                shut_down(leaving.sock)
+            self._slots[slot] = None
+            return True
+
+    def move(self, slot: _Slot, stage: _Stage) -> None:
+        with self._lock:
+            if slot.leaving:
+                raise ConnectionLost("the connection had to make room for another one")
+            if len(self._in(stage)) >= self._limits[stage]:
+                log.warning("no room for another connection: %d are open", self._limits[stage])
+                raise ConnectionLost(f"{self._limits[stage]} connections are {stage.value}")
+            slot.stage = stage
+
+    def use_tls(self, slot: _Slot, context: ssl.SSLContext) -> None:
+        with self._lock:
+            slot.sock.setblocking(False)
+            slot.sock = context.wrap_socket(
+                slot.sock, server_side=True, do_handshake_on_connect=False
+            )
+
+    def remove(self, slot: _Slot) -> None:
+        with self._lock:
+            self._slots.pop(slot, None)
+
+    def shut_all(self) -> None:
+        with self._lock:
+            for slot in self._slots:
+                shut_down(slot.sock)
+
+    def _in(self, stage: _Stage) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.stage is stage and not slot.leaving]
+
+
+def _least_welcome(unproven: list[_Slot]) -> _Slot:
+    """The oldest one of the host with the most of them: a host that opens many connections without
+    a grant first loses its own."""
+    numbers = Counter(slot.host for slot in unproven)
+    most = max(numbers.values())
+    return next(slot for slot in unproven if numbers[slot.host] == most)
 
 
 class _MeasureBudget:
@@ -214,12 +328,14 @@ class _ReceiverConnection:
     def __init__(
         self,
         channel: Channel,
+        slot: _Slot,
         transfers: ReceiverTransfers,
         measure: _MeasureBudget,
         options: ListenerOptions,
         clock: Clock,
     ) -> None:
         self._channel = channel
+        self._slot = slot
         self._transfers = transfers
         self._measure = measure
         self._options = options
@@ -229,59 +345,65 @@ class _ReceiverConnection:
         self._greeted = False
         self._peer_reads_progress = False
         self._progress_s = 0.0  # when the last PROGRESS was sent
-        self._proven = False
+        self._ended_s: float | None = None  # when the transfer of the current frame had ended
         self._acks: list[int] = []  # sequences to acknowledge, all of one transfer
         self._acks_of = NO_TRANSFER
         self._acks_since_s = 0.0
+        channel.until_s = slot.accepted_s + options.unproven_s
 
     def run(self, closing: threading.Event) -> None:
         """Runs until the peer disconnects or times out (ConnectionLost) or breaks the protocol
         (WireError)."""
-        quiet_since = self._clock.now()
         while not closing.is_set():
+            if self._clock.now() >= self._channel.until_s:
+                raise ConnectionLost("the peer showed no grant in time")
             # While frames keep arriving, acknowledgements are batched; otherwise they are sent at
             # once.
-            if not self._channel.receive_if_any(self._head, wait=not self._acks):
+            if self._channel.receive_if_any(self._head, wait=not self._acks):
+                self._handle_frame(parse_header(self._head))
+            else:
                 self._flush()
-                limit = self._options.idle_s if self._proven else self._options.unproven_s
-                if self._clock.now() - quiet_since >= limit:
-                    raise ConnectionLost(f"the peer sent no frame for {limit:g} s")
-                continue
-            if self._proven:
-                quiet_since = self._clock.now()
-            self._handle_frame(parse_header(self._head))
 
     def _handle_frame(self, header: Header) -> None:
-        if not self._greeted and header.kind is not Kind.HELLO:
-            raise WireError(f"the peer sent {header.kind.name} before HELLO")
-        if header.kind is Kind.DATA:
-            self._handle_data(header)
+        if header.kind is Kind.HELLO:
+            self._handle_hello(header)
             return
+        if not self._greeted:
+            raise WireError(f"the peer sent {header.kind.name} before HELLO")
         if header.kind is Kind.MEASURE:
             self._handle_measure(header)
             return
-        body = self._receive_body(header)
-        if header.kind is Kind.HELLO:
-            self._peer_reads_progress = decode(body, Hello).progress
-            self._greeted = True
-            self._answer(Kind.WELCOME, header, encode(HELLO))
-            return
+        if header.kind not in _FROM_SENDERS:
+            raise WireError(f"a sender must not send {header.kind.name}")
         found = self._transfers.find(header)
         if found is None:
             raise WireError("no grant for this transfer")
-        self._proven = True
         if isinstance(found, Ended):
+            # A late frame. It proves nothing: an old grant does not keep a connection open.
+            self._discard(header.body_bytes)
             self._answer(Kind.ENDED, header, encode(found))
-        elif header.kind is Kind.OPEN:
+            return
+        self._slot.move(_Stage.PROVEN)
+        self._channel.until_s = self._clock.now() + self._options.idle_s
+        if header.kind is Kind.DATA:
+            self._handle_data(header, found)
+            return
+        body = self._receive_body(header)
+        if header.kind is Kind.OPEN:
             self._handle_open(header, found, decode(body, Manifest))
         elif header.kind is Kind.PROBE:
             self._answer(Kind.ALIVE, header)
-        elif header.kind is Kind.ABORT:
+        else:
             result = Ended(False, f"aborted by the sender: {decode(body, Reason).reason}")
             self._transfers.end(found, result)
             self._answer(Kind.ENDED, header, encode(result))
-        else:
-            raise WireError(f"a sender must not send {header.kind.name}")
+
+    def _handle_hello(self, header: Header) -> None:
+        if self._greeted:
+            raise WireError("the peer sent HELLO twice")
+        self._greeted = True
+        self._peer_reads_progress = decode(self._receive_body(header), Hello).progress
+        self._answer(Kind.WELCOME, header, encode(HELLO))
 
     def _handle_open(self, header: Header, transfer: ReceiverTransfer, manifest: Manifest) -> None:
         refusal = self._transfers.open(transfer, manifest)
@@ -293,24 +415,18 @@ class _ReceiverConnection:
         else:
             self._answer(Kind.OPENED, header)
 
-    def _handle_data(self, header: Header) -> None:
+    def _handle_data(self, header: Header, transfer: ReceiverTransfer) -> None:
         table = memoryview(bytearray(header.pieces * PIECE_BYTES))
         self._channel.receive([table], table.nbytes)
         pieces = parse_table(table, header)
-        found = self._transfers.find(header)
-        if found is None:
-            raise WireError("no grant for this transfer's data")
-        self._proven = True
-        claims = None if isinstance(found, Ended) else self._transfers.claim(found, pieces)
-        if isinstance(found, Ended) or claims is None:
-            self._discard(sum(piece.wire_bytes for piece in pieces))
-            if isinstance(found, ReceiverTransfer) and found.result is None:
-                raise WireError("the peer sent data before OPEN")
-            ended = found.result if isinstance(found, ReceiverTransfer) else found
-            assert ended is not None
-            self._answer(Kind.ENDED, header, encode(ended))
+        claims = self._transfers.claim(transfer, pieces)
+        if claims is not None:
+            self._receive_payload(header, transfer, table, pieces, claims)
             return
-        self._receive_payload(header, found, table, pieces, claims)
+        if transfer.result is None:
+            raise WireError("the peer sent data before OPEN")
+        self._discard(header.body_bytes - table.nbytes)
+        self._answer(Kind.ENDED, header, encode(transfer.result))
 
     def _receive_payload(
         self,
@@ -323,10 +439,13 @@ class _ReceiverConnection:
         verified = False
         result = None
         began_s = self._clock.now()
+        self._ended_s = None
         try:
             views = self._targets(pieces, claims)
             self._channel.receive(
-                views, header.body_bytes - table.nbytes, partial(self._report_progress, header)
+                views,
+                header.body_bytes - table.nbytes,
+                partial(self._report_progress, header, transfer),
             )
             verified = intact(self._head, header, table, views)
         finally:
@@ -342,11 +461,17 @@ class _ReceiverConnection:
         else:
             self._acknowledge(header, began_s)
 
-    def _report_progress(self, header: Header, nbytes: int) -> None:
+    def _report_progress(self, header: Header, transfer: ReceiverTransfer, nbytes: int) -> None:
         """Reports to the sender how much of a slow frame has arrived. Where one frame takes
-        seconds, whole frames are too coarse to measure a rate."""
+        seconds, whole frames are too coarse to measure a rate. Raises ConnectionLost when the
+        transfer ended a while ago: its owner waits for the memory that this frame is written to."""
         self._flush()
         now = self._clock.now()
+        if transfer.result is not None:
+            if self._ended_s is None:
+                self._ended_s = now
+            elif now - self._ended_s >= self._options.silence_s:
+                raise ConnectionLost("the transfer has ended, and its last frame is not complete")
         if self._peer_reads_progress and now - self._progress_s >= _PROGRESS_EVERY_S:
             self._progress_s = now
             self._answer(Kind.PROGRESS, header, encode_progress(nbytes))
@@ -373,7 +498,10 @@ class _ReceiverConnection:
         return views
 
     def _handle_measure(self, header: Header) -> None:
-        if not self._measure.take(header.body_bytes):
+        if self._slot.stage is _Stage.UNPROVEN:
+            self._slot.move(_Stage.MEASURING)
+            self._channel.until_s = self._slot.accepted_s + self._options.measure_s
+        if not self._measure.take(HEADER_BYTES + header.body_bytes):
             raise WireError("the path check exceeds this listener's bytes per minute")
         began_s = self._clock.now()
         self._discard(header.body_bytes)
@@ -388,8 +516,10 @@ class _ReceiverConnection:
         return bytes(body)
 
     def _discard(self, nbytes: int) -> None:
-        if nbytes:
-            self._channel.receive([self._scratch_of(nbytes)], nbytes)
+        while nbytes:
+            some = min(nbytes, _DISCARD_BYTES)
+            self._channel.receive([self._scratch_of(some)], some)
+            nbytes -= some
 
     def _scratch_of(self, nbytes: int) -> memoryview:
         """`nbytes` is at most MAX_PAYLOAD_BYTES: `parse_header` has checked it."""
@@ -425,9 +555,16 @@ class _ReceiverConnection:
         self._channel.send([memoryview(frame)], len(frame))
 
 
-def _disconnect(sock: socket.socket) -> None:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the connection is closed already
-    sock.close()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except ValueError as error:  # UnicodeError for a label that is too long, and zero bytes
+        raise InputError(f"{host!r} is not a host: {error}", where="listen") from None
+    # A name that has addresses of both families, such as localhost, means IPv4.
+    only_v6 = all(family == socket.AF_INET6 for family, *_ in found)
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if only_v6 else socket.AF_INET,
+        backlog=128,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )

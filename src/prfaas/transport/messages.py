@@ -12,6 +12,8 @@ from prfaas.schema import prepare
 from prfaas.transport.wire import MAX_PAYLOAD_BYTES
 
 MAX_SEGMENTS = 262_144
+MAX_NAME_CHARACTERS = 200
+MAX_LABEL_BYTES = 64
 MIN_QUANTUM_BYTES = 4 << 10
 MAX_QUANTUM_BYTES = 4 << 20
 
@@ -31,7 +33,7 @@ HELLO = Hello(f"prfaas {__version__}", MAX_PAYLOAD_BYTES, progress=True)
 
 
 class ManifestSegment(msgspec.Struct, frozen=True, array_like=True):
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 
 
@@ -43,7 +45,8 @@ class Manifest(msgspec.Struct, frozen=True):
     segments: Annotated[
         tuple[ManifestSegment, ...], msgspec.Meta(min_length=1, max_length=MAX_SEGMENTS)
     ]
-    label: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # for the receiving owner
+    # For the receiving owner.
+    label: Annotated[bytes, msgspec.Meta(max_length=MAX_LABEL_BYTES)] = b""
 
     @property
     def total_bytes(self) -> int:

@@ -8,6 +8,7 @@ The owner may then reuse the buffers.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -31,6 +32,7 @@ class SendProbe(NamedTuple):
 class SendAbort(NamedTuple):
     transfer: SenderTransfer
     reason: str
+    until_s: float  # not sent after this time
 
 
 class SendFrame(NamedTuple):
@@ -43,6 +45,8 @@ class NoWork(NamedTuple):
 
     wait_s: float
 
+
+MAX_ABORTS = 1_024  # that wait to be sent; beyond this number the oldest is dropped
 
 Work: TypeAlias = SendOpen | SendProbe | SendAbort | SendFrame
 
@@ -65,14 +69,17 @@ class SenderTransfers:
         open_s: float,
         stall_s: float,
         probe_s: float,
+        abort_s: float,
     ) -> None:
         self._in_flight_limit = in_flight_limit
         self._open_s = open_s
         self._stall_s = stall_s
         self._probe_s = probe_s
+        self._abort_s = abort_s
         self._state = SenderState()
         self.responses = ResponseHandler(self._state)
-        self._aborts: deque[SendAbort] = deque()
+        # A receiver that is not told frees its memory when the grant expires.
+        self._aborts: deque[SendAbort] = deque(maxlen=MAX_ABORTS)
         self._rate_bps = rate_bps
         self._may_send_s = 0.0  # pacing: the earliest time of the next frame
         self._last_error = ""  # the latest error of any connection
@@ -82,6 +89,8 @@ class SenderTransfers:
             self._rate_bps = rate_bps
 
     def add(self, transfer: SenderTransfer) -> None:
+        """Raises InputError, and changes nothing, when a transfer of the same id is under way or
+        the link is closed."""
         with self._state.lock:
             self._state.add(transfer)
 
@@ -114,6 +123,19 @@ class SenderTransfers:
                     return SendOpen(transfer)
             return self._take_frame(now, frame_bytes) or self._take_probe(now)
 
+    def take_proof(self, now: float) -> SendProbe | None:
+        """The first message of a new connection, as from `take`: it shows the receiver a grant. A
+        receiver closes a connection that has shown none for a while. None: no transfer is left."""
+        with self._state.lock:
+            known = [t for t in self._state.transfers.values() if t.ended is None]
+            if not known:
+                return None
+            # The receiver may refuse the grant of a transfer that it has not opened.
+            transfer = random.choice([t for t in known if t.opened] or known)
+            transfer.readers += 1
+            transfer.probed_s = now
+            return SendProbe(transfer)
+
     def release(self, transfer: SenderTransfer) -> None:
         """The caller no longer reads the transfer's buffers."""
         with self._state.lock:
@@ -127,7 +149,7 @@ class SenderTransfers:
         state = self._state
         with state.lock:
             transfer = work.transfer
-            if transfer.transfer_id not in state.transfers:
+            if not state.has(transfer):
                 return
             if isinstance(work, SendFrame):
                 before = transfer.in_flight_bytes
@@ -136,35 +158,49 @@ class SenderTransfers:
             elif isinstance(work, SendOpen):
                 transfer.opening = False
 
-    def abort(self, transfer: SenderTransfer, reason: str) -> None:
+    def abort(self, transfer: SenderTransfer, reason: str, now: float) -> None:
         state = self._state
         with state.lock:
             finished = None
-            if transfer.ended is None and transfer.transfer_id in state.transfers:
-                self._aborts.append(SendAbort(transfer, reason))
+            if transfer.ended is None and state.has(transfer):
+                self._aborts.append(SendAbort(transfer, reason, now + self._abort_s))
                 finished = state.end(transfer, f"aborted: {reason}")
         set_done(finished)
 
     def fail_stalled(self, now: float) -> None:
+        """Fails transfers that are stalled, and drops aborts that could not be sent in time."""
         state = self._state
         with state.lock:
+            while self._aborts and now >= self._aborts[0].until_s:
+                self._aborts.popleft()
             finished = []
             for transfer in list(state.transfers.values()):
                 why = self._stall_reason(transfer, now)
                 if why:
                     # The next working connection sends the abort, so that the receiver frees the
                     # memory without waiting for the grant to expire.
-                    self._aborts.append(SendAbort(transfer, why))
+                    self._aborts.append(SendAbort(transfer, why, now + self._abort_s))
                     finished.append(state.end(transfer, why))
         for one in finished:
             set_done(one)
 
-    def fail_all(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
+        """Fails all transfers; none can be added afterwards. Idempotent."""
         state = self._state
         with state.lock:
+            state.closed = True
+            self._aborts.clear()
             finished = [state.end(t, reason) for t in list(state.transfers.values())]
         for one in finished:
             set_done(one)
+
+    def close_if_idle(self) -> bool:
+        """Returns whether there was nothing to do; no transfer can be added then."""
+        with self._state.lock:
+            if self._state.transfers or self._aborts:
+                return False
+            self._state.closed = True
+            return True
 
     def record_error(self, what: str) -> None:
         """Keeps a connection's error for the message of a transfer that fails later."""

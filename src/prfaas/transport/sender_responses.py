@@ -47,11 +47,12 @@ class ResponseHandler:
                     transfer.progress_s = now
 
     def on_alive(self, transfer_id: bytes, now: float) -> None:
-        """The receiver answered a probe. A transfer that waits for segments is not stalled."""
+        """The receiver answered a probe. A transfer that waits for segments is not stalled. One
+        with bytes to deliver is, when only its probes are answered."""
         state = self._state
         with state.lock:
             transfer = state.transfers.get(transfer_id)
-            if transfer is not None:
+            if transfer is not None and not transfer.outstanding_bytes:
                 transfer.progress_s = now
 
     def on_round_trip(self, seconds: float, now: float) -> None:

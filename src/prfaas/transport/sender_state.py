@@ -5,9 +5,10 @@ byte counters, under one lock. No sockets.
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import deque
 
-from prfaas.errors import TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.transport.delivery import Delivery
 from prfaas.transport.sender_transfer import SenderTransfer
 
@@ -15,7 +16,7 @@ from prfaas.transport.sender_transfer import SenderTransfer
 class SenderState:
     """Every method and field requires that the caller holds `lock`."""
 
-    __slots__ = ("delivery", "in_flight_bytes", "lock", "transfers", "turns")
+    __slots__ = ("closed", "delivery", "in_flight_bytes", "lock", "transfers", "turns")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -23,11 +24,24 @@ class SenderState:
         self.turns: dict[int, deque[SenderTransfer]] = {}  # per priority, in round-robin order
         self.in_flight_bytes = 0
         self.delivery = Delivery()
+        self.closed = False  # no transfer is added any more
 
     def add(self, transfer: SenderTransfer) -> None:
-        assert transfer.transfer_id not in self.transfers
+        """Raises InputError, and changes nothing, for a transfer that is under way already."""
+        if self.closed:
+            raise InputError("this link is closed")
+        if transfer.transfer_id in self.transfers:
+            raise InputError(
+                f"transfer {uuid.UUID(bytes=transfer.transfer_id)} is under way on this link",
+                where="grant.transfer_id",
+                fix="use a grant once",
+            )
         self.transfers[transfer.transfer_id] = transfer
         self.turns.setdefault(transfer.priority, deque()).append(transfer)
+
+    def has(self, transfer: SenderTransfer) -> bool:
+        """A later transfer may have the same id: a grant can be shown twice."""
+        return self.transfers.get(transfer.transfer_id) is transfer
 
     def outstanding_bytes(self) -> int:
         return sum(t.outstanding_bytes for t in self.transfers.values() if t.ended is None)
@@ -43,8 +57,9 @@ class SenderState:
         that the caller passes it to `set_done` after it has released the lock."""
         if transfer.ended is None or transfer.readers:
             return None
-        if self.transfers.pop(transfer.transfer_id, None) is None:
+        if not self.has(transfer):
             return None
+        del self.transfers[transfer.transfer_id]
         self.turns[transfer.priority].remove(transfer)
         self.in_flight_bytes -= transfer.in_flight_bytes
         return transfer

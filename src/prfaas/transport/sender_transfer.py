@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from prfaas.errors import InputError
 from prfaas.transport.buffers import BufferSequence, FileRange, FileSlice
 from prfaas.transport.messages import Manifest
 from prfaas.transport.wire import MAX_PIECES, Codec, SegmentPiece
@@ -58,14 +59,21 @@ class SenderTransfer:
         return self.opened and self.ended is None and bool(self._pending)
 
     def mark_ready(self, segments: Mapping[str, Sequence[memoryview | FileSlice]]) -> None:
-        """The bytes of these segments are final and do not change until the transfer is done."""
+        """The bytes of these segments are final and do not change until the transfer is done.
+        Raises InputError, and changes nothing, when one of them is not what was announced."""
         quantum, announced = self.manifest.quantum_bytes, self.manifest.segments
         pending, none = self._pending, int(Codec.NONE)
+        given: dict[int, BufferSequence] = {}
         for name, views in segments.items():
-            index = self._index[name]
+            index = self._index.get(name)
+            if index is None:
+                raise InputError("the transfer has no such segment", where=name)
+            if index in self._views:
+                raise InputError("the segment was marked ready twice", where=name)
+            given[index] = BufferSequence(name, announced[index].nbytes, views)
+        self._views.update(given)
+        for index in given:
             nbytes = announced[index].nbytes
-            assert index not in self._views, f"{name} was marked ready twice"
-            self._views[index] = BufferSequence(name, nbytes, views)
             if nbytes <= quantum:
                 pending.append(SegmentPiece(index, none, 0, nbytes, nbytes))
             else:

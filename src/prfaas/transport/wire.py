@@ -38,6 +38,7 @@ MAX_PIECES = 512  # half of Linux's IOV_MAX: one piece may lie in two buffers
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_MESSAGE_BYTES = 4 << 10
+MAX_HELLO_BYTES = 512  # the only body of a peer that has shown no grant, except for a path check's
 MAX_ACKS = 32  # maximum number of sequences in one ACK
 
 _HEADER = struct.Struct("<4sBBHIIQ16s16sQ")
@@ -71,7 +72,11 @@ class Codec(enum.IntEnum):
     NONE = 0
 
 
-_BODY_CAP = {Kind.OPEN: MAX_MANIFEST_BYTES, Kind.MEASURE: MAX_PAYLOAD_BYTES}
+_BODY_CAP = {
+    Kind.HELLO: MAX_HELLO_BYTES,
+    Kind.OPEN: MAX_MANIFEST_BYTES,
+    Kind.MEASURE: MAX_PAYLOAD_BYTES,
+}
 
 
 class Header(NamedTuple):
