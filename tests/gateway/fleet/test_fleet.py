@@ -186,3 +186,19 @@ async def test_the_report_of_a_second_kvd_with_the_same_name_is_ignored() -> Non
     fleet.record_report(new, report("a"))
     assert new.report is None and member_of(fleet, A) is not new
     assert await place(router, placement(SHORT, clock)) == (A, B)
+
+
+@pytest.mark.xfail(strict=True, reason="the first PD member's format is the reference")
+async def test_upgrading_the_first_node_keeps_the_others_in_use() -> None:
+    clock = FakeClock()
+    fleet, _ = fleet_and_router(clock)
+    a = member_of(fleet, A)
+    fleet.record_report(a, report("a", instance="second", revision="2"))
+    usable = fleet.members.usable_nodes(fleet.local, clock.now())
+    assert usable == [B, C] and F in fleet.pools()
+    assert fleet.members.differences(a) == ("revision: 1 here, 2 there",)
+    for name in "bc":
+        member = member_of(fleet, NodeId(name))
+        fleet.record_report(member, report(name, instance="second", revision="2"))
+    assert fleet.members.usable_nodes(fleet.local, clock.now()) == [A, B, C]
+    assert F not in fleet.pools()
