@@ -7,6 +7,7 @@
     ├── HttpError               an HTTP error response: status, code, message
     │   ├── RequestError        this process ends a client's request with it
     │   └── PeerHttpError       a peer ended this process's request with it; a PeerError, too
+    │       └── MalformedResponse    the response breaks its contract or its limits
     └── PeerError               another process broke a rule, or went away
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
         ├── PeerHttpError       see above
@@ -101,7 +102,25 @@ class PeerError(PrfaasError):
 
 
 class PeerHttpError(HttpError, PeerError):
-    """A peer answered a request of this process with an error."""
+    """A peer answered a request of this process with an error. `str()` has the peer's own words,
+    for this process's log and for parties that may read the peer's responses."""
+
+    @property
+    def without_body(self) -> str:
+        """What may be told to a party that cannot ask the peer itself: nothing of the response's
+        body. A party that names a URL would otherwise read that URL through this process."""
+        return f"responded with HTTP status {self.status}"
+
+
+class MalformedResponse(PeerHttpError):
+    """A peer's response breaks its contract: it is too large, is not JSON, or a field is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(502, "", message)
+
+    @property
+    def without_body(self) -> str:
+        return "sent an unexpected response"
 
 
 class ConnectionLost(PeerError):

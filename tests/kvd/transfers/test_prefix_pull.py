@@ -104,7 +104,6 @@ class _Internal(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.xfail(strict=True, reason="the error has the first 500 bytes of the response")
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_pull_does_not_show_what_its_source_responded(
     pair: tuple[Host, Host], status: int, monkeypatch: pytest.MonkeyPatch
