@@ -25,6 +25,7 @@ from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
 from prfaas.gateway.dispatch.handoff import HandOffs
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
@@ -94,7 +95,15 @@ class GatewayBackend:
                 f"no cluster is named {heartbeat.cluster!r}; there are: {', '.join(known)}",
                 param="cluster",
             )
-        member = self.fleet.register(heartbeat.kvd_url, ClusterId(heartbeat.cluster))
+        try:
+            member = self.fleet.register(heartbeat.kvd_url, ClusterId(heartbeat.cluster))
+        except InputError as error:
+            raise RequestError(400, "invalid_request", str(error), param=error.where) from None
+        except TooManyMembers as error:
+            after_s = self.fleet.timeouts.forget_s
+            raise RequestError(
+                503, "overloaded", str(error), param="kvd_url", retry_after_s=after_s
+            ) from None
         if member is not None:
             self._poller.start(member)
 

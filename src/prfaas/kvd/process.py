@@ -30,6 +30,7 @@ from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from prfaas.supervision import Failures, repeat
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.types import NodeId
@@ -130,10 +131,11 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         # Closed in the reverse order: first no new work, then current transfers, then the pages.
         # Links and listener signal this loop from their threads, so they close while it runs.
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        tasks = [group.create_task(_sweep(incoming, links))]
+        failures = Failures(clock)
+        tasks = [group.create_task(_sweep(incoming, links, failures))]
         for gateway in options.gateways:
             heartbeats = send_heartbeats(
-                gateways, gateway, http_url, options.cluster, reporter, timeouts
+                gateways, gateway, http_url, options.cluster, reporter, timeouts, failures
             )
             tasks.append(group.create_task(heartbeats))
         try:
@@ -148,14 +150,17 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             store.close()
 
 
-async def _sweep(incoming: IncomingTransfers, links: Links) -> None:
+async def _sweep(incoming: IncomingTransfers, links: Links, failures: Failures) -> None:
     turn = 0
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        incoming.sweep()
+
+    async def step() -> None:
+        nonlocal turn
         turn += 1
+        failures.contain("sweep", incoming.sweep)
         if turn % _SAMPLE_EVERY == 0:
-            links.sample()
+            failures.contain("sample", links.sample)
+
+    await repeat(step, SWEEP_S, failures, loop="sweep")
 
 
 def _reachable(address: Address, advertise: str | None) -> Address:

@@ -11,7 +11,8 @@ from prfaas.gateway.fleet.link_reports import (
     LinkReports,
     combine,
 )
-from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.membership import Membership
 from prfaas.types import LinkStats
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report

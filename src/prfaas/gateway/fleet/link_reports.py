@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import LATE_WINDOW_S
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
