@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from prfaas.config.gateway import DEFAULTS
+from prfaas.errors import MalformedResponse
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
@@ -70,6 +73,16 @@ def test_a_new_process_is_recognised() -> None:
     assert answer(subject, home, "a", 10.0)
     assert not answer(subject, home, "a", 11.0)
     assert answer(subject, home, "a", 12.0, instance="second")
+
+
+def test_a_process_cannot_change_its_name() -> None:
+    subject, home, _ = members()
+    answer(subject, home, "a", 10.0)
+    with pytest.raises(MalformedResponse, match="node"):
+        answer(subject, home, "b", 11.0)
+    assert subject.named(NodeId("a")) is home and subject.named(NodeId("b")) is None
+    assert answer(subject, home, "b", 12.0, instance="second")
+    assert subject.named(NodeId("a")) is None and subject.named(NodeId("b")) is home
 
 
 def test_a_name_belongs_to_the_first_member_that_reports_it() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.errors import PrfaasError
+from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.format_in_use import FormatInUse
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.peer_url import parse_peer_url
@@ -75,7 +75,12 @@ class Membership:
 
     def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
         """Returns whether the report is of a new process, which holds nothing. The report of a
-        second kvd with the same name is ignored."""
+        second kvd with the same name is ignored. Raises `MalformedResponse` when a process has
+        changed its name."""
+        known = member.report
+        if known is not None and (known.instance, known.node) != (report.instance, report.node):
+            if known.instance == report.instance:
+                raise MalformedResponse(f"malformed report: node: the process was {known.node}")
         other = self.named(report.node)
         if other is not None and other is not member:
             if not member.has_duplicate_name:

@@ -129,7 +129,9 @@ class LongTermLoop:
             )
             if plan is None:
                 return new
-            return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)
+            # Names of members that are gone for good would otherwise add up.
+            kept = {n: r for n, r in plan.roles.items() if self._fleet.members.named(n)}
+            return replace(new, roles={**kept, **new.roles}, converted_s=plan.converted_s)
         if not self._plans or not (changed or now >= self._replanned_s + self._rules.every_s):
             return None
         # The intervals count from the start, even when a step is late, or early after a change.

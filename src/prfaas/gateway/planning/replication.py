@@ -88,6 +88,7 @@ class Replication:
         """Evacuates nodes whose engine drains or does not answer while their kvd still does: the
         kvd's pool may be gone soon."""
         now, fleet = self._clock.now(), self._fleet
+        self._evacuated = {n for n in self._evacuated if fleet.members.named(n) is not None}
         for node in fleet.pools():
             member = fleet.members.named(node)
             if member is None or member.is_alive(now):
