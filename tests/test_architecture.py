@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
 ROWS = [
     {
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
-        *("catalog", "text", "listening"),
+        *("catalog", "text", "listening", "supervision"),
     },
     {"planner", "scheduler", "cache", "security"},
     {"transport", "engine", "http_client", "wan"},
@@ -30,6 +30,8 @@ ROWS = [
 ]
 WITHIN_ROW = {
     ("lateness", "clock"),
+    ("supervision", "clock"),
+    ("supervision", "errors"),
     ("contracts", "errors"),
     ("contracts", "types"),
     ("contracts", "kvspec"),

@@ -8,6 +8,7 @@
     ├── HttpError               an HTTP error response: status, code, message
     │   ├── RequestError        this process ends a client's request with it
     │   └── PeerHttpError       a peer ended this process's request with it; a PeerError, too
+    │       └── MalformedResponse    the response breaks its contract or its limits
     └── PeerError               another process broke a rule, or went away
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
         ├── PeerHttpError       see above
@@ -19,6 +20,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
     prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
     prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
+    prfaas.gateway.fleet.membership.TooManyMembers     so many kvds registered that no more may
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
     prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
     prfaas.testing.netns.NetworkError                  the test network could not be set up
@@ -106,7 +108,25 @@ class PeerError(PrfaasError):
 
 
 class PeerHttpError(HttpError, PeerError):
-    """A peer answered a request of this process with an error."""
+    """A peer answered a request of this process with an error. `str()` has the peer's own words,
+    for this process's log and for parties that may read the peer's responses."""
+
+    @property
+    def without_body(self) -> str:
+        """What may be told to a party that cannot ask the peer itself: nothing of the response's
+        body. A party that names a URL would otherwise read that URL through this process."""
+        return f"responded with HTTP status {self.status}"
+
+
+class MalformedResponse(PeerHttpError):
+    """A peer's response breaks its contract: it is too large, is not JSON, or a field is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(502, "", message)
+
+    @property
+    def without_body(self) -> str:
+        return "sent an unexpected response"
 
 
 class ConnectionLost(PeerError):

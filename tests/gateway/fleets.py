@@ -10,7 +10,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.config.gateway import DEFAULTS, GatewaySection, GatewayTimeouts
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request

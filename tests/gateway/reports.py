@@ -13,7 +13,7 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.types import Compat, LinkStats, NodeId
 

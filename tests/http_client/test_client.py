@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from prfaas.http_client import client as client_module
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.security.shared_key import SharedKey
 from tests.gateway.backends import until
+from tests.waiting import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -316,3 +320,81 @@ async def test_a_response_that_is_not_the_expected_json(body: bytes) -> None:
         with pytest.raises(PeerHttpError, match="unexpected response") as error:
             await http.request_json("GET", peer.url, list[int], timeout_s=20)
         assert error.value.status == 502
+
+
+# What a peer may send -----------------------------------------------------------------------------
+
+
+async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    """Sends `head`, and then far more than any limit."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        for _ in range(100):
+            writer.write(b"x" * 65_536)
+            await writer.drain()
+
+
+async def test_a_response_beyond_its_limit_is_not_read() -> None:
+    """Neither one that announces its size, nor one that does not."""
+    for framing in (b"Content-Length: 1000000000000\r\n", b""):
+        head = OK + framing + b"\r\n"
+        async with serving(partial(endless, head=head)) as url, open_client() as http:
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(PeerHttpError, match="more than 1000 bytes"):
+                    await http.request("GET", url, timeout_s=2 * PATIENCE_S, max_bytes=1000)
+
+
+async def test_an_endless_error_response_is_cut() -> None:
+    head = b"HTTP/1.1 500 No\r\nContent-Length: 1000000000000\r\n\r\n"
+    async with serving(partial(endless, head=head)) as url, open_client() as http:
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(PeerHttpError) as error:
+                await http.request("GET", url, timeout_s=2 * PATIENCE_S)
+        assert error.value.status == 500 and len(str(error.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        OK + b"X: ",
+        OK + b"X: y\r\n" * 100_000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000,
+        OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n" + b"X: y\r\n" * 100_000,
+    ],
+    ids=["one", "many", "informational", "trailers"],
+)
+async def test_endless_headers_are_refused(head: bytes) -> None:
+    async with serving(partial(endless, head=head)) as url, open_client() as http:
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(ConnectionLost, match="header"):
+                await http.request("GET", url, timeout_s=2 * PATIENCE_S)
+
+
+async def test_a_redirection_is_an_error_and_is_not_followed() -> None:
+    async with talking([HELLO]) as other:
+        moved = b"HTTP/1.1 302 Found\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n"
+        async with talking([moved % other.url.encode()]) as peer, open_client() as http:
+            with pytest.raises(PeerHttpError) as error:
+                await read(http, peer)
+        assert error.value.status == 302 and not other.requests
+
+
+async def test_an_error_response_has_bounded_fields_of_the_right_types() -> None:
+    long = "x" * 50_000
+    body = msgspec.json.encode({"error": {"message": long, "code": long, "param": {"a": [long]}}})
+    answer = b"HTTP/1.1 503 No\r\nRetry-After: %b\r\nContent-Length: %d\r\n\r\n%b"
+    whole = answer % (b"9" * 400, len(body), body)
+    async with talking([whole]) as peer, open_client() as http:
+        with pytest.raises(PeerHttpError) as error:
+            await read(http, peer)
+    found = error.value
+    assert len(found.message) < 3000 and len(found.code) < 200 and found.param is None
+    assert found.retry_after_s is not None and math.isfinite(found.retry_after_s)
+
+
+async def test_a_url_with_a_fragment_is_refused() -> None:
+    async with talking([HELLO]) as peer, open_client() as http:
+        with pytest.raises(ConnectionLost, match="URL"):
+            await http.request("GET", f"{peer.url}/secret#/v1/match", timeout_s=20)
+        assert not peer.requests

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from prfaas.clock import MonotonicClock
 from prfaas.config.host import KvdTimeouts
 from prfaas.http_client.client import open_client
 from prfaas.kvd import heartbeat
 from prfaas.kvd.report import Reporter
 from prfaas.security.shared_key import SharedKey
+from prfaas.supervision import Failures
 from tests.gateway.backends import until
 from tests.waiting import HANG_S
 
@@ -56,7 +58,13 @@ async def test_a_gateway_that_does_not_answer_is_tried_again(
         async with asyncio.timeout(HANG_S), open_client(SharedKey(["key"])) as http:
             beating = asyncio.create_task(
                 heartbeat.send_heartbeats(
-                    http, url, "http://kvd", "home", cast(Reporter, _Reporter()), timeouts
+                    http,
+                    url,
+                    "http://kvd",
+                    "home",
+                    cast(Reporter, _Reporter()),
+                    timeouts,
+                    Failures(MonotonicClock()),
                 )
             )
             await until(lambda: bool(lines()))  # no process listens yet

@@ -26,6 +26,7 @@ from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
 from prfaas.gateway.dispatch.handoff import HandOffs
 from prfaas.gateway.fleet.admission import Admission
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
@@ -36,6 +37,7 @@ from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
+from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.planner.problem import Problem
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
@@ -100,10 +102,19 @@ class GatewayBackend:
                 f"no cluster is named {heartbeat.cluster!r}; there are: {', '.join(known)}",
                 param="cluster",
             )
-        if self.fleet.members.has(heartbeat.kvd_url):
-            return
-        await self._admission.approve(heartbeat.kvd_url)
-        member = self.fleet.register(heartbeat.kvd_url, ClusterId(heartbeat.cluster))
+        try:
+            kvd_url = parse_peer_url(heartbeat.kvd_url, "kvd_url")
+            if any(self.fleet.members.has(url) for url in (kvd_url, heartbeat.kvd_url)):
+                return
+            await self._admission.approve(kvd_url)
+            member = self.fleet.register(kvd_url, ClusterId(heartbeat.cluster))
+        except InputError as error:
+            raise RequestError(400, "invalid_request", str(error), param=error.where) from None
+        except TooManyMembers as error:
+            after_s = self.fleet.timeouts.forget_s
+            raise RequestError(
+                503, "overloaded", str(error), param="kvd_url", retry_after_s=after_s
+            ) from None
         if member is not None:
             self._poller.start(member)
 

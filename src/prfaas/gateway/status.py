@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prfaas.clock import Clock
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
@@ -47,11 +47,12 @@ class GatewayStatus:
     def state(self, in_flight: int) -> dict[str, Any]:
         router, now_s = self._router, self._clock.now()
         view = self._fleet.board.view(now_s, {}, router.waiting_room.work)
-        clusters = self._clusters()
+        clusters, reference = self._clusters(), self._fleet.members.reference
         waiting = {c: router.waiting_room.count(c) for c in clusters}
         return {
             "policy": router.state.rules.policy,
             "up_s": round(now_s - self._started_s, 3),
+            "reference": None if reference is None else msgspec.to_builtins(reference),
             "clusters": [self._cluster(cluster, now_s) for cluster in clusters],
             "links": [
                 _link(link_id, link, router.state.links) for link_id, link in view.links.items()
@@ -87,6 +88,14 @@ class GatewayStatus:
             pace.add_metric([cluster], self._fleet.pace.factors.get(cluster, 1.0))
         yield pace
         yield from self._router.short_term_log.metrics()
+        failures = CounterMetricFamily(
+            "prfaas_gateway_loop_failures",
+            "Unexpected failures in a loop of the gateway, which went on.",
+            labels=["loop"],
+        )
+        for loop, number in self._fleet.failures.counts.items():
+            failures.add_metric([loop], number)
+        yield failures
 
     def _clusters(self) -> list[ClusterId]:
         return [self._fleet.local, *self._fleet.remotes]
@@ -134,6 +143,7 @@ class GatewayStatus:
             "listed": member.listed,
             "model": None if member.card is None else member.card.model,
             "incompatible": list(fleet.members.differences(member)),
+            "problems": dict(member.problems),
         }
         if member.node is not None and member.node in fleet.board:
             seen = fleet.board.node(member.node)

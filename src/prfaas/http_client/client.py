@@ -1,7 +1,9 @@
 """HTTP requests to other processes of a deployment, each with a timeout.
 
-A request fails with `ConnectionLost` when the peer does not respond, and with `PeerHttpError` when
-the response is an error. This module does not know which requests are made.
+A request fails with `ConnectionLost` when the peer does not respond, with `PeerHttpError` when the
+response is an error, and with `MalformedResponse` when it is too large or not what was expected.
+Redirections are errors: a peer cannot send this process to another server. This module does not
+know which requests are made.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prfaas.errors import ConnectionLost, PeerHttpError
+from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError
 from prfaas.http_client.connection import Connection
 from prfaas.http_client.connection_pool import CONNECT_S, ClientTls, ConnectionPool, header
 from prfaas.security.shared_key import SharedKey
@@ -22,6 +24,12 @@ from prfaas.security.shared_key import SharedKey
 # the server is just closing fails, and the client cannot tell whether the server acted on it.
 IDLE_S = 4.0
 _SHOWN_CHARS = 500  # of a response that cannot be decoded
+# The largest response unless a caller gives another bound: a snapshot of 1.4 million block hashes.
+LARGEST_BYTES = 64 << 20
+_ERROR_BYTES = 64 << 10  # of an error response; the rest is not read
+_MESSAGE_CHARS, _WORD_CHARS = 2000, 100  # of an error's message, and of its code and parameter
+_LONGEST_RETRY_AFTER_S = 3600.0
+_POOLS = 4096  # with more peers than this, peers without a connection are forgotten
 _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
@@ -31,8 +39,9 @@ class Exchange:
     """A request that was sent, and its response. Used as a context: leaving it returns the
     connection to its pool, or closes it when the response was not read to its end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, url: str) -> None:
         self._connection = connection
+        self._url = url
 
     async def __aenter__(self) -> Exchange:
         return self
@@ -44,15 +53,20 @@ class Exchange:
         """Returns when the response's headers have arrived. Raises `PeerHttpError` when its status
         is an error."""
         await self._connection.wait_for_headers()
-        if self._connection.status >= 400:
-            raise _peer_error(self._connection, await self._connection.read_rest())
+        if self._connection.status >= 300:
+            body, _ = await self._connection.read_rest(_ERROR_BYTES)
+            raise _peer_error(self._connection, body)
 
     async def read_some(self) -> bytes | None:
         """The bytes that arrived since the previous call; None at the end of the response."""
         return await self._connection.read_some()
 
-    async def read_rest(self) -> bytes:
-        return await self._connection.read_rest()
+    async def read_rest(self, max_bytes: int = LARGEST_BYTES) -> bytes:
+        """Raises `MalformedResponse` when the rest of the response has more than `max_bytes`."""
+        body, whole = await self._connection.read_rest(max_bytes)
+        if not whole:
+            raise MalformedResponse(f"{self._url} sent more than {max_bytes} bytes")
+        return body
 
     def give_up(self) -> None:
         """Closes the connection: a caller that waits for bytes gets `ConnectionLost`."""
@@ -81,9 +95,12 @@ class HttpClient:
         timeout_s: float,
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
+        max_bytes: int = LARGEST_BYTES,
     ) -> T:
         """Sends a request and returns the response's JSON as `kind`."""
-        data = await self.request(method, url, timeout_s=timeout_s, body=body, headers=headers)
+        data = await self.request(
+            method, url, timeout_s=timeout_s, body=body, headers=headers, max_bytes=max_bytes
+        )
         return _decoded(data, kind, url)
 
     async def request(
@@ -94,12 +111,13 @@ class HttpClient:
         timeout_s: float,
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
+        max_bytes: int = LARGEST_BYTES,
     ) -> bytes:
-        """Sends a request and returns the response's body."""
+        """Sends a request and returns the response's body, which has at most `max_bytes`."""
         exchange = await self.send(method, url, body, headers, total_s=timeout_s)
         async with exchange:
             await exchange.check_status()
-            return await exchange.read_rest()
+            return await exchange.read_rest(max_bytes)
 
     async def send(
         self,
@@ -116,6 +134,8 @@ class HttpClient:
         root, target = _split(url)
         pool = self._pools.get(root)
         if pool is None:
+            if len(self._pools) >= _POOLS:
+                self._pools = {at: known for at, known in self._pools.items() if known.in_use}
             pool = self._pools[root] = ConnectionPool(root, self._tls, self._connect_s)
         head = f"{method} {target} HTTP/1.1\r\n{pool.headers}"
         if self._key is not None:
@@ -126,7 +146,7 @@ class HttpClient:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         connection = await pool.connection()
         connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
-        return Exchange(connection)
+        return Exchange(connection, url)
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -147,7 +167,7 @@ async def open_client(
 
 def _split(url: str) -> tuple[str, str]:
     """Scheme and host; path and query."""
-    if " " in url or not url.isprintable():
+    if " " in url or "#" in url or not url.isprintable():
         raise ConnectionLost(f"{url!r} is not a URL")
     slash = url.find("/", len("https://"))
     return (url, "/") if slash < 0 else (url[:slash], url[slash:])
@@ -158,9 +178,7 @@ def _decoded(data: bytes, kind: type[T], url: str) -> T:
         return msgspec.json.decode(data, type=kind)
     except _NOT_JSON as error:
         shown = data[:_SHOWN_CHARS].decode(errors="replace")
-        raise PeerHttpError(
-            502, "", f"{url} sent an unexpected response ({error}): {shown}"
-        ) from None
+        raise MalformedResponse(f"{url} sent an unexpected response ({error}): {shown}") from None
 
 
 def _peer_error(connection: Connection, data: bytes) -> PeerHttpError:
@@ -173,10 +191,23 @@ def _peer_error(connection: Connection, data: bytes) -> PeerHttpError:
     if not isinstance(error, dict):
         error = {"message": data[:_SHOWN_CHARS].decode(errors="replace")}
     retry_after = connection.headers.get(b"retry-after", b"")
+    after_s = min(float(retry_after), _LONGEST_RETRY_AFTER_S) if retry_after.isdigit() else None
+    param = error.get("param")
     return PeerHttpError(
         connection.status,
-        str(error.get("code") or ""),
-        str(error.get("message") or f"HTTP {connection.status}"),
-        param=error.get("param"),
-        retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+        _text(error.get("code"))[:_WORD_CHARS],
+        _text(error.get("message"))[:_MESSAGE_CHARS] or f"HTTP {connection.status}",
+        param=param[:_WORD_CHARS] if isinstance(param, str) else None,
+        retry_after_s=after_s,
     )
+
+
+def _text(value: object) -> str:
+    """A field of an error body. Some servers send their codes as numbers."""
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, float) or _is_short(value) else ""
+
+
+def _is_short(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 10**9

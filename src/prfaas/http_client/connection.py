@@ -16,6 +16,7 @@ import httptools
 from prfaas.errors import ConnectionLost
 
 _HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
+_HEADER_BYTES = 1 << 16  # of a response: its status line, headers and trailers
 _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster than two buffers
 
 
@@ -46,6 +47,8 @@ class Connection(asyncio.Protocol):
         self._keep_alive = False
         self._parts: list[bytes] = []
         self._held_bytes = 0
+        self._header_bytes = 0  # as the parser has reported them
+        self._unparsed_bytes = 0  # received since the latest byte of the body
         self._paused = False
         self._received_s = self._loop.time()
         self._deadline_s = None if total_s is None else self._received_s + total_s
@@ -85,11 +88,16 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def read_rest(self) -> bytes:
-        parts = []
+    async def read_rest(self, max_bytes: int) -> tuple[bytes, bool]:
+        """The rest of the response, and whether that is all of it: reading stops once there are
+        more than `max_bytes`."""
+        parts, read = [], 0
         while (part := await self.read_some()) is not None:
             parts.append(part)
-        return b"".join(parts)
+            read += len(part)
+            if read > max_bytes:
+                return b"".join(parts)[:max_bytes], False
+        return b"".join(parts), True
 
     def release(self, idle_s: float) -> None:
         """Ends the exchange. A connection whose response was read completely can be used again and
@@ -153,10 +161,13 @@ class Connection(asyncio.Protocol):
             self.close("peer sent data with no request pending")
             return
         self._received_s = self._loop.time()
+        self._unparsed_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.close(f"peer sent data that is not HTTP: {error}")
+        if max(self._header_bytes, self._unparsed_bytes) > _HEADER_BYTES and not self._complete:
+            self.close(f"peer sent more than {_HEADER_BYTES} bytes of headers")
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -168,12 +179,14 @@ class Connection(asyncio.Protocol):
     # Callbacks of the parser ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
+        self._unparsed_bytes = 0
         self._parts.append(data)
         self._held_bytes += len(data)
         if self._held_bytes > _HELD_BYTES and not self._paused and self._problem is None:

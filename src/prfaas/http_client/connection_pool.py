@@ -54,10 +54,14 @@ class ConnectionPool:
                 )
         except TimeoutError:
             raise ConnectionLost(f"{self._url}: not connected in time") from None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that IDNA refuses
+        except (OSError, ValueError) as error:  # ValueError: a host name that IDNA or TLS refuses
             raise ConnectionLost(f"{self._url}: {error}") from None
         self._open.add(connection)
         return connection
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._open)
 
     def _forget(self, connection: Connection) -> None:
         self._open.discard(connection)

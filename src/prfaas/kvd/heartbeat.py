@@ -6,7 +6,6 @@ A failed heartbeat is not retried before the next one. Nothing else in the kvd d
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
@@ -16,8 +15,11 @@ from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.report import Reporter
+from prfaas.supervision import Failures, one_line, repeat
 
 log = logging.getLogger(__name__)
+
+_RESPONSE_BYTES = 64 << 10
 
 
 async def send_heartbeats(
@@ -27,20 +29,26 @@ async def send_heartbeats(
     cluster: str,
     reporter: Reporter,
     timeouts: KvdTimeouts,
+    failures: Failures,
 ) -> None:
     """Sends heartbeats to one gateway until cancelled."""
     url = f"{gateway.rstrip('/')}/prfaas/v1/register"
     registered: bool | None = None
-    while True:
+
+    async def step() -> None:
+        nonlocal registered
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         problem = ""
         try:
-            await http.request("POST", url, timeout_s=timeouts.gateway_call_s, body=body)
+            await http.request(
+                "POST", url, timeout_s=timeouts.gateway_call_s, body=body, max_bytes=_RESPONSE_BYTES
+            )
         except PeerHttpError as error:
             problem = f"responded with {error.status}: {error}"
         except PeerError as error:
             problem = str(error)
         if registered != (not problem):
             registered = not problem
-            log.info("gateway %s: %s", gateway, problem or "has registered this kvd")
-        await asyncio.sleep(timeouts.heartbeat_s)
+            log.info("gateway %s: %s", gateway, one_line(problem) or "has registered this kvd")
+
+    await repeat(step, timeouts.heartbeat_s, failures, loop="heartbeat")

@@ -20,6 +20,7 @@ With a member key (`security/shared_key.py`), every path except /v1/prove and /h
 from __future__ import annotations
 
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -41,13 +42,14 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.errors import InputError, PeerError, PeerForbidden
 from prfaas.http_client.client import HttpClient
+from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
-from prfaas.security.peers import PeerRules, parse_origin
+from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.types import BlockHash, NodeId, TransferId
 
@@ -131,7 +133,8 @@ class HttpApi:
 
     async def _pull(self, request: web.Request) -> web.Response:
         body = await _body(request, PullPrefix)
-        self._peers.check(parse_origin(body.source, "source").host, "source")
+        host = urlsplit(parse_peer_url(body.source, "source")).hostname
+        self._peers.check(host or "", "source")
         return _json(await pull(self._store, self._incoming, self._http, body))
 
     async def _push(self, request: web.Request) -> web.Response:
@@ -173,7 +176,8 @@ class HttpApi:
         if self._key is None:
             return _json(KvdErrorBody("failed", "this kvd has no member key"), status=409)
         body = await _body(request, ProveMembership)
-        return _json(ProofOfMembership(tuple(self._key.prove(body.challenge, self.url))))
+        url = parse_peer_url(self.url, "url")
+        return _json(ProofOfMembership(tuple(self._key.prove(body.challenge, url))))
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")

@@ -35,6 +35,7 @@ from prfaas.security.exposure import Protection, refuse_exposure
 from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsIdentity
+from prfaas.supervision import Failures, repeat
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.types import NodeId
@@ -134,10 +135,11 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         # Closed in the reverse order: first no new work, then current transfers, then the pages.
         # Links and listener signal this loop from their threads, so they close while it runs.
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        tasks = [group.create_task(_sweep(incoming, links))]
+        failures = Failures(clock)
+        tasks = [group.create_task(_sweep(incoming, links, failures))]
         for gateway in options.gateways:
             heartbeats = send_heartbeats(
-                http, gateway, http_url, options.cluster, reporter, timeouts
+                http, gateway, http_url, options.cluster, reporter, timeouts, failures
             )
             tasks.append(group.create_task(heartbeats))
         try:
@@ -152,14 +154,17 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             store.close()
 
 
-async def _sweep(incoming: IncomingTransfers, links: Links) -> None:
+async def _sweep(incoming: IncomingTransfers, links: Links, failures: Failures) -> None:
     turn = 0
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        incoming.sweep()
+
+    async def step() -> None:
+        nonlocal turn
         turn += 1
+        failures.contain("sweep", incoming.sweep)
         if turn % _SAMPLE_EVERY == 0:
-            links.sample()
+            failures.contain("sample", links.sample)
+
+    await repeat(step, SWEEP_S, failures, loop="sweep")
 
 
 def _refuse_exposure(options: KvdOptions) -> None:

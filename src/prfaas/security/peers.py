@@ -5,14 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from typing import TypeAlias
-from urllib.parse import urlsplit
 
-from prfaas.config.address import Address
 from prfaas.errors import InputError, PeerForbidden
 from prfaas.security.exposure import is_loopback
 
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
-MAX_URL_CHARACTERS = 512
 
 
 class PeerRules:
@@ -55,35 +52,6 @@ class PeerRules:
 
 
 LOOPBACK_ONLY = PeerRules(trusted=False)
-
-
-def parse_origin(url: str, where: str) -> Address:
-    """The host and port of `http(s)://HOST:PORT`. A URL with anything else raises InputError: a
-    path or a fragment could turn the request into another one."""
-    problem = InputError(
-        f"{url[:MAX_URL_CHARACTERS]!r} is not the URL of a service",
-        where=where,
-        fix="write http://HOST:PORT or https://HOST:PORT",
-    )
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise problem from None
-    rest = (parts.path.rstrip("/"), parts.query, parts.fragment, parts.username, parts.password)
-    if (
-        len(url) > MAX_URL_CHARACTERS
-        or parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or any(rest)
-        or not url.isascii()
-        or not url.isprintable()
-        or any(character in url for character in "?#@ ")
-    ):
-        raise problem
-    if ":" not in parts.hostname and not _is_host_name(parts.hostname):
-        raise problem
-    return Address(parts.hostname, port or (443 if parts.scheme == "https" else 80))
 
 
 def _is_host_name(text: str) -> bool:

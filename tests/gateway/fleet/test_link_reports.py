@@ -11,7 +11,8 @@ from prfaas.gateway.fleet.link_reports import (
     LinkReports,
     combine,
 )
-from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.membership import Membership
 from prfaas.types import LinkStats
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.reports import report
@@ -107,14 +108,14 @@ def test_an_address_tells_the_cluster_and_old_news_is_none() -> None:
     d, e, p = members
     local = msgspec.structs.replace(STATS, peer="e:7400")
     unknown = msgspec.structs.replace(STATS, peer="x:7400")
-    members.record_report(d, report("d", links=(local,)), 0.0)
-    members.record_report(e, report("e"), 0.0)
-    members.record_report(p, report("p", links=(STATS, unknown)), 0.0)
+    members.record_report(d, report("d", links=(local,)), 9.0)
+    members.record_report(e, report("e"), 9.0)
+    members.record_report(p, report("p", links=(STATS, unknown)), 9.0)
     found = subject.collect(list(members), 9.0)
     assert set(found) == {OUT} and found[OUT] == combine([STATS], 9.0)
     assert subject.collect(list(members), 10.0) == {}
     later = msgspec.structs.replace(STATS, at_s=2.0)
-    members.record_report(p, report("p", links=(later,)), 0.0)
+    members.record_report(p, report("p", links=(later,)), 11.0)
     assert set(subject.collect(list(members), 11.0)) == {OUT}
 
 
@@ -122,7 +123,7 @@ def test_a_relay_stands_for_the_cluster_behind_it() -> None:
     subject, members = two_clusters("relay:1")
     *_, p = members
     relayed = msgspec.structs.replace(STATS, peer="relay:1")
-    members.record_report(p, report("p", links=(relayed,)), 0.0)
+    members.record_report(p, report("p", links=(relayed,)), 9.0)
     assert set(subject.collect(list(members), 9.0)) == {OUT}
     assert subject.relay(OUT) == "relay:1"
 
@@ -135,7 +136,7 @@ def test_connections_over_which_nothing_passes_are_none() -> None:
         stats = msgspec.structs.replace(
             STATS, peer="relay:1", at_s=at_s, goodput_bps=goodput_bps, backlog_bytes=10
         )
-        members.record_report(p, report("p", links=(stats,)), 0.0)
+        members.record_report(p, report("p", links=(stats,)), at_s)
         return subject.collect(list(members), at_s)[OUT].connections
 
     assert connections(10.0, 0.0) > 0
@@ -152,10 +153,30 @@ def test_retransmissions_count_once() -> None:
 
     def retransmitted(member: Member, stats: LinkStats) -> int | None:
         name = "p" if member is p else "q"
-        members.record_report(member, report(name, links=(stats,)), 0.0)
+        members.record_report(member, report(name, links=(stats,)), 9.0)
         return subject.collect(list(members), 9.0)[OUT].retransmitted_segments
 
     assert retransmitted(p, relayed) == 3
     also = members.register("http://q:2", FAR, 0.0)
     assert also is not None
     assert retransmitted(also, relayed) == 3, "of the first one's nothing is new"
+
+
+def test_a_dead_senders_backlog_is_not_the_links() -> None:
+    """It would count as waiting for as long as the sender is a member."""
+    subject, members = two_clusters("relay:1")
+    *_, p = members
+    q = members.register("http://q:2", FAR, 0.0)
+    assert q is not None
+    stuck = msgspec.structs.replace(STATS, peer="relay:1", backlog_bytes=10**12, waited_s=60.0)
+    members.record_report(q, report("q", links=(stuck,)), 9.0)
+    idle = msgspec.structs.replace(STATS, peer="relay:1", backlog_bytes=0, waited_s=0.0)
+
+    def collect(at_s: float) -> LinkStats:
+        stats = msgspec.structs.replace(idle, at_s=at_s)
+        members.record_report(p, report("p", links=(stats,)), at_s)
+        return subject.collect(list(members), at_s)[OUT]
+
+    assert collect(9.0).backlog_bytes == 10**12
+    dead_s = 9.0 + TIMEOUTS.unresponsive_s
+    assert (collect(dead_s).backlog_bytes, collect(dead_s + 1.0).waited_s) == (0, 0.0)

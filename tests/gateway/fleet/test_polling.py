@@ -15,7 +15,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock

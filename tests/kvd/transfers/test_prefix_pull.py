@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -83,6 +85,42 @@ def test_a_pull_from_an_unreachable_kvd_reserves_nothing(pair: tuple[Host, Host]
         status, body = there.post("/v1/pull", unreachable)
         assert status == 502 and b"127.0.0.1:1" in body
         assert there.in_use() == (0, 0)
+
+
+SECRET = b"the answer of an internal server"
+
+
+class _Internal(BaseHTTPRequestHandler):
+    """A server that the kvd can reach and the caller of the kvd cannot."""
+
+    status = 200
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(SECRET)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_pull_does_not_show_what_its_source_responded(
+    pair: tuple[Host, Host], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Internal, "status", status)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Internal) as server, pair[1].engine():
+        serving = Thread(target=server.serve_forever)
+        serving.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        answers = [
+            pair[1].post("/v1/pull", PullPrefix(source, tuple(names(prompt_of(8)))))
+            for source in (url, f"{url}/admin?x=#", f"{url}/admin", f"http://user:key@{url[7:]}")
+        ]
+        server.shutdown()
+        serving.join()
+    assert not any(SECRET in body or b"key" in body for _, body in answers)
+    assert answers[0][0] == 502 and [code for code, _ in answers[1:]] == [400] * 3
 
 
 def test_a_pull_uses_the_relay_that_it_names(pair: tuple[Host, Host], relay: Relay) -> None:

@@ -1,7 +1,11 @@
-"""The gateway's client of a kvd's HTTP API (`kvd/http_api.py` serves it)."""
+"""The gateway's client of a kvd's HTTP API (`kvd/http_api.py` serves it).
+
+Every response has a limit in bytes, and `report_checks` refuses impossible values.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeAlias
 from urllib.parse import quote
 
@@ -20,9 +24,15 @@ from prfaas.contracts.kvd_api import (
     TransferStatus,
 )
 from prfaas.errors import PeerHttpError, TransferFailed
+from prfaas.gateway.client.report_checks import check_page, check_report, count
 from prfaas.http_client.client import HttpClient
+from prfaas.supervision import one_line
 from prfaas.types import Grant, NodeId, NotNow, TransferId
 
+REPORT_BYTES = 2 << 20
+EVENTS_BYTES = 64 << 20  # a snapshot of 1.4 million block hashes
+SMALL_BYTES = 64 << 10  # the other responses
+_ASK_AGAIN_S = 0.1  # after a long poll that ended without news
 _SLACK_S = 5.0  # added to a request's timeout for the time after a long poll has ended
 _Opened: TypeAlias = Grant | NotNow
 _Pulling: TypeAlias = PrefixPulled | NotNow
@@ -51,17 +61,27 @@ class KvdClient:
         url = f"{self.url}/v1/transfers/{transfer_id}?wait_s={LONGEST_WAIT_S:g}"
         while True:
             status = await self._http.request_json(
-                "GET", url, TransferStatus, timeout_s=LONGEST_WAIT_S + _SLACK_S
+                "GET",
+                url,
+                TransferStatus,
+                timeout_s=LONGEST_WAIT_S + _SLACK_S,
+                max_bytes=SMALL_BYTES,
             )
             if status.state == "committed":
                 return status
             if status.state != "granted":
-                raise TransferFailed(f"transfer {transfer_id} is {status.state}: {status.reason}")
+                why = one_line(f"{status.state}: {status.reason}")
+                raise TransferFailed(f"transfer {transfer_id} is {why}")
+            await asyncio.sleep(_ASK_AGAIN_S)  # a kvd that does not wait cannot keep us busy
 
     async def transfer(self, transfer_id: TransferId) -> TransferStatus:
         url = f"{self.url}/v1/transfers/{transfer_id}"
         return await self._http.request_json(
-            "GET", url, TransferStatus, timeout_s=self._timeouts.kvd_call_s
+            "GET",
+            url,
+            TransferStatus,
+            timeout_s=self._timeouts.kvd_call_s,
+            max_bytes=SMALL_BYTES,
         )
 
     async def abort(self, transfer_id: TransferId, reason: str) -> None:
@@ -74,29 +94,49 @@ class KvdClient:
     async def pull(self, request: PullPrefix) -> PrefixPulled | NotNow:
         """Returns when the kvd holds the prefix."""
         body = msgspec.json.encode(request)
-        return await self._http.request_json(
+        answer: PrefixPulled | NotNow = await self._http.request_json(
             "POST",
             f"{self.url}/v1/pull",
             _Pulling,  # type: ignore[arg-type]
             timeout_s=request.within_s + _SLACK_S,
             body=body,
+            max_bytes=SMALL_BYTES,
         )
+        if isinstance(answer, PrefixPulled):
+            count(answer.tokens, "tokens")
+            count(answer.granted_bytes, "granted_bytes")
+        return answer
 
     async def stats(self) -> KvdReport:
-        return await self._http.request_json(
-            "GET", f"{self.url}/v1/stats", KvdReport, timeout_s=self._timeouts.kvd_call_s
+        """Raises `MalformedResponse` when a value of the report is impossible."""
+        report = await self._http.request_json(
+            "GET",
+            f"{self.url}/v1/stats",
+            KvdReport,
+            timeout_s=self._timeouts.kvd_call_s,
+            max_bytes=REPORT_BYTES,
         )
+        return check_report(report)
 
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
+        """Raises `MalformedResponse` when a value of the page is impossible."""
         url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"
-        return await self._http.request_json("GET", url, EventPage, timeout_s=wait_s + _SLACK_S)
+        page = await self._http.request_json(
+            "GET", url, EventPage, timeout_s=wait_s + _SLACK_S, max_bytes=EVENTS_BYTES
+        )
+        return check_page(page, node)
 
     async def set_role(self, role: Role) -> Role | None:
         """The new role; None when another gateway has changed the role in the meantime."""
         body = msgspec.json.encode(role)
         try:
             return await self._http.request_json(
-                "POST", f"{self.url}/v1/role", Role, timeout_s=self._timeouts.kvd_call_s, body=body
+                "POST",
+                f"{self.url}/v1/role",
+                Role,
+                timeout_s=self._timeouts.kvd_call_s,
+                body=body,
+                max_bytes=SMALL_BYTES,
             )
         except PeerHttpError as error:
             if error.status == 409:

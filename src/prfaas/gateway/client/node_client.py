@@ -5,6 +5,7 @@ docs/vllm.md), with one difference: vLLM refuses a prefill with HTTP 200 and an 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -15,13 +16,22 @@ import msgspec
 from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.contracts.openai import Usage, UsageField
-from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
+from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
+from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
 
 _DRAINING = "draining"  # the error code of /health
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
-_LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
+# A label's value may not have a line end: a page of open braces would take quadratic time.
+_LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}\n]*})? (\S+)$", re.MULTILINE)
+METRICS_BYTES = 4 << 20
+CARD_BYTES = 1 << 20
+PREFILL_BYTES = 16 << 20
+ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
+_MOST_REQUESTS = 10**6  # at one node
+_MOST_TOKENS = 2**31
+_SHOWN = 2000  # of an error event
 
 
 class Unless(Protocol):
@@ -53,6 +63,16 @@ class _Prefilled(msgspec.Struct, frozen=True):
     usage: Usage | None = None
 
 
+class _StreamError(msgspec.Struct, frozen=True):
+    message: str
+    status: int = 500
+    code: str | int | None = None  # a number in vLLM
+
+
+class _ErrorEvent(msgspec.Struct, frozen=True):
+    error: _StreamError
+
+
 class NodeClient:
     def __init__(
         self, http: HttpClient, url: str, timeouts: GatewayTimeouts = DEFAULTS.timeouts
@@ -63,22 +83,34 @@ class NodeClient:
 
     async def card(self) -> Card:
         answer: Any = await self._http.request_json(
-            "GET", f"{self.url}/v1/models", Any, timeout_s=self._timeouts.node_poll_timeout_s
+            "GET",
+            f"{self.url}/v1/models",
+            Any,
+            timeout_s=self._timeouts.node_poll_timeout_s,
+            max_bytes=CARD_BYTES,
         )
         try:
             card = answer["data"][0]
-            return Card(str(card["id"]), card.get("max_model_len"), card.get("prfaas") is not None)
-        except (KeyError, IndexError, TypeError):
-            raise PeerHttpError(502, "", f"{self.url} does not list a model") from None
+            model, longest, ours = card["id"], card.get("max_model_len"), card.get("prfaas")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise MalformedResponse(f"{self.url} does not list a model") from None
+        if not isinstance(model, str) or not 0 < len(model) <= LONGEST_TEXT:
+            raise MalformedResponse(f"{self.url}: id is not the name of a model")
+        if longest is not None:
+            count(longest, f"{self.url}: max_model_len", _MOST_TOKENS)
+        return Card(model, longest, ours is not None)
 
     async def load(self) -> Load:
         """The sum over the engines of a server: with data parallelism a server has several."""
         page = await self._http.request(
-            "GET", f"{self.url}/metrics", timeout_s=self._timeouts.node_poll_timeout_s
+            "GET",
+            f"{self.url}/metrics",
+            timeout_s=self._timeouts.node_poll_timeout_s,
+            max_bytes=METRICS_BYTES,
         )
         found = {"running": 0.0, "waiting": 0.0}
         for name, value in _LOAD.findall(page):
-            found[name.decode()] += float(value)
+            found[name.decode()] += _requests(value, f"{self.url}: num_requests_{name.decode()}")
         return Load(int(found["running"]), int(found["waiting"]))
 
     async def draining(self) -> bool:
@@ -102,13 +134,15 @@ class NodeClient:
             timeout_s=self._timeouts.prefill_s,
             body=body,
             headers=headers,
+            max_bytes=PREFILL_BYTES,
         )
         params = answer.kv_transfer_params
         if params is not None and params.error:
             code = params.error.code
             status = 400 if code == "invalid_request" else 503
             raise PeerHttpError(status, code, params.error.message or code)
-        return answer.usage.cached_tokens if answer.usage is not None else None
+        cached = None if answer.usage is None else answer.usage.cached_tokens
+        return cached if cached is not None and 0 <= cached <= _MOST_TOKENS else None
 
     @asynccontextmanager
     async def answer(
@@ -130,7 +164,11 @@ class NodeClient:
             with unless(exchange.give_up, begun=False):
                 await exchange.check_status()
                 rest = _events(exchange) if stream else None
-                first = [await exchange.read_rest()] if rest is None else await anext(rest, None)
+                first = (
+                    [await exchange.read_rest(ANSWER_BYTES)]
+                    if rest is None
+                    else await anext(rest, None)
+                )
             if not first:
                 raise ConnectionLost(f"{url}: the stream ended before the first token")
             if first[0].startswith(_ERROR):
@@ -181,7 +219,9 @@ class NodeResponse:
             usage = msgspec.json.decode(data, type=UsageField).usage
         except msgspec.MsgspecError:
             usage = None
-        return self._events if usage is None else usage.completion_tokens
+        if usage is None or not 0 <= usage.completion_tokens <= _MOST_TOKENS:
+            return self._events
+        return usage.completion_tokens
 
     def _split_error(self, batch: list[bytes]) -> tuple[list[bytes], PeerHttpError | None]:
         """The events before an error event, and the error."""
@@ -198,18 +238,41 @@ class NodeResponse:
 
 async def _events(exchange: Exchange) -> AsyncIterator[list[bytes]]:
     """Whole events, each with the empty line that ends it, in the batches in which they arrived."""
-    rest = b""
+    parts: list[bytes] = []  # of the event that has not ended
+    held = 0
     while (data := await exchange.read_some()) is not None:
-        *whole, rest = (rest + data).split(b"\n\n")
+        # The end of an event may be split over two reads; only the latest bytes are searched.
+        if parts and parts[-1].endswith(b"\n"):
+            last = parts.pop()
+            held -= len(last)
+            data = last + data
+        *whole, rest = data.split(b"\n\n")
         if whole:
+            whole[0] = b"".join([*parts, whole[0]])
+            parts, held = [], 0
             yield [event + b"\n\n" for event in whole]
+        if rest:
+            parts.append(rest)
+            held += len(rest)
+            if held > ANSWER_BYTES:
+                raise ConnectionLost(f"an event of the stream has more than {ANSWER_BYTES} bytes")
+
+
+def _requests(value: bytes, where: str) -> float:
+    """A number of requests on a page of metrics."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= _MOST_REQUESTS:  # also refuses NaN
+        raise MalformedResponse(f"{where} is not a number from 0 to {_MOST_REQUESTS}")
+    return number
 
 
 def _error_of(event: bytes) -> PeerHttpError:
     try:
-        error = msgspec.json.decode(event.removeprefix(b"data:"))["error"]
-        return PeerHttpError(
-            int(error.get("status", 500)), str(error.get("code") or ""), error["message"]
-        )
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError):
-        return PeerHttpError(500, "", event.decode(errors="replace"))
+        found = msgspec.json.decode(event.removeprefix(b"data:"), type=_ErrorEvent).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return PeerHttpError(500, "", event[:_SHOWN].decode(errors="replace"))
+    status = found.status if 400 <= found.status <= 599 else 500
+    return PeerHttpError(status, str(found.code or "")[:_SHOWN], found.message[:_SHOWN])

@@ -25,7 +25,7 @@ from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient

@@ -10,11 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from prfaas.contracts.kvd_api import ProofOfMembership, ProveMembership
-from prfaas.errors import InputError, PeerError, RequestError
+from prfaas.errors import PeerError, RequestError
 from prfaas.http_client.client import HttpClient
-from prfaas.security.peers import parse_origin
 from prfaas.security.shared_key import SharedKey, new_challenge
 
+_PROOF_BYTES = 4096  # of a response
 MAX_PROOFS = 32  # under way at the same time
 
 
@@ -28,11 +28,8 @@ class Admission:
         self._under_way: set[str] = set()
 
     async def approve(self, kvd_url: str) -> None:
-        """Returns when the kvd at this URL has proved its membership. Raises RequestError."""
-        try:
-            parse_origin(kvd_url, "kvd_url")
-        except InputError as error:
-            raise RequestError(400, "invalid_request", str(error), param="kvd_url") from None
+        """Returns when the kvd at this URL (`parse_peer_url`) has proved its membership. Raises
+        RequestError."""
         if self._key is None:
             return
         if kvd_url in self._under_way or len(self._under_way) >= MAX_PROOFS:
@@ -41,7 +38,7 @@ class Admission:
             )
         self._under_way.add(kvd_url)
         try:
-            await self._challenge(self._key, kvd_url.rstrip("/"))
+            await self._challenge(self._key, kvd_url)
         finally:
             self._under_way.discard(kvd_url)
 
@@ -54,6 +51,7 @@ class Admission:
                 ProofOfMembership,
                 timeout_s=self._timeout_s,
                 body=msgspec.json.encode(ProveMembership(challenge)),
+                max_bytes=_PROOF_BYTES,
             )
         except PeerError:
             # The reason stays here: it could describe a service that the caller cannot reach.

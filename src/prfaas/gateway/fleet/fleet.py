@@ -15,13 +15,15 @@ from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
+from prfaas.errors import MalformedResponse, PeerError
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
 from prfaas.gateway.fleet.link_monitor import LinkMonitor
 from prfaas.gateway.fleet.link_reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
-from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.gateway.fleet.member import Member, Part
+from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.gateway.fleet.roles import Roles
@@ -31,6 +33,7 @@ from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId, LinkView
+from prfaas.supervision import Failures, one_line
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class Fleet:
             slots=problem.local.decode.bs_max,
         )
         self.timeouts = deployment.gateway.timeouts
+        self.failures = Failures(clock)
         self.members = Membership(deployment)
         self.roles = Roles()
         self.liveness = Liveness(self.members, clock)
@@ -98,9 +102,16 @@ class Fleet:
         if member.node is not None:
             self.pace.restart(member.node)
 
-    def clear_card(self, member: Member) -> None:
-        """The engine does not answer. The next process at its address may serve another model."""
-        member.card = None
+    def record_problem(self, member: Member, part: Part, error: Exception) -> None:
+        """A poll of the member's kvd or engine has failed. An engine that does not answer loses its
+        card: the next process at its address may serve another model. A kvd that sends something
+        malformed is not used until it sends a good report; one that is silent has a while."""
+        if part == "engine":
+            member.card = None
+        elif isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
+            member.kvd_failed_s = self._clock.now()
+        member.problems[part] = one_line(str(error) or type(error).__name__)
+        self.refresh()
 
     def record_load(
         self, member: Member, load: Load, *, leaving: bool, asked_s: float, own: int
@@ -110,6 +121,7 @@ class Fleet:
             log.info("the engine of %s is draining", member.kvd_url)
         member.leaving = leaving
         member.load = load
+        member.problems.pop("engine", None)
         member.engine_seen_s = asked_s
         node = member.node
         if node is not None and node in self.board:
@@ -158,15 +170,15 @@ class Fleet:
 
     def update(self) -> None:
         """Called twice a second: updates the board, liveness, link reports and the prefix index."""
-        self.refresh()
-        self.liveness.cancel_silent()
-        self.links.update()
-        self.manager.sweep()
+        parts = (self.refresh, self.liveness.cancel_silent, self.links.update, self.manager.sweep)
+        for part in parts:
+            self.failures.contain("short_term", part)
 
     def refresh(self) -> None:
         """Brings the board in line with liveness, roles and membership."""
         now = self._clock.now()
         changed = False
+        self.members.update_reference(now)
         for member in self.members:
             node = member.node
             if node is None or node not in self.board:

@@ -6,7 +6,8 @@ import logging
 
 from prfaas.clock import Clock
 from prfaas.gateway.fleet.link_reports import LinkReports
-from prfaas.gateway.fleet.membership import Member, Membership
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.membership import Membership
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.view import LinkId
 

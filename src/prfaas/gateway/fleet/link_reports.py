@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import LATE_WINDOW_S
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats
 
@@ -39,22 +39,25 @@ class LinkReports:
         """One report for every link on which a sender has reported since the last call."""
         found: dict[LinkId, list[LinkStats]] = {}
         fresh: set[LinkId] = set()
+        reported_s: dict[tuple[str, str], float] = {}
+        receivers = _Receivers(members, now_s)
         for sender in members:
-            if sender.report is None:
-                continue
+            if sender.report is None or not sender.is_kvd_alive(now_s):
+                continue  # what a dead sender had to send does not wait for the link any more
             for stats in sender.report.links:
-                link_id = self._link(sender, stats.peer, members)
+                link_id = self._link(sender, stats.peer, receivers)
                 if link_id is None:
                     continue
                 key = (sender.kvd_url, stats.peer)
+                reported_s[key] = stats.at_s
                 if self._reported_s.get(key) != stats.at_s:
-                    self._reported_s[key] = stats.at_s
                     fresh.add(link_id)
                 elif stats.retransmitted_segments:
                     # Counted when this report was new.
                     stats = msgspec.structs.replace(stats, retransmitted_segments=0)
-                late_s = self._receivers_late_s(link_id, stats.peer, members, now_s)
+                late_s = receivers.late_s(link_id[1], stats.peer)
                 found.setdefault(link_id, []).append(discount(stats, late_s))
+        self._reported_s = reported_s
         return {
             link_id: self._without_stalled(link_id, combine(found[link_id], now_s), now_s)
             for link_id in fresh
@@ -71,24 +74,40 @@ class LinkReports:
             return stats
         return msgspec.structs.replace(stats, connections=0)
 
-    def _receivers_late_s(
-        self, link_id: LinkId, peer: str, members: Sequence[Member], now_s: float
-    ) -> float:
-        """How late the event loop of the process at `peer` was lately; where a relay leads to
-        several processes, the largest of their values."""
-        known = [m for m in members if m.report is not None and m.cluster == link_id[1]]
-        at_peer = [m for m in known if m.report and peer in (m.report.data_address, m.via)]
-        return max((_late_s(m, now_s) for m in at_peer or known), default=0.0)
-
-    def _link(self, sender: Member, peer: str, members: Sequence[Member]) -> LinkId | None:
+    def _link(self, sender: Member, peer: str, receivers: _Receivers) -> LinkId | None:
         for link_id, via in self._relays.items():
             if link_id[0] == sender.cluster and via == peer:
                 return link_id
-        for member in members:
-            if member.report is not None and peer in (member.report.data_address, member.via):
-                link_id = (sender.cluster, member.cluster)
-                return link_id if link_id[0] != link_id[1] and link_id in self._relays else None
+        for member in receivers.at(peer):
+            link_id = (sender.cluster, member.cluster)
+            return link_id if link_id[0] != link_id[1] and link_id in self._relays else None
         return None
+
+
+class _Receivers:
+    """The members by the addresses under which kvds report about them."""
+
+    def __init__(self, members: Sequence[Member], now_s: float) -> None:
+        self._now_s = now_s
+        self._at: dict[str, list[Member]] = {}
+        self._late_s: dict[ClusterId, float] = {}  # the largest of each cluster
+        for member in members:
+            if member.report is not None:
+                for address in {member.report.data_address, member.via} - {None}:
+                    self._at.setdefault(str(address), []).append(member)
+                late_s = max(self._late_s.get(member.cluster, 0.0), _late_s(member, now_s))
+                self._late_s[member.cluster] = late_s
+
+    def at(self, address: str) -> Sequence[Member]:
+        return self._at.get(address, ())
+
+    def late_s(self, cluster: ClusterId, address: str) -> float:
+        """How late the event loop of the process at `address` was lately; where a relay leads to
+        several processes of `cluster`, the largest of their values."""
+        here = [m for m in self.at(address) if m.cluster == cluster]
+        if not here:
+            return self._late_s.get(cluster, 0.0)
+        return max(_late_s(member, self._now_s) for member in here)
 
 
 def combine(stats: Sequence[LinkStats], now_s: float) -> LinkStats:

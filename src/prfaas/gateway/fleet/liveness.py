@@ -40,7 +40,10 @@ class Liveness:
         try:
             yield
         finally:
-            self._waiting.get(key, set()).discard(cancel)
+            waiting = self._waiting.get(key, set())
+            waiting.discard(cancel)
+            if not waiting:
+                self._waiting.pop(key, None)
 
     def cancel_silent(self) -> None:
         """Cancels the calls that wait for nodes that have hung."""

@@ -10,76 +10,23 @@ new requests until it answers again. Requests stop waiting for a member that has
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prfaas.config import Deployment
-from prfaas.config.gateway import GatewayTimeouts
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.gateway.client.node_client import Card, Load
+from prfaas.errors import MalformedResponse, PrfaasError
+from prfaas.gateway.fleet.format_in_use import FormatInUse
+from prfaas.gateway.fleet.member import Member
+from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.types import ClusterId, Compat, NodeId
 
 log = logging.getLogger(__name__)
 
+MOST_REGISTERED = 1024  # members that are not in the deployment file
 
-@dataclass(slots=True)
-class Member:
-    """One kvd and its engine. Only `Fleet` and `Membership` change it."""
 
-    kvd_url: str
-    cluster: ClusterId
-    listed: bool  # in the deployment file
-    # `hung_s` is longer than `unresponsive_s`: passing over a busy node costs other requests its
-    # speed, but cancelling a request that waits for it costs the work already done.
-    timeouts: GatewayTimeouts
-    url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
-    via: str | None = None  # address of a relay that other clusters use to reach this kvd
-    report: KvdReport | None = None
-    card: Card | None = None
-    load: Load | None = None
-    kvd_seen_s: float = -math.inf  # the latest answer
-    engine_seen_s: float = -math.inf
-    engine_failed_s: float = -math.inf  # the latest request that could not connect
-    kvd_failed_s: float = -math.inf
-    leaving: bool = False  # the engine drains: it finishes its requests and accepts no new ones
-    has_duplicate_name: bool = False  # another member has its name; this one's reports are ignored
-
-    @property
-    def node(self) -> NodeId | None:
-        return None if self.report is None else self.report.node
-
-    @property
-    def engine_url(self) -> str | None:
-        if self.url is not None or self.report is None:
-            return self.url
-        return next((engine.url for engine in self.report.engines if engine.url), None)
-
-    @property
-    def compat(self) -> Compat | None:
-        pool = None if self.report is None else self.report.pool
-        return None if pool is None else pool.compat
-
-    def is_kvd_alive(self, now_s: float) -> bool:
-        return self.kvd_seen_s > max(now_s - self.timeouts.unresponsive_s, self.kvd_failed_s)
-
-    def is_alive(self, now_s: float) -> bool:
-        return (
-            self.compat is not None
-            and self.card is not None
-            and not self.leaving
-            and self.is_kvd_alive(now_s)
-            and self.engine_seen_s > max(now_s - self.timeouts.unresponsive_s, self.engine_failed_s)
-        )
-
-    def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
-        """Whether the member has been silent for `hung_s`, although its connections may be
-        open. False for a member that has never answered. An answer that already streams needs the
-        engine only."""
-        seen_s = self.engine_seen_s
-        if not engine_only:
-            seen_s = min(seen_s, self.kvd_seen_s)
-        return math.isfinite(seen_s) and seen_s < now_s - self.timeouts.hung_s
+class TooManyMembers(PrfaasError):
+    """So many kvds have registered that no other is accepted until some are forgotten."""
 
 
 class Membership:
@@ -87,6 +34,7 @@ class Membership:
         self._members: dict[str, Member] = {}  # by the kvd's address
         self.timeouts = deployment.gateway.timeouts
         self._by_name: dict[NodeId, Member] = {}
+        self._format = FormatInUse(self.timeouts)
         self._local = ClusterId(deployment.of_kind("pd")[0].name)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
         for cluster in deployment.clusters:
@@ -114,10 +62,15 @@ class Membership:
         return self._by_name.get(node)
 
     def register(self, kvd_url: str, cluster: ClusterId, now_s: float) -> Member | None:
-        """Adds a member. Returns None when the kvd is a member already."""
-        kvd_url = kvd_url.rstrip("/")
+        """Adds a member. Returns None when the kvd is a member already. Raises `InputError` when
+        `kvd_url` is not the URL of a kvd, and `TooManyMembers`."""
+        if kvd_url.rstrip("/") in self._members:
+            return None
+        kvd_url = parse_peer_url(kvd_url, "kvd_url")
         if kvd_url in self._members:
             return None
+        if sum(not member.listed for member in self._members.values()) >= MOST_REGISTERED:
+            raise TooManyMembers(f"{MOST_REGISTERED} kvds have registered, which is the limit")
         log.info("kvd %s registered for cluster %s", kvd_url, cluster)
         member = self._members[kvd_url] = Member(kvd_url, cluster, False, self.timeouts)
         member.kvd_seen_s = now_s
@@ -125,7 +78,12 @@ class Membership:
 
     def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
         """Returns whether the report is of a new process, which holds nothing. The report of a
-        second kvd with the same name is ignored."""
+        second kvd with the same name is ignored. Raises `MalformedResponse` when a process has
+        changed its name."""
+        known = member.report
+        if known is not None and (known.instance, known.node) != (report.instance, report.node):
+            if known.instance == report.instance:
+                raise MalformedResponse(f"malformed report: node: the process was {known.node}")
         other = self.named(report.node)
         if other is not None and other is not member:
             if not member.has_duplicate_name:
@@ -144,6 +102,7 @@ class Membership:
         self._by_name[report.node] = member
         member.report = report
         member.kvd_seen_s = now_s
+        member.problems.pop("kvd", None)
         return is_new
 
     def expired(self, now_s: float) -> list[Member]:
@@ -157,7 +116,7 @@ class Membership:
             del self._by_name[member.node]
 
     def is_usable(self, member: Member, now_s: float) -> bool:
-        """Whether the member is alive and its KV state is compatible with the decode side's."""
+        """Whether the member is alive and its KV state has the format in use."""
         return member.is_alive(now_s) and not self.differences(member)
 
     def usable_nodes(self, cluster: ClusterId, now_s: float) -> list[NodeId]:
@@ -172,18 +131,20 @@ class Membership:
 
     def block_sizes(self) -> set[int]:
         """The block sizes in tokens at which prompts are hashed."""
-        return {member.compat.block_tokens for member in self if member.compat}
+        return {m.compat.block_tokens for m in self if m.compat and not self.differences(m)}
+
+    def update_reference(self, now_s: float) -> None:
+        """Judges which format is in use. Called whenever a member may have changed."""
+        self._format.update([m for m in self if m.cluster == self._local], now_s)
+
+    @property
+    def reference(self) -> Compat | None:
+        """The KV format in use; None until a PD member is alive."""
+        return self._format.current
 
     def differences(self, member: Member) -> tuple[str, ...]:
-        """Why this member's KV state is incompatible with the decode side's; empty: it is not."""
-        reference = self._reference()
+        """Why this member's KV state is incompatible with the format in use; empty: it is not."""
+        reference = self.reference
         if reference is None or member.compat is None:
             return ()
         return reference.differences(member.compat)
-
-    def _reference(self) -> Compat | None:
-        """The decode side's format: that of the first PD member that has reported one."""
-        return next(
-            (m.compat for m in self._members.values() if m.cluster == self._local and m.compat),
-            None,
-        )

@@ -1,27 +1,30 @@
 """Polls every member: its kvd's report, its engine's load, its cache events.
 
 Tasks and timing only; the results go to the fleet. A member that does not answer is polled again
-after the usual interval; whether it is dead is decided by `membership`.
+after the usual interval; whether it is dead is decided by `membership`. Every poll is a loop of
+`supervision`: what one member sends never ends another member's task, nor the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from functools import partial
 
 from prfaas.clock import Clock
-from prfaas.contracts.kvd_api import SNAPSHOT
-from prfaas.errors import PeerError
+from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient
+from prfaas.gateway.fleet.event_following import EventFollower
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.client import HttpClient
-from prfaas.types import BlockHash, NodeId
+from prfaas.supervision import repeat
+from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
+
+MOST_FOLLOWED = 32  # event names of one member: its kvd's pool and the engines beside it
 
 
 class Poller:
@@ -52,89 +55,97 @@ class Poller:
         """Removes members that have been silent for so long that they are not expected back."""
         for member in self._fleet.members.expired(self._clock.now()):
             log.info("removing kvd %s: silent for %g s", member.kvd_url, self._timeouts.forget_s)
-            self._polled.pop(member.kvd_url).cancel()
+            task = self._polled.pop(member.kvd_url, None)
+            if task is not None:
+                task.cancel()
             self._fleet.remove(member)
 
     async def _poll_member(self, member: Member) -> None:
         kvd = KvdClient(self._http, member.kvd_url, self._timeouts)
         async with asyncio.TaskGroup() as group:
-            followed: set[NodeId] = set()
+            following = _Following(self._fleet, member, kvd, group)
 
             async def poll_kvd() -> None:
                 report = await kvd.stats()
                 self._fleet.record_report(member, report)
-                for name in {report.node, *report.next_seq} - followed:
-                    followed.add(name)
-                    group.create_task(self._follow_events(member, kvd, name))
-
-            async def poll_engine() -> None:
-                await self._poll_engine(member)
+                # Another member may have its name; then the report was ignored.
+                following.follow(report if member.report is report else None)
 
             # `kvd_poll_s` is short because links change at once: a sender samples its figures every
             # half second (`kvd/process.py`), and the gateway acts on them within another.
-            kvd_s, node_s = self._timeouts.kvd_poll_s, self._timeouts.node_poll_s
-            group.create_task(self._poll_every(kvd_s, poll_kvd, "kvd", member))
-            group.create_task(self._poll_every(node_s, poll_engine, "engine", member))
+            failures, at = self._fleet.failures, member.kvd_url
+            group.create_task(
+                repeat(
+                    poll_kvd,
+                    self._timeouts.kvd_poll_s,
+                    failures,
+                    loop="poll_kvd",
+                    peer=f"the kvd of {at} does not answer as it should",
+                    on_failure=partial(self._fleet.record_problem, member, "kvd"),
+                )
+            )
+            group.create_task(
+                repeat(
+                    partial(self._poll_engine, member),
+                    self._timeouts.node_poll_s,
+                    failures,
+                    loop="poll_engine",
+                    peer=f"the engine of {at} does not answer as it should",
+                    on_failure=partial(self._fleet.record_problem, member, "engine"),
+                )
+            )
 
     async def _poll_engine(self, member: Member) -> None:
         url = member.engine_url
         if url is None:
             return
         node = NodeClient(self._http, url, self._timeouts)
-        try:
-            if member.card is None:
-                self._fleet.record_card(member, await node.card())
-            asked_s = self._clock.now()
-            own = self._fleet.prefills_at(member)
-            load = await node.load()
-            leaving = await node.draining()
-        except PeerError:
-            self._fleet.clear_card(member)
-            raise
+        if member.card is None:
+            self._fleet.record_card(member, await node.card())
+        asked_s = self._clock.now()
+        own = self._fleet.prefills_at(member)
+        load = await node.load()
+        leaving = await node.draining()
         self._fleet.record_load(member, load, leaving=leaving, asked_s=asked_s, own=own)
 
-    async def _poll_every(
-        self,
-        every_s: float,
-        poll: Callable[[], Coroutine[Any, Any, None]],
-        what: str,
-        member: Member,
-    ) -> None:
-        answers = True
-        while True:
-            try:
-                await poll()
-                answers = True
-            except PeerError as error:
-                if answers:
-                    log.warning("the %s of %s does not answer: %s", what, member.kvd_url, error)
-                answers = False
-            await asyncio.sleep(every_s)
 
-    async def _follow_events(self, member: Member, kvd: KvdClient, name: NodeId) -> None:
-        """Applies cache events, starting from a snapshot, and again from a snapshot after a gap or
-        a restart."""
-        manager = self._fleet.manager
-        instance, since = "", SNAPSHOT
-        while True:
-            try:
-                page = await kvd.events(name, since, self._timeouts.event_poll_s)
-            except PeerError:
-                await asyncio.sleep(self._timeouts.node_poll_s)
-                continue
-            if page.instance != instance or page.snapshot is not None:
-                if page.snapshot is None:
-                    since = SNAPSHOT  # another process, whose sequence numbers start anew
-                    instance = page.instance
-                    continue
-                if not self._fleet.prefixes.add(member, name):
-                    since = SNAPSHOT
-                    # No engine has registered yet.
-                    await asyncio.sleep(self._timeouts.node_poll_s)
-                    continue
-                instance = page.instance
-                held = {g: [BlockHash(h) for h in names] for g, names in page.snapshot.items()}
-                manager.snapshot(name, held, page.next_seq)
-            for event in page.events:
-                manager.apply(event)
-            since = page.next_seq
+class _Following:
+    """One task for each event name of one member."""
+
+    def __init__(
+        self, fleet: Fleet, member: Member, kvd: KvdClient, group: asyncio.TaskGroup
+    ) -> None:
+        self._fleet = fleet
+        self._member = member
+        self._kvd = kvd
+        self._group = group
+        self._tasks: dict[NodeId, tuple[EventFollower, asyncio.Task[None]]] = {}
+
+    def follow(self, report: KvdReport | None) -> None:
+        """Follows the kvd's pool and the engines that are registered with it now, and no other
+        name: an engine that has exited has no cache."""
+        names: list[NodeId] = []
+        if report is not None:
+            engines = sorted({NodeId(engine.engine_id) for engine in report.engines})
+            named = [name for name in engines if name in report.next_seq and name != report.node]
+            names = [report.node, *named][:MOST_FOLLOWED]
+        for name in set(self._tasks) - set(names):
+            follower, task = self._tasks.pop(name)
+            task.cancel()
+            follower.stop()
+        for name in names:
+            if name not in self._tasks:
+                self._tasks[name] = self._start(name)
+
+    def _start(self, name: NodeId) -> tuple[EventFollower, asyncio.Task[None]]:
+        follower = EventFollower(self._fleet, self._member, self._kvd, name)
+        following = repeat(
+            follower.step,
+            0.0,
+            self._fleet.failures,
+            loop="follow_events",
+            peer=f"the kvd of {self._member.kvd_url} does not send the cache events of {name}",
+            retry_s=self._fleet.timeouts.node_poll_s,
+            on_failure=follower.handle_failure,
+        )
+        return follower, self._group.create_task(following)

@@ -37,6 +37,7 @@ class PrefillPace:
         cache. Returns when it began."""
         now = self._clock.now()
         before = self._paces.factors
+        cached = min(max(0, cached), tokens)  # as the node reports it
         stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
         took_s = self._paces.record_prefill(route.cluster, route.prefill, stated_s, sent_s, now)
         if self._paces.factors is not before:

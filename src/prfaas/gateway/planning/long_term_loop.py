@@ -16,10 +16,11 @@ from dataclasses import replace
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import Role as RecordedRole
+from prfaas.contracts.kvd_api import RoleName
 from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.router import Router
@@ -35,6 +36,7 @@ from prfaas.scheduler.plan import (
     with_instances,
     with_paces,
 )
+from prfaas.supervision import one_line, repeat
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,8 @@ class LongTermLoop:
 
     async def run(self) -> None:
         """Runs the long-term loop until cancelled."""
-        while True:
+
+        async def step() -> None:
             self._fleet.changed.clear()
             await self._step()
             try:
@@ -77,6 +80,8 @@ class LongTermLoop:
                     await self._fleet.changed.wait()
             except TimeoutError:
                 pass
+
+        await repeat(step, 0.0, self._fleet.failures, loop="long_term", retry_s=STEP_EVERY_S)
 
     async def _step(self) -> None:
         local = self._usable(self._fleet.local)
@@ -88,8 +93,8 @@ class LongTermLoop:
                 self._router.follow(plan)
                 self.history.record_plan(plan)
         if self._router.plan is not None:
-            for node in local:
-                await self._apply_role(node, self._router.plan)
+            # All at once, so that a kvd that answers late does not delay the other nodes' roles.
+            await asyncio.gather(*(self._try_role(node, self._router.plan) for node in local))
         self._fleet.refresh()
 
     def _usable(self, cluster: ClusterId) -> list[NodeId]:
@@ -124,7 +129,9 @@ class LongTermLoop:
             )
             if plan is None:
                 return new
-            return replace(new, roles={**plan.roles, **new.roles}, converted_s=plan.converted_s)
+            # Names of members that are gone for good would otherwise add up.
+            kept = {n: r for n, r in plan.roles.items() if self._fleet.members.named(n)}
+            return replace(new, roles={**kept, **new.roles}, converted_s=plan.converted_s)
         if not self._plans or not (changed or now >= self._replanned_s + self._rules.every_s):
             return None
         # The intervals count from the start, even when a step is late, or early after a change.
@@ -144,24 +151,30 @@ class LongTermLoop:
         plan = self._router.plan
         known: dict[NodeId, Role | None] = {}
         for node in local:
-            recorded = self._recorded(node).role
+            recorded = self._recorded(node)
             known[node] = None if recorded == "both" else recorded
             if plan is not None and (self._plans or known[node] is None):
                 known[node] = plan.roles.get(node, known[node])
         return known
 
-    def _recorded(self, node: NodeId) -> RecordedRole:
+    def _recorded(self, node: NodeId) -> RoleName:
         member = self._fleet.members.named(node)
-        assert member is not None and member.report is not None
-        return member.report.role
+        return "both" if member is None or member.report is None else member.report.role.role
+
+    async def _try_role(self, node: NodeId, plan: Plan) -> None:
+        """As `_apply_role`; a failure is recorded and does not reach the other nodes."""
+        try:
+            await self._apply_role(node, plan)
+        except Exception as error:
+            self._fleet.failures.record("long_term", error)
 
     async def _apply_role(self, node: NodeId, plan: Plan) -> None:
         """One step towards the node's role in the plan."""
         fleet = self._fleet
-        wanted = plan.roles[node]
+        wanted = plan.roles.get(node)
         current = fleet.roles.of(node)
         member = fleet.members.named(node)
-        if member is None or member.report is None:
+        if wanted is None or member is None or member.report is None:
             return
         if not self._plans:
             fleet.assign_role(node, wanted)
@@ -192,6 +205,6 @@ class LongTermLoop:
                 log.warning("%s: another gateway has changed the role", member.kvd_url)
             self._fleet.record_report(member, await kvd.stats())
         except PeerError as error:
-            log.warning("cannot change the role of %s: %s", member.kvd_url, error)
+            log.warning("cannot change the role of %s: %s", member.kvd_url, one_line(str(error)))
             return False
         return written is not None

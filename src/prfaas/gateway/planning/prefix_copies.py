@@ -24,8 +24,9 @@ from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.client import HttpClient
+from prfaas.supervision import one_line
 from prfaas.types import BlockHash, NodeId, NotNow
 
 log = logging.getLogger(__name__)
@@ -115,12 +116,18 @@ class PrefixCopies:
                 raise TransferFailed(f"{copy.target} refused: {answer.reason}")
         except (PeerError, TimeoutError) as error:
             tally.failed += 1
-            self._rests_until_s[copy.source, copy.target] = self._clock.now() + REST_S
-            log.warning("%s failed: %s", copy, error or f"not copied within {within_s:g} s")
+            self._rest(copy)
+            why = one_line(str(error)) or f"not copied within {within_s:g} s"
+            log.warning("%s failed: %s", copy, why)
             return
         self._count(tally, answer)
         took_s = self._clock.now() - began_s
         log.info("%s: %d bytes in %.3f s", copy, answer.granted_bytes, took_s)
+
+    def _rest(self, copy: PrefixCopy) -> None:
+        now = self._clock.now()
+        resting = {pair: until_s for pair, until_s in self._rests_until_s.items() if now < until_s}
+        self._rests_until_s = {**resting, (copy.source, copy.target): now + REST_S}
 
     def _count(self, tally: Tally, answer: PrefixPulled) -> None:
         tally.made += 1

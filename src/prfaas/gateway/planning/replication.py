@@ -9,7 +9,6 @@ all requests with the prefix would wait at its holder for as long as a copy take
 
 from __future__ import annotations
 
-import asyncio
 import math
 
 from prfaas.clock import Clock
@@ -18,6 +17,7 @@ from prfaas.contracts.kvd_api import PULL_S, KvdReport
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, copy_of
+from prfaas.supervision import repeat
 from prfaas.types import BlockHash, NodeId
 
 LONGEST_WAIT_S = 0.5  # a sender whose bytes have waited longer gets no more copies
@@ -46,15 +46,18 @@ class Replication:
 
     async def run(self) -> None:
         """Runs the replication loop until cancelled."""
-        while True:
-            await asyncio.sleep(min(STEP_EVERY_S, self._rules.every_s))
+
+        async def step() -> None:
             self.step()
+
+        every_s = min(STEP_EVERY_S, self._rules.every_s)
+        await repeat(step, every_s, self._fleet.failures, loop="replication")
 
     def step(self) -> None:
         """Starts the copies that are worth making now."""
-        self._evacuate_leaving()
+        self._fleet.failures.contain("replication", self._evacuate_leaving)
         if self._rules.replicate:
-            self._replicate()
+            self._fleet.failures.contain("replication", self._replicate)
 
     def _replicate(self) -> None:
         now, rules = self._clock.now(), self._rules
@@ -85,10 +88,10 @@ class Replication:
         """Evacuates nodes whose engine drains or does not answer while their kvd still does: the
         kvd's pool may be gone soon."""
         now, fleet = self._clock.now(), self._fleet
+        self._evacuated = {n for n in self._evacuated if fleet.members.named(n) is not None}
         for node in fleet.pools():
             member = fleet.members.named(node)
-            assert member is not None
-            if member.is_alive(now):
+            if member is None or member.is_alive(now):
                 self._evacuated.discard(node)
             elif node not in self._evacuated and self._evacuations.evacuate(node):
                 self._evacuations.reset(node)

@@ -6,7 +6,6 @@ Grant, transfer and commit are those of a hand-off; afterwards the pages stay as
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -23,13 +22,14 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.errors import PeerError, PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
+from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
+from prfaas.supervision import one_line
 from prfaas.types import BlockHash, NotNow
 
-log = logging.getLogger(__name__)
-
 REQUEST_S = 10.0  # the timeout of a request to the source
+_RESPONSE_BYTES = 64 << 10  # a match, or the start of a push
 T = TypeVar("T")
 
 
@@ -39,7 +39,10 @@ _Pushed: TypeAlias = PushStarted | NotNow
 async def pull(
     store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
 ) -> PrefixPulled | NotNow:
-    """Returns after the commit. PeerError when the source cannot send, or not in time."""
+    """Returns after the commit. PeerError when the source cannot send, or not in time; InputError
+    when the source is not the URL of a kvd."""
+    source = parse_peer_url(request.source, "source")
+    request = msgspec.structs.replace(request, source=source)
     try:
         async with asyncio.timeout(request.within_s):
             return await _pull(store, incoming, http, request)
@@ -57,6 +60,8 @@ async def _pull(
         http, f"{request.source}/v1/match", MatchPrefix(request.hashes), PrefixMatch
     )
     here = storage.pool.match([BlockHash(name) for name in request.hashes])
+    if not 0 <= there.tokens <= len(request.hashes) * storage.block_tokens:
+        raise TransferFailed("the source claims to have more tokens than the prefix")
     if there.tokens <= here.tokens:
         return PrefixPulled(here.tokens, 0)
     hashes = request.hashes[: there.tokens // storage.block_tokens]
@@ -75,7 +80,7 @@ async def _pull(
                 _Pushed,  # type: ignore[arg-type]  # a union is not a `type`
             )
             if isinstance(answer, NotNow):
-                raise TransferFailed(f"the source refused: {answer.reason}")
+                raise TransferFailed(f"the source refused: {one_line(answer.reason)}")
         status = await incoming.wait(grant.transfer_id, PULL_S)
         if status is None or status.state != "committed":
             raise TransferFailed(f"the prefix did not arrive: {status.reason if status else ''}")
@@ -89,8 +94,9 @@ async def _pull(
 async def _request(http: HttpClient, url: str, body: msgspec.Struct, kind: type[T]) -> T:
     data = msgspec.json.encode(body)
     try:
-        return await http.request_json("POST", url, kind, timeout_s=REQUEST_S, body=data)
+        return await http.request_json(
+            "POST", url, kind, timeout_s=REQUEST_S, body=data, max_bytes=_RESPONSE_BYTES
+        )
     except PeerHttpError as error:
-        # Without the body: the caller may not be allowed to read what is at this URL.
-        log.info("%s responded with %d: %s", url, error.status, error)
-        raise TransferFailed(f"{url} responded with {error.status}") from None
+        # Not the response itself: the caller named the URL, and would read it through this kvd.
+        raise TransferFailed(f"{url} {error.without_body}") from None

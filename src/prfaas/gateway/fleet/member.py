@@ -1,0 +1,75 @@
+"""One member of the fleet, as of its latest answers: a kvd and its engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from prfaas.config.gateway import GatewayTimeouts
+from prfaas.contracts.kvd_api import KvdReport
+from prfaas.gateway.client.node_client import Card, Load
+from prfaas.types import ClusterId, Compat, NodeId
+
+Part: TypeAlias = Literal["kvd", "engine"]
+
+
+@dataclass(slots=True)
+class Member:
+    """One kvd and its engine. Only `Fleet` and `Membership` change it."""
+
+    kvd_url: str
+    cluster: ClusterId
+    listed: bool  # in the deployment file
+    # `hung_s` is longer than `unresponsive_s`: passing over a busy node costs other requests its
+    # speed, but cancelling a request that waits for it costs the work already done.
+    timeouts: GatewayTimeouts
+    url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
+    via: str | None = None  # address of a relay that other clusters use to reach this kvd
+    report: KvdReport | None = None
+    card: Card | None = None
+    load: Load | None = None
+    kvd_seen_s: float = -math.inf  # the latest answer
+    engine_seen_s: float = -math.inf
+    engine_failed_s: float = -math.inf  # the latest request that could not connect
+    kvd_failed_s: float = -math.inf
+    leaving: bool = False  # the engine drains: it finishes its requests and accepts no new ones
+    has_duplicate_name: bool = False  # another member has its name; this one's reports are ignored
+    # Why the latest poll of the kvd or of the engine failed; empty after a success.
+    problems: dict[Part, str] = field(default_factory=dict)
+
+    @property
+    def node(self) -> NodeId | None:
+        return None if self.report is None else self.report.node
+
+    @property
+    def engine_url(self) -> str | None:
+        if self.url is not None or self.report is None:
+            return self.url
+        return next((engine.url for engine in self.report.engines if engine.url), None)
+
+    @property
+    def compat(self) -> Compat | None:
+        pool = None if self.report is None else self.report.pool
+        return None if pool is None else pool.compat
+
+    def is_kvd_alive(self, now_s: float) -> bool:
+        return self.kvd_seen_s > max(now_s - self.timeouts.unresponsive_s, self.kvd_failed_s)
+
+    def is_alive(self, now_s: float) -> bool:
+        return (
+            self.compat is not None
+            and self.card is not None
+            and not self.leaving
+            and self.is_kvd_alive(now_s)
+            and self.engine_seen_s > max(now_s - self.timeouts.unresponsive_s, self.engine_failed_s)
+        )
+
+    def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
+        """Whether the member has been silent for `hung_s`, although its connections may be
+        open. False for a member that has never answered. An answer that already streams needs the
+        engine only."""
+        seen_s = self.engine_seen_s
+        if not engine_only:
+            seen_s = min(seen_s, self.kvd_seen_s)
+        return math.isfinite(seen_s) and seen_s < now_s - self.timeouts.hung_s

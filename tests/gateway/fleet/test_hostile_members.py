@@ -1,0 +1,286 @@
+"""One member sends what breaks its contract; the gateway and the other members serve on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.config.gateway import GatewayTimeouts
+from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.errors import RequestError
+from prfaas.gateway.backend import GatewayBackend, running
+from prfaas.types import HashEvent, LinkStats, NodeId
+from tests.gateway.backends import FAR, HOME, deployment, in_use, problem, until
+from tests.gateway.fleet.test_polling import (
+    CARD,
+    EVENTS,
+    HEALTH,
+    LOAD,
+    METRICS,
+    MODELS,
+    PROMPT,
+    STATS,
+)
+from tests.gateway.peers import Peer, peer
+from tests.gateway.reports import report
+
+ROLE = "POST /v1/role"
+
+
+@dataclass(slots=True)
+class Pair:
+    """The kvd and the engine of one member."""
+
+    name: str
+    kvd: Peer
+    engine: Peer
+
+    async def answer(self) -> None:
+        await self.kvd.script(STATS, report(self.name))
+        await self.kvd.script(ROLE, {"role": "both", "epoch": 0})
+        held: dict[str, list[bytes]] = {"full": [], "state": []}
+        await self.kvd.script(EVENTS, page(self.name, 0, snapshot=held))
+        await self.engine.script(MODELS, CARD)
+        await self.engine.script(METRICS, LOAD)
+        await self.engine.script(HEALTH, {})
+
+
+@dataclass(slots=True)
+class Case:
+    """A gateway over two healthy members of the PD cluster and one hostile remote member."""
+
+    backend: GatewayBackend
+    healthy: list[Pair]
+    hostile: Pair
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Of the member, as `/prfaas/v1/state` shows it."""
+        nodes = [n for c in self.backend.state()["clusters"] for n in c["nodes"]]
+        (found,) = [n for n in nodes if n["kvd_url"] == self.pair(name).kvd.url]
+        return dict(found)
+
+    def pair(self, name: str) -> Pair:
+        return next(pair for pair in (*self.healthy, self.hostile) if pair.name == name)
+
+    async def check_alive(self) -> None:
+        """Every member is still polled, and the healthy members are in use."""
+        for one in (*self.healthy, self.hostile):
+            for polled, path in ((one.kvd, STATS), (one.engine, METRICS), (one.kvd, EVENTS)):
+                if one is not self.hostile or path == STATS:
+                    await polled.requested(path, len(polled.bodies.get(path, ())) + 2)
+        await until(lambda: {"a", "b"} <= {node["node"] for node in in_use(self.backend)})
+        assert msgspec.json.encode(self.backend.state())
+
+
+def page(name: str, next_seq: int, *events: HashEvent, **more: Any) -> dict[str, Any]:
+    fixed = {"node": name, "instance": "first", "next_seq": next_seq}
+    return {**fixed, "events": list(events), **more}
+
+
+@asynccontextmanager
+async def gateway() -> AsyncIterator[Case]:
+    async with AsyncExitStack() as stack:
+        pairs = [
+            Pair(
+                name,
+                await stack.enter_async_context(peer()),
+                await stack.enter_async_context(peer()),
+            )
+            for name in ("a", "b", "bad")
+        ]
+        for pair in pairs:
+            await pair.answer()
+        nodes = [{"url": pair.engine.url, "kvd_url": pair.kvd.url} for pair in pairs]
+        made = deployment(nodes[:2], nodes[2:])
+        quick = GatewayTimeouts(kvd_poll_s=0.01, node_poll_s=0.01)
+        section = msgspec.structs.replace(made.gateway, timeouts=quick)
+        made = msgspec.structs.replace(made, gateway=section)
+        async with running(made, problem(made)) as backend:
+            await until(lambda: len(in_use(backend)) == 3)
+            yield Case(backend, pairs[:2], pairs[2])
+
+
+@pytest.mark.parametrize("value", ["NaN", "inf", "-inf", "-1", "1e300", "many", "1" * 5000])
+async def test_a_load_that_is_not_a_count_is_its_members_problem(
+    value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway() as one:
+        await one.hostile.engine.script(METRICS, f"vllm:num_requests_running {value}\n")
+        await until(lambda: not one.state("bad")["in_use"])
+        await one.check_alive()
+        await one.hostile.engine.script(METRICS, LOAD)
+        await until(lambda: bool(one.state("bad")["in_use"]))
+    assert caplog.text.count("num_requests_running") == 1
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"id": "m", "max_model_len": "4096"},
+        {"id": "m", "max_model_len": -1},
+        {"id": "m", "max_model_len": 10**4000},
+        {"id": "m", "max_model_len": 1.5},
+        {"id": "m" * 10_000},
+        {"id": ["m"]},
+    ],
+    ids=["text", "negative", "huge", "fraction", "long-name", "not-a-name"],
+)
+async def test_a_card_with_impossible_fields_is_its_members_problem(card: dict[str, Any]) -> None:
+    async with gateway() as one:
+        await one.hostile.engine.script(METRICS, "broken", 500)  # the card is requested again
+        await until(lambda: not one.state("bad")["alive"])
+        await one.hostile.engine.script(MODELS, _text({"data": [card]}))
+        await one.hostile.engine.script(METRICS, LOAD)
+        await one.hostile.engine.requested(MODELS, len(one.hostile.engine.bodies[MODELS]) + 2)
+        await one.check_alive()
+        assert not one.state("bad")["alive"]
+
+
+def _text(value: Any) -> str:
+    """JSON of numbers that msgspec does not encode."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f'"{key}":{_text(item)}' for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if isinstance(value, int) and value >= 2**64:
+        return "1" + "0" * 4000
+    return msgspec.json.encode(value).decode()
+
+
+def link(**fields: Any) -> dict[str, Any]:
+    whole = LinkStats("a:7400", 1.0, 1, 1e6, 0, 0)
+    return {**msgspec.to_builtins(whole), **fields}
+
+
+POOL = msgspec.to_builtins(report("bad").pool)
+REPORTS: dict[str, dict[str, Any]] = {
+    "a name with spaces": {"node": "b a d"},
+    "no name": {"node": ""},
+    "a long name": {"node": "x" * 10_000},
+    "a name of two lines": {"node": "x\ny"},
+    "a rate of 1e300": {"links": [link(goodput_bps=1e300)]},
+    "a rate below zero": {"links": [link(delivery_bps=-1.0)]},
+    "a backlog below zero": {"links": [link(backlog_bytes=-5)]},
+    "a backlog of many digits": {"links": [link(backlog_bytes=10**4000)]},
+    "many links": {"links": [link(peer=f"h:{n}") for n in range(5000)]},
+    "late for a year": {"late_s": 3e7},
+    "an epoch below zero": {"role": {"role": "both", "epoch": -1}},
+    "an epoch of many digits": {"role": {"role": "both", "epoch": 10**4000}},
+    "an engine's URL with a path": {
+        "engines": [{"engine_id": "e", "url": "http://h:1/x?y=#", "processes": 1}]
+    },
+    "an engine's URL that is not one": {
+        "engines": [{"engine_id": "e", "url": "file:///etc/passwd", "processes": 1}]
+    },
+    "blocks of no tokens": {"pool": {**POOL, "block_tokens": 0}},
+    "no groups": {"pool": {**POOL, "groups": []}},
+    "groups of one name": {"pool": {**POOL, "groups": [POOL["groups"][0]] * 2}},
+    "a group without layers": {"pool": {**POOL, "groups": [["full", "full", [], 64, 0]]}},
+    "a window of no tokens": {"pool": {**POOL, "groups": [["window", "w", [0], 64, 0]]}},
+    "pages below zero": {"pool": {**POOL, "page_bytes": -4096}},
+    "many event names": {"next_seq": {f"n{n}": 0 for n in range(50_000)}},
+}
+
+
+@pytest.mark.parametrize("problem", REPORTS)
+async def test_a_malformed_report_is_its_members_problem(
+    problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway() as one:
+        whole = msgspec.to_builtins(report("bad"))
+        await one.hostile.kvd.script(STATS, _text({**whole, **REPORTS[problem]}))
+        await until(lambda: not one.state("bad")["in_use"])
+        await one.check_alive()
+        (line,) = [r for r in caplog.records if one.hostile.kvd.url in r.getMessage()]
+        (field,) = REPORTS[problem]
+        assert field in line.getMessage() and len(line.getMessage()) < 1000
+        await one.hostile.kvd.script(STATS, whole)
+        await until(lambda: bool(one.state("bad")["in_use"]))
+
+
+async def test_names_of_engines_that_are_gone_are_not_followed() -> None:
+    async with gateway() as one:
+        before = len(asyncio.all_tasks())
+        whole = report("bad")
+        gone = {NodeId(f"gone{n}"): 0 for n in range(500)}
+        await one.hostile.kvd.script(STATS, msgspec.structs.replace(whole, next_seq=gone))
+        await one.hostile.kvd.requested(STATS, len(one.hostile.kvd.bodies[STATS]) + 3)
+        assert len(asyncio.all_tasks()) < before + 100
+        assert one.state("bad")["in_use"]
+
+
+@pytest.mark.parametrize("claimed", ["by an event", "by a report"])
+async def test_a_member_cannot_speak_for_another_members_cache(claimed: str) -> None:
+    """Neither with events under the other's name, nor by naming the other's cache as its own."""
+    async with gateway() as one:
+        fleet, hashes = one.backend.fleet, PROMPT.at(64)
+        held = {"full": hashes[:2], "state": hashes[1:2]}
+        await one.pair("a").kvd.script(EVENTS, page("a", 0, snapshot=held))
+        await until(lambda: fleet.manager.match(PROMPT).node_tokens(NodeId("a")) == 2 * 64)
+        await one.pair("a").kvd.script(EVENTS, page("a", 0))  # nothing more happens there
+        bad = one.hostile.kvd
+        if claimed == "by a report":
+            engine = {"engine_id": "a", "url": None, "processes": 1}
+            whole = msgspec.to_builtins(report("bad"))
+            await bad.script(STATS, {**whole, "next_seq": {"a": 0}, "engines": [engine]})
+        stolen = HashEvent(0, NodeId("a"), "full", 64, tuple(hashes[:2]), "removed")
+        for number in range(3):
+            await bad.script(EVENTS, page("a" if number else "bad", number + 1, stolen))
+            await bad.requested(EVENTS, len(bad.bodies[EVENTS]) + 2)
+        empty: dict[str, list[bytes]] = {"full": [], "state": []}
+        await bad.script(EVENTS, page("a", 0, snapshot=empty))
+        await bad.requested(EVENTS, len(bad.bodies[EVENTS]) + 2)
+        assert fleet.manager.match(PROMPT).node_tokens(NodeId("a")) == 2 * 64
+        await one.check_alive()
+
+
+URLS = {
+    "a label of 70 characters": f"http://{'x' * 70}.example:7401",
+    "an empty label": "http://a..b:7401",
+    "a path": "http://h:7401/v1",
+    "a query": "http://h:7401?x=1",
+    "a fragment": "http://h:7401#x",
+    "user info": "http://user:key@h:7401",
+    "no port": "http://h",
+    "a port out of range": "http://h:70000",
+    "port 0": "http://h:0",
+    "another scheme": "ftp://h:7401",
+    "no host": "http://:7401",
+    "a long host": f"http://{'x.' * 200}y:7401",
+    "a space": "http://h h:7401",
+    "a line end": "http://h:7401\r\nX: y",
+    "an open bracket": "http://[::1:7401",
+    "not a URL": "h:7401",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("problem", URLS)
+async def test_a_kvd_url_that_is_not_one_is_refused(problem: str) -> None:
+    async with gateway() as one:
+        with pytest.raises(RequestError) as refused:
+            one.backend.register(Heartbeat(URLS[problem], FAR, report("n")))
+        assert refused.value.status == 400 and refused.value.param == "kvd_url"
+        assert len(one.backend.fleet.members) == 3
+
+
+async def test_urls_of_every_kind_of_host_are_registered() -> None:
+    async with gateway() as one:
+        for host in ("127.0.0.1", "[::1]", "kvd-1.example", "bücher.example", "under_score"):
+            one.backend.register(Heartbeat(f"http://{host}:7401/", FAR, report("n")))
+        assert len(one.backend.fleet.members) == 8
+
+
+async def test_the_number_of_registered_members_is_bounded() -> None:
+    async with gateway() as one:
+        with pytest.raises(RequestError) as refused:
+            for port in range(1, 20_000):
+                one.backend.register(Heartbeat(f"http://127.0.0.1:{port}", HOME, report("n")))
+        assert refused.value.status == 503
+        await one.check_alive()
