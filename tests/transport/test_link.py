@@ -258,6 +258,45 @@ def test_a_congestion_control_the_kernel_lacks_is_named() -> None:
             transfer.done.result(PATIENCE_S)
 
 
+def test_a_transfer_cannot_be_opened_while_it_is_under_way() -> None:
+    contents, owner = segments(1000), Owner()
+    with Listener() as listener, TransferLink(listener.address) as link:
+        grant = expect(listener, contents, owner)
+        transfer = link.open(grant, dict.fromkeys(contents, 1000))
+        with pytest.raises(InputError, match=r"grant.transfer_id: transfer .* is under way"):
+            link.open(grant, dict.fromkeys(contents, 1000))
+        for name, content in contents.items():
+            transfer.ready(name, memoryview(content))
+        transfer.done.result(PATIENCE_S)
+        assert owner.memory == contents
+
+
+def test_a_host_that_cannot_be_a_name_fails_the_transfer_with_the_reason() -> None:
+    contents = segments(10)
+    with nothing_leaks(), TransferLink(("x" * 70, 1), options=LinkOptions(open_s=1)) as link:
+        transfer = send(link, grant_for(contents), contents)
+        with pytest.raises(TransferFailed, match="is not a host name"):
+            transfer.done.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "label", "problem"),
+    [
+        ({}, b"", "has 0 segments"),
+        ({"a": 0}, b"", "a: the segment has 0 bytes"),
+        ({"a" * 201: 1}, b"", "name has 201 characters"),
+        ({"a": 1}, bytes(65), "label: the label has 65 bytes"),
+    ],
+)
+def test_a_manifest_that_no_receiver_takes_is_refused(
+    sizes: dict[str, int], label: bytes, problem: str
+) -> None:
+    with nothing_leaks(), TransferLink(("127.0.0.1", 1)) as link:
+        with pytest.raises(InputError, match=problem):
+            link.open(grant_for(segments(1000)), sizes, label=label)
+        assert not link.busy
+
+
 def test_transfer_ids_are_uuids() -> None:
     with Listener() as listener:
         grant = new_grant("x", max_bytes=1, deadline_s=1)

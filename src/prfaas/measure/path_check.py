@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.clock import Clock
+from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost, PeerError, WireError
 from prfaas.transport.channel import Channel, connect
 from prfaas.transport.messages import HELLO, Hello, decode, encode
@@ -24,7 +25,7 @@ _FRAME_BYTES = 1 << 20
 _IN_FLIGHT_FRAMES = 64
 _TIMEOUT_S = 5.0
 _PING_COUNT = 5
-_IP_MTU = 14  # socket option of Linux: the path MTU of a connected socket
+_IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux: the path MTU of a connected socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def check_path(
     clock: Clock,
 ) -> PathReport:
     """Checks the path to a listener. Takes about `seconds` for each number of connections."""
-    name = f"{address[0]}:{address[1]}"
+    name = str(Address(*address))
     controls = _congestion_controls()
     buffer_bytes = _largest_send_buffer()
     try:
@@ -194,10 +195,13 @@ class _Probe:
         times = []
         for _ in range(_PING_COUNT):
             started = self._clock.now()
-            self._send(encode_message(Kind.MEASURE))
-            self._receive()
+            self.ping()
             times.append(self._clock.now() - started)
         return statistics.median(times)
+
+    def ping(self) -> None:
+        self._send(encode_message(Kind.MEASURE))
+        self._receive()
 
     def send_for(self, seconds: float) -> int:
         """Sends as fast as possible. Returns the bytes acknowledged within the time."""
@@ -247,6 +251,7 @@ def _measure_rate(
         for _ in range(count):
             probes.append(_Probe(address, tls, clock))
             probes[-1].handshake()
+            probes[-1].ping()  # the listener then knows the connection for a path check
         threads = [
             threading.Thread(target=run, args=(index, probe), daemon=True)
             for index, probe in enumerate(probes)
@@ -272,9 +277,11 @@ def _measure_rate(
 
 def _path_mtu(sock: socket.socket) -> int | None:
     try:
+        if sock.family == socket.AF_INET6:
+            return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
     except OSError:
-        return None  # not Linux, or IPv6
+        return None  # not Linux
 
 
 def _congestion_controls() -> tuple[str, ...]:

@@ -189,9 +189,9 @@ class Listener:
         try:
             set_options(slot.sock, None, self._options.buffer_bytes)
             if self._tls is not None:
-                slot.use_tls(self._tls())
+                wrapped = slot.use_tls(self._tls())
                 seconds = slot.accepted_s + self._options.unproven_s - self._clock.now()
-                shake_hands(slot.sock, TimeLimit(seconds, self._clock, self._closing.is_set))
+                shake_hands(wrapped, TimeLimit(seconds, self._clock, self._closing.is_set))
             channel = Channel(slot.sock, self._clock, self._options.silence_s)
             _ReceiverConnection(
                 channel, slot, self._transfers, self._measure, self._options, self._clock
@@ -230,9 +230,9 @@ class _Slot:
         if self.stage is not stage:
             self._slots.move(self, stage)
 
-    def use_tls(self, context: ssl.SSLContext) -> None:
+    def use_tls(self, context: ssl.SSLContext) -> ssl.SSLSocket:
         """The handshake comes later: meanwhile the listener can already shut the socket down."""
-        self._slots.use_tls(self, context)
+        return self._slots.use_tls(self, context)
 
 
 class _Slots:
@@ -275,12 +275,13 @@ class _Slots:
                 raise ConnectionLost(f"{self._limits[stage]} connections are {stage.value}")
             slot.stage = stage
 
-    def use_tls(self, slot: _Slot, context: ssl.SSLContext) -> None:
+    def use_tls(self, slot: _Slot, context: ssl.SSLContext) -> ssl.SSLSocket:
         with self._lock:
             slot.sock.setblocking(False)
-            slot.sock = context.wrap_socket(
+            slot.sock = wrapped = context.wrap_socket(
                 slot.sock, server_side=True, do_handshake_on_connect=False
             )
+            return wrapped
 
     def remove(self, slot: _Slot) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ memory is notified once, without the lock, and only when no connection writes to
 from __future__ import annotations
 
 import hmac
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from prfaas.transport.messages import Ended, Manifest
 from prfaas.transport.receiver_transfer import BufferOwner, Claims, ReceiverTransfer, TransferState
 from prfaas.transport.wire import Header, SegmentPiece, auth_of
 from prfaas.types import Grant, TransferId
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 65_536  # ended transfers; beyond this number the oldest is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,18 @@ class ReceiverTransfers:
             refusal = transfer.check_manifest(manifest)
             if refusal is not None or transfer.state is not TransferState.EXPECTED:
                 return refusal
-        buffers = transfer.owner.buffers(manifest)  # without the lock: this is the owner's code
-        if isinstance(buffers, str):
-            return buffers
-        with self._lock:
-            if transfer.state is TransferState.EXPECTED:
-                transfer.open(manifest, buffers)
+        try:
+            # Without the lock: this is the owner's code.
+            buffers = transfer.owner.buffers(manifest)
+            if isinstance(buffers, str):
+                return buffers
+            with self._lock:
+                if transfer.state is TransferState.EXPECTED:
+                    transfer.open(manifest, buffers)
+        except Exception:
+            # The owner's mistake ends this transfer, not the others of the connection.
+            log.exception("transfer %s: the owner's buffers", transfer.grant.transfer_id)
+            return "the receiver has no valid buffers for this manifest"
         return None
 
     def claim(self, transfer: ReceiverTransfer, pieces: Sequence[SegmentPiece]) -> Claims | None:
@@ -153,9 +164,15 @@ class ReceiverTransfers:
             del self._transfers[key]
             until = self._clock.now() + 2 * transfer.grant.deadline_s
             self._remembered[key] = _EndedTransfer(transfer.auth, result, until)
+            if len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
             self._committed += result.committed
             self._aborted += not result.committed
-        if result.committed:
-            transfer.owner.committed()
-        else:
-            transfer.owner.ended(result.reason)
+        try:
+            if result.committed:
+                transfer.owner.committed()
+            else:
+                transfer.owner.ended(result.reason)
+        except Exception:
+            # The calling thread serves other transfers, too.
+            log.exception("transfer %s: the owner's notice", transfer.grant.transfer_id)

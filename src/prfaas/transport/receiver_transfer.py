@@ -86,11 +86,12 @@ class ReceiverTransfer:
         return None
 
     def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview]]) -> None:
-        self.manifest = manifest
-        self._buffers = [
+        """Raises an error, and changes nothing, when the buffers do not fit the manifest."""
+        placed = [
             BufferSequence(segment.name, segment.nbytes, views)
             for segment, views in zip(manifest.segments, buffers, strict=True)
         ]
+        self.manifest, self._buffers = manifest, placed
         quantum = manifest.quantum_bytes
         counts = [-(-segment.nbytes // quantum) for segment in manifest.segments]
         self._first_quantum = list(accumulate(counts, initial=0))

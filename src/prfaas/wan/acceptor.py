@@ -151,6 +151,8 @@ def _resolve(address: Address) -> tuple[socket.AddressFamily, tuple[str, int]]:
         )[0]
     except OSError as error:
         raise InputError(f"{address.host}: {error.strerror}", fix="check the host name") from None
+    except ValueError as error:  # UnicodeError for a label that is too long, and zero bytes
+        raise InputError(f"{address.host!r} is not a host: {error}") from None
     return family, (str(found[0]), int(found[1]))
 
 
