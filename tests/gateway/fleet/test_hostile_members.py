@@ -265,7 +265,7 @@ URLS = {
 async def test_a_kvd_url_that_is_not_one_is_refused(problem: str) -> None:
     async with gateway() as one:
         with pytest.raises(RequestError) as refused:
-            one.backend.register(Heartbeat(URLS[problem], FAR, report("n")))
+            await one.backend.register(Heartbeat(URLS[problem], FAR, report("n")))
         assert refused.value.status == 400 and refused.value.param == "kvd_url"
         assert len(one.backend.fleet.members) == 3
 
@@ -273,7 +273,7 @@ async def test_a_kvd_url_that_is_not_one_is_refused(problem: str) -> None:
 async def test_urls_of_every_kind_of_host_are_registered() -> None:
     async with gateway() as one:
         for host in ("127.0.0.1", "[::1]", "kvd-1.example", "bücher.example", "under_score"):
-            one.backend.register(Heartbeat(f"http://{host}:7401/", FAR, report("n")))
+            await one.backend.register(Heartbeat(f"http://{host}:7401/", FAR, report("n")))
         assert len(one.backend.fleet.members) == 8
 
 
@@ -281,6 +281,6 @@ async def test_the_number_of_registered_members_is_bounded() -> None:
     async with gateway() as one:
         with pytest.raises(RequestError) as refused:
             for port in range(1, 20_000):
-                one.backend.register(Heartbeat(f"http://127.0.0.1:{port}", HOME, report("n")))
+                await one.backend.register(Heartbeat(f"http://127.0.0.1:{port}", HOME, report("n")))
         assert refused.value.status == 503
         await one.check_alive()
