@@ -58,6 +58,8 @@ class Peer:
             status, response = self._scripts.get(what, (503, {}))
         if isinstance(response, str):
             return web.Response(status=status, text=response)
+        if isinstance(response, bytes):
+            return web.Response(status=status, body=response)
         return web.Response(
             status=status, body=msgspec.json.encode(response), content_type="application/json"
         )

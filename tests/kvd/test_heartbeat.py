@@ -23,7 +23,13 @@ from tests.waiting import HANG_S
 
 
 class _Reporter:
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures  # the first reports that fail
+
     def report(self) -> dict[str, Any]:
+        if self.failures:
+            self.failures -= 1
+            raise KeyError("a defect")
         return {"report": 1}
 
 
@@ -77,3 +83,29 @@ async def test_a_gateway_that_does_not_answer_is_tried_again(
     assert set(map(str, received)) == {str(("Bearer key", body))}
     down, registered = lines()  # one line per change, not per heartbeat
     assert url in down and "registered" in registered
+
+
+async def test_a_report_that_cannot_be_made_does_not_end_the_heartbeats() -> None:
+    registered = asyncio.Event()
+
+    async def register(request: web.Request) -> web.Response:
+        registered.set()
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/prfaas/v1/register", register)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}".format(*runner.addresses[0][:2])
+    failures, timeouts = Failures(MonotonicClock()), KvdTimeouts(heartbeat_s=0.01)
+    reporter = cast(Reporter, _Reporter(failures=3))
+    async with asyncio.timeout(HANG_S), open_client() as http:
+        beating = asyncio.create_task(
+            heartbeat.send_heartbeats(http, url, "http://kvd", "home", reporter, timeouts, failures)
+        )
+        await registered.wait()
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+    await runner.cleanup()
+    assert failures.counts == {"heartbeat": 3}

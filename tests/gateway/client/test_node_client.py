@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
+from prfaas.gateway.client import node_client
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
 from prfaas.http_client.client import open_client
 from tests.gateway.backends import until
@@ -202,3 +203,53 @@ async def test_error_bodies_of_every_format_are_understood(body: bytes) -> None:
         with pytest.raises(PeerHttpError, match="too long") as error:
             await client.prefill(b"{}", {})
         assert error.value.status == 400
+
+
+async def test_an_event_has_a_limit_and_arrives_whole_below_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_client, "ANSWER_BYTES", 100_000)
+    event = b"data: " + b"x" * 90_000 + b"\n\n"
+    pieces = [event[at : at + 997] for at in range(0, len(event), 997)]
+    async with node(*pieces, DONE) as client:
+        assert await streamed(client) == ([event, DONE], 1)
+    async with node(TOKENS[0], *pieces[:-1], *pieces[:-1], DONE) as client:
+        with pytest.raises(StreamBroken, match="more than 100000 bytes"):
+            await streamed(client)
+
+
+async def test_a_page_of_open_braces_is_read_in_no_time() -> None:
+    """A pattern that looks for the closing brace across lines would take hours."""
+    page = b"vllm:num_requests_running{\n" * 100_000 + b"vllm:num_requests_running 2\n"
+    async with node(page, path="/metrics") as client:
+        assert await client.load() == Load(2, 0)
+
+
+@pytest.mark.parametrize("cached", [-1, 2**40, 10**30])
+async def test_an_impossible_number_of_cached_tokens_is_not_reported(cached: int) -> None:
+    usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+    async with node(json.dumps({"choices": [], "usage": usage}).encode()) as client:
+        assert await client.prefill(b"{}", {}) is None
+
+
+async def test_an_impossible_number_of_output_tokens_is_counted_instead() -> None:
+    usage = b'data: {"choices":[],"usage":{"completion_tokens":-9}}\n\n'
+    async with node(*TOKENS, usage, DONE) as client:
+        assert (await streamed(client))[1] == len(TOKENS) + 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"message": "m" * 10_000, "code": 400, "status": 99},
+        {"message": "m", "code": ["x"], "status": "many"},
+        {"message": {"a": 1}},
+        {"message": "m", "status": 10**400},
+    ],
+)
+async def test_an_error_event_has_bounded_fields(error: dict[str, object]) -> None:
+    async with node(b"data: " + json.dumps({"error": error}).encode() + b"\n\n") as client:
+        with pytest.raises(PeerHttpError) as raised:
+            await streamed(client)
+    found = raised.value
+    assert 400 <= found.status <= 599 and len(found.message) <= 2000 and len(found.code) <= 2000

@@ -12,9 +12,17 @@ import msgspec
 import pytest
 
 from prfaas.config.gateway import GatewayTimeouts
-from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend, running
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.link_monitor import LinkMonitor
+from prfaas.gateway.fleet.liveness import Liveness
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.polling import Poller
+from prfaas.gateway.planning.long_term_loop import LongTermLoop
+from prfaas.gateway.planning.replication import Replication
+from prfaas.gateway.router import Router
 from prfaas.types import HashEvent, LinkStats, NodeId
 from tests.gateway.backends import FAR, HOME, deployment, in_use, problem, until
 from tests.gateway.fleet.test_polling import (
@@ -284,3 +292,57 @@ async def test_the_number_of_registered_members_is_bounded() -> None:
                 await one.backend.register(Heartbeat(f"http://127.0.0.1:{port}", HOME, report("n")))
         assert refused.value.status == 503
         await one.check_alive()
+
+
+# Defects of the gateway itself --------------------------------------------------------------------
+
+PARTS: list[tuple[str, type, str]] = [
+    ("short_term", Router, "adjust"),
+    ("short_term", LinkMonitor, "update"),
+    ("short_term", Liveness, "cancel_silent"),
+    ("short_term", Poller, "drop_expired"),
+    ("long_term", LongTermLoop, "_usable"),
+    ("long_term", LongTermLoop, "_apply_role"),
+    ("replication", Replication, "_replicate"),
+    ("replication", Replication, "_evacuate_leaving"),
+]
+
+
+@pytest.mark.parametrize(("loop", "part", "method"), PARTS)
+async def test_a_defect_in_one_loop_leaves_the_gateway_alive(
+    loop: str, part: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("a defect")
+
+    async with gateway() as one:
+        counts = one.backend.fleet.failures.counts
+        monkeypatch.setattr(part, method, broken)
+        await until(lambda: counts[loop] >= 3)
+        await one.check_alive()
+        assert set(counts) == {loop}
+        metrics = {m.name: m.samples for m in one.backend.metrics()}
+        (sample,) = metrics["prfaas_gateway_loop_failures"]
+        assert sample.labels == {"loop": loop} and sample.value >= 3
+        monkeypatch.undo()
+        await one.check_alive()
+
+
+async def test_a_defect_in_the_handling_of_one_member_takes_only_it_out_of_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record_report = Fleet.record_report
+
+    def broken(fleet: Fleet, member: Member, found: KvdReport) -> None:
+        if found.node == "bad":
+            raise ZeroDivisionError("a defect")
+        record_report(fleet, member, found)
+
+    async with gateway() as one:
+        monkeypatch.setattr(Fleet, "record_report", broken)
+        await until(lambda: not one.state("bad")["in_use"])
+        assert one.state("bad")["problems"] == {"kvd": "a defect"}
+        await one.check_alive()
+        monkeypatch.undo()
+        await until(lambda: bool(one.state("bad")["in_use"]))
+        assert one.state("bad")["problems"] == {}
