@@ -108,7 +108,6 @@ def assert_others_are_answered(host: Host) -> None:
         engine.flush()
 
 
-@pytest.mark.xfail(strict=True, reason="the event loop writes to the SSD")
 def test_a_grant_that_evicts_does_not_stop_the_event_loop(
     host: Host, gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
@@ -123,7 +122,6 @@ def test_a_grant_that_evicts_does_not_stop_the_event_loop(
     assert counters["spilled_blocks"] > 0 and counters["evicted_blocks"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the event loop reads from the SSD")
 def test_a_prefix_that_is_read_back_does_not_stop_the_event_loop(
     host: Host, gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
@@ -162,7 +160,6 @@ class RawEngine:
         return self._answers.pop(0)
 
 
-@pytest.mark.xfail(strict=True, reason="the event loop writes to the SSD")
 def test_later_calls_of_a_connection_wait_for_the_call_that_uses_the_ssd(
     host: Host, gate: Gate
 ) -> None:
@@ -183,7 +180,6 @@ def test_later_calls_of_a_connection_wait_for_the_call_that_uses_the_ssd(
     wait_until(lambda: host.in_use() == (0, 0))
 
 
-@pytest.mark.xfail(strict=True, reason="the event loop writes to the SSD")
 def test_a_connection_that_closes_while_its_call_waits_leaves_nothing(
     host: Host, gate: Gate
 ) -> None:

@@ -100,7 +100,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         stack.callback(lateness.close)
         data = _reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
-        store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
+        store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
         links = Links(
             LinkOptions(
                 connections=options.connections,

@@ -157,7 +157,6 @@ async def nothing_stays_reserved(one: Case) -> None:
     assert one.host.stats()["incoming"]["granted"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="only the lost answer has the id of the grant")
 @pytest.mark.parametrize("fault", ["answer lost", "answer damaged"])
 async def test_a_grant_whose_answer_is_lost_is_released(tmp_path: Path, fault: Fault) -> None:
     async with case(tmp_path, fault) as one:
@@ -167,7 +166,6 @@ async def test_a_grant_whose_answer_is_lost_is_released(tmp_path: Path, fault: F
         await nothing_stays_reserved(one)
 
 
-@pytest.mark.xfail(strict=True, reason="only the late answer has the id of the grant")
 async def test_a_grant_that_comes_after_the_timeout_is_released(tmp_path: Path) -> None:
     async with case(tmp_path, "answer late", call_s=0.5) as one:
         with pytest.raises(AttemptFailed):
@@ -177,7 +175,6 @@ async def test_a_grant_that_comes_after_the_timeout_is_released(tmp_path: Path) 
         one.proxy.release.set()
 
 
-@pytest.mark.xfail(strict=True, reason="the gateway waits for the answer to learn the id")
 async def test_a_cancelled_request_releases_its_grant_without_the_answer(tmp_path: Path) -> None:
     async with case(tmp_path, "answer late") as one:
         await asyncio.wait_for(one.proxy.answered.wait(), PATIENCE_S)
@@ -187,7 +184,6 @@ async def test_a_cancelled_request_releases_its_grant_without_the_answer(tmp_pat
         one.proxy.release.set()
 
 
-@pytest.mark.xfail(strict=True, reason="the kvd grants what the gateway has given up already")
 async def test_an_open_that_arrives_after_its_abort_reserves_nothing(tmp_path: Path) -> None:
     async with case(tmp_path, "request late") as one:
         await asyncio.wait_for(one.proxy.arrived.wait(), PATIENCE_S)
