@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prfaas.cache.storage.ssd import SpillFile
-from prfaas.contracts.kvd_api import shapes_of
+from prfaas.contracts.kvd_api import PullPrefix, shapes_of
 from prfaas.kvd.engine_socket.messages import (
     Begin,
     Done,
@@ -193,3 +193,61 @@ def test_a_connection_that_closes_while_its_call_waits_leaves_nothing(
     gate.open()
     wait_until(lambda: host.in_use() == (0, 0))
     assert host.stats()["held_leases"] == 0
+
+
+def test_a_grant_does_not_wait_for_an_ssd_that_hangs(
+    host: Host, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.kvd.store.SSD_WAIT_S", 0.05)
+    gate.close()
+    grant = host.grant(SECOND)
+    counters = host.stats()["pool"]["counters"]
+    assert counters["dropped_blocks"] > 0 and counters["spilled_blocks"] == 0
+    gate.open()
+    assert host.post(f"/v1/transfers/{grant.transfer_id}/abort", {})[0] == 200
+    wait_until(lambda: host.in_use() == (0, 0))
+    keep(host, SECOND)
+    with host.engine() as engine, begun(engine.pin(names(SECOND))) as found:
+        assert_holds(found, SECOND, TOKENS)
+
+
+def test_a_kvd_ends_while_a_request_waits_for_its_ssd(tmp_path: Path, gate: Gate) -> None:
+    store = StoreOptions(memory_bytes=MEMORY_BYTES, ssd=tmp_path, ssd_bytes=1 << 20)
+    with kvd(tmp_path, store=store) as host:
+        keep(host, FIRST)
+        engine = RawEngine(host)
+        gate.close()
+        with engine.socket:
+            engine.socket.sendall(frame(NumberedCall(2, Begin(tuple(names(SECOND)), TOKENS))))
+            assert gate.reached.wait(PATIENCE_S)
+        # From here on the kvd ends, and its SSD's thread after the present write.
+        threading.Thread(target=gate.open).start()
+
+
+def test_a_full_disk_costs_blocks_and_nothing_else(tmp_path: Path) -> None:
+    store = StoreOptions(memory_bytes=MEMORY_BYTES, ssd=Path("/dev/full"), ssd_bytes=1 << 20)
+    with kvd(tmp_path, store=store) as host:
+        for seed in range(3):
+            keep(host, prompt_of(TOKENS, seed=seed))
+        counters = host.stats()["pool"]["counters"]
+        assert counters["dropped_blocks"] > 0 and counters["spilled_blocks"] == 0
+        assert host.in_use() == (0, 0)
+
+
+def test_a_prefix_on_ssd_can_be_pulled(tmp_path: Path) -> None:
+    store = StoreOptions(memory_bytes=MEMORY_BYTES, ssd=tmp_path, ssd_bytes=1 << 20)
+    with (
+        kvd(tmp_path, name="s", store=store) as here,
+        kvd(tmp_path, name="t", store=store) as there,
+    ):
+        keep(here, FIRST)
+        keep(here, SECOND)
+        keep(there, SECOND)
+        assert here.stats()["pool"]["occupancy"]["spilled_units"] > 0
+        status, body = there.post("/v1/pull", PullPrefix(here.url, tuple(names(FIRST))))
+        assert status == 200, body
+        with there.engine() as engine, begun(engine.pin(names(FIRST))) as found:
+            assert found.tokens == TOKENS
+            assert_holds(found, FIRST, TOKENS)
+        assert there.stats()["pool"]["counters"]["dropped_blocks"] == 0
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))

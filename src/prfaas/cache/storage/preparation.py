@@ -71,6 +71,7 @@ class Preparation:
         self.promised_pages = 0
         if not blocks.can_make_room(needed):
             return []  # the reservation will be refused, or finds a shorter prefix
+        before = len(tiers.jobs)
         for block in to_read:
             count = layout.pages(block.group)
             if self._promises.free_pages(self) < count or not tiers.start_read(block):
@@ -81,7 +82,8 @@ class Preparation:
                 break
         self.promised_pages = needed
         on_ssd = any(block.slot is not None for block in self.held)
-        if on_ssd or self._promises.free_pages(self) < needed:
+        started = len(tiers.jobs) > before  # they must be run, although there may be room already
+        if started or on_ssd or self._promises.free_pages(self) < needed:
             return list(tiers.jobs)
         return []
 

@@ -89,6 +89,9 @@ class JobQueue:
         self._jobs: dict[SsdJob, None] = {}
         self._pages = 0
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def __iter__(self) -> Iterator[SsdJob]:
         return iter(self._jobs)
 
