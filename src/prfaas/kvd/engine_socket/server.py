@@ -2,8 +2,8 @@
 
 Every call is answered before the next one is read. Only calls that reserve or pin pages may wait,
 and only for the SSD tier; the later calls of that connection then wait as well, and the server
-serves the other connections. When a connection closes, the leases of its process end (see `lease_holders`), and a
-call that waits is not made.
+serves the other connections. When a connection closes, the leases of its process end (see
+`lease_holders`), and a call that waits is not made.
 """
 
 from __future__ import annotations
