@@ -12,7 +12,6 @@ the time to be measured.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 from typing import cast
 
@@ -60,6 +59,15 @@ _PREFILLED = {
 _METRICS = b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 
 
+class _Opened(msgspec.Struct):
+    """The part of an `OpenTransfer` that the answer repeats."""
+
+    transfer_id: TransferId
+
+
+_OPENED = msgspec.json.Decoder(_Opened)
+
+
 def _reply(body: bytes, kind: bytes = b"application/json") -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (
         kind,
@@ -105,7 +113,6 @@ class Host:
             "max_model_len": 1 << 20,
             "prfaas": {"kvd_url": url},
         }
-        self._ids = itertools.count()
         self._fixed = {
             b"/v1/stats": _reply(encode(report)),
             b"/v1/models": _reply(encode({"object": "list", "data": [card]})),
@@ -122,8 +129,7 @@ class Host:
         if path == b"/v1/completions":
             return _STREAMED if b'"stream":true' in body else self._prefilled
         if path == b"/v1/open":
-            transfer_id = TransferId(f"{next(self._ids):x}")
-            grant = Grant(transfer_id, "t", "127.0.0.1:1", {}, 1 << 40, 60.0)
+            grant = Grant(_OPENED.decode(body).transfer_id, "t", "127.0.0.1:1", {}, 1 << 40, 60.0)
             return _reply(msgspec.json.encode(grant))
         if path.startswith(b"/v1/transfers/"):
             return self._transfer

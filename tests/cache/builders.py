@@ -15,6 +15,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, PageLayout, choose_layout
+from prfaas.cache.storage.preparation import Preparation
 from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
@@ -63,6 +64,7 @@ def make_pool(
     arena: Arena | None = None,
     ssd: SpillFile | None = None,
     journal: Journal | None = None,
+    first_lease_id: int = 1,
 ) -> HybridPrefixPool:
     return HybridPrefixPool(
         spec,
@@ -71,7 +73,25 @@ def make_pool(
         eviction=eviction_of(evict, spec),
         checkpoints=checkpoints or BranchPoints(),
         journal=journal,
+        first_lease_id=first_lease_id,
     )
+
+
+def prepare_now(
+    pool: HybridPrefixPool,
+    hashes: Sequence[BlockHash],
+    tokens: int | None,
+    *,
+    checkpoint_tokens: Sequence[int] | None = None,
+    now: float = 0.0,
+) -> Preparation | None:
+    """Carries the whole preparation out, job by job, in this thread. The caller ends it."""
+    preparation = pool.prepare(hashes, tokens, checkpoint_tokens=checkpoint_tokens)
+    while preparation is not None and (jobs := preparation.next_jobs(now)):
+        for job in jobs:
+            job.run()
+            job.finish(now)
+    return preparation
 
 
 def content(nbytes: int, *what: object) -> bytes:

@@ -15,7 +15,7 @@ from prfaas.cache.storage.ssd import SpillFile
 from prfaas.errors import InputError
 from prfaas.kvspec import Segment
 from prfaas.types import NodeId, NotNow
-from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
+from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool, prepare_now
 from tests.cache.filling import assert_resumable, read, write, write_segment
 
 HYBRID = SPECS["hybrid"]
@@ -198,22 +198,41 @@ def test_tenants_do_not_see_each_other() -> None:
     assert pool.match(hashes_of(prompt("ab"), salt="other")) == Match(0, 0)
 
 
+def fill(pool: HybridPrefixPool, letters: str, *, prepared: bool = True) -> None:
+    """A whole request that writes its bytes."""
+    tokens = prompt(letters)
+    preparation = prepare_now(pool, hashes_of(tokens), len(tokens)) if prepared else None
+    lease = reserve(pool, tokens)
+    if preparation is not None:
+        preparation.end(0.0)
+    write(pool, lease, tokens)
+    pool.commit(lease.id, 0.0)
+    pool.release(lease.id, 0.0)
+    pool.check()
+
+
+def pin(pool: HybridPrefixPool, letters: str) -> Lease:
+    hashes = hashes_of(prompt(letters))
+    preparation = prepare_now(pool, hashes, None, now=1.0)
+    lease = pool.pin(hashes, now=1.0)
+    assert isinstance(lease, Lease) and preparation is not None
+    preparation.end(1.0)
+    pool.check()
+    return lease
+
+
 def test_evicted_blocks_come_back_from_ssd(bytes_pool: HybridPrefixPool) -> None:
     pool = bytes_pool
-    for letters in ("abc", "xyz"):
-        lease = reserve(pool, prompt(letters))
-        write(pool, lease, prompt(letters))
-        pool.commit(lease.id, 0.0)
-        pool.release(lease.id, 0.0)
+    fill(pool, "abc")
+    fill(pool, "xyz")
     assert pool.stats.spilled_blocks == 4
     assert (hit(pool, "abc"), hit(pool, "xyz")) == (Match(12, 12), Match(12, 12))
-    back = pool.pin(hashes_of(prompt("abc")), now=1.0)
-    assert isinstance(back, Lease) and back.match == Match(12, 12)
+    back = pin(pool, "abc")
+    assert back.match == Match(12, 12)
     assert_resumable(pool, back, prompt("abc"), 12)
     assert (pool.stats.promoted_blocks, pool.stats.evicted_blocks) == (4, 0)
-    pool.check()
     # Everything in memory is in use now, so the other prompt cannot be brought back.
-    assert isinstance(pool.pin(hashes_of(prompt("xyz")), now=1.0), NotNow)
+    assert pin(pool, "xyz").match == Match(0, 0)
     assert hit(pool, "xyz") == Match(12, 12)
     pool.release(back.id, 1.0)
     pool.check()
@@ -221,18 +240,122 @@ def test_evicted_blocks_come_back_from_ssd(bytes_pool: HybridPrefixPool) -> None
 
 def test_a_damaged_file_makes_misses(bytes_pool: HybridPrefixPool, tmp_path: Path) -> None:
     pool = bytes_pool
-    for letters in ("abc", "xyz"):
-        lease = reserve(pool, prompt(letters))
-        write(pool, lease, prompt(letters))
-        pool.commit(lease.id, 0.0)
-        pool.release(lease.id, 0.0)
+    fill(pool, "abc")
+    fill(pool, "xyz")
     os.truncate(tmp_path / "spill", 0)
-    got = pool.pin(hashes_of(prompt("abc")), now=1.0)
-    assert isinstance(got, Lease)
+    got = pin(pool, "abc")
     assert got.match.tokens == 0
     assert pool.stats.unreadable_blocks > 0
     pool.release(got.id, 1.0)
     pool.check()
+
+
+def test_a_reservation_that_is_not_prepared_does_not_use_the_ssd(
+    bytes_pool: HybridPrefixPool,
+) -> None:
+    pool = bytes_pool
+    fill(pool, "abc")
+    fill(pool, "xyz")
+    got = pool.pin(hashes_of(prompt("abc")), now=1.0)
+    assert isinstance(got, Lease) and got.match == Match(0, 0)
+    assert hit(pool, "abc") == Match(12, 12), "it is still on SSD"
+    pool.release(got.id, 1.0)
+    fill(pool, "pqr", prepared=False)
+    assert (pool.stats.spilled_blocks, pool.stats.dropped_blocks) == (4, 4)
+    assert hit(pool, "xyz") == Match(0, 0)
+
+
+def test_pages_that_are_being_written_to_ssd_can_be_taken(bytes_pool: HybridPrefixPool) -> None:
+    """The SSD may be as slow as it likes: its jobs have not run when the room is needed."""
+    pool = bytes_pool
+    fill(pool, "abc")
+    preparation = pool.prepare(hashes_of(prompt("xyz")), 12)
+    assert preparation is not None
+    jobs = preparation.next_jobs(0.0)
+    assert jobs and hit(pool, "abc") == Match(12, 12)
+    fill(pool, "pqr", prepared=False)
+    assert hit(pool, "abc") == Match(0, 0)
+    for job in jobs:
+        job.run()
+        job.finish(0.0)
+        pool.check()
+    assert hit(pool, "abc") == Match(0, 0) and hit(pool, "pqr") == Match(12, 12)
+    preparation.end(0.0)
+    back = pin(pool, "pqr")
+    assert_resumable(pool, back, prompt("pqr"), 12)
+
+
+def test_a_block_that_is_needed_while_it_is_written_stays(bytes_pool: HybridPrefixPool) -> None:
+    pool = bytes_pool
+    fill(pool, "abc")
+    making_room = pool.prepare(hashes_of(prompt("xyz")), 12)
+    assert making_room is not None
+    jobs = making_room.next_jobs(0.0)
+    back = pin(pool, "abc")  # without reading it
+    assert back.match == Match(12, 12) and pool.stats.promoted_blocks == 0
+    for job in jobs:
+        assert job not in list(pool._tiers.jobs), "the pin has waited for them"
+    assert_resumable(pool, back, prompt("abc"), 12)
+    making_room.end(0.0)
+    pool.release(back.id, 1.0)
+    pool.check()
+
+
+def test_two_requests_share_one_read(bytes_pool: HybridPrefixPool) -> None:
+    pool = bytes_pool
+    fill(pool, "abc")
+    fill(pool, "xyz")
+    hashes = hashes_of(prompt("abc"))
+    first, second = pool.prepare(hashes, None), pool.prepare(hashes, None)
+    assert first is not None and second is not None
+    for _ in range(3):
+        jobs = [*first.next_jobs(1.0), *second.next_jobs(1.0)]
+        pool.check()
+        for job in dict.fromkeys(jobs):
+            job.run()
+            job.finish(1.0)
+            pool.check()
+    assert pool.stats.promoted_blocks == 4
+    lease = pool.pin(hashes, now=1.0)
+    assert isinstance(lease, Lease) and lease.match == Match(12, 12)
+    first.end(1.0)
+    second.end(1.0)
+    second.end(1.0)  # again: nothing happens
+    assert_resumable(pool, lease, prompt("abc"), 12)
+    pool.release(lease.id, 1.0)
+    pool.check()
+
+
+def test_a_failed_write_costs_its_block_only(bytes_pool: HybridPrefixPool) -> None:
+    pool = bytes_pool
+    fill(pool, "abc")
+    preparation = pool.prepare(hashes_of(prompt("xyz")), 12)
+    assert preparation is not None
+    jobs = preparation.next_jobs(0.0)
+    for number, job in enumerate(jobs):
+        if number:  # the first one is not written
+            job.run()
+        job.finish(0.0)
+        pool.check()
+    assert pool.stats.dropped_blocks == 1
+    assert pool.stats.spilled_blocks == len(jobs) - 1
+    preparation.end(0.0)
+    pool.check()
+
+
+def test_an_unknown_lease_is_an_error() -> None:
+    pool = make_pool(HYBRID, first_lease_id=1000)
+    old = make_pool(HYBRID).reserve(hashes_of(prompt("a")), BLOCK, now=0.0)
+    lease = reserve(pool, prompt("a"))
+    assert isinstance(old, Lease) and old.id != lease.id >= 1000
+    pool.release(lease.id, 0.0)
+    for unknown in (old.id, lease.id):
+        with pytest.raises(InputError, match="lease_id"):
+            pool.commit(unknown, 0.0)
+        with pytest.raises(InputError, match="lease_id"):
+            pool.tables(unknown)
+        assert not pool.release(unknown, 0.0)
+    assert hit(pool, "a") == Match(0, 0)
 
 
 def test_written_units_are_immutable(bytes_pool: HybridPrefixPool) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,10 +19,10 @@ from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.config.address import Address
 from prfaas.contracts.kvd_api import EventPage, MatchPrefix, OpenTransfer, Role
 from prfaas.security.shared_key import SharedKey
-from prfaas.types import ClusterId, NotNow
+from prfaas.types import ClusterId, NotNow, TransferId
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 PROMPT = prompt_of(40)
 
@@ -79,6 +80,32 @@ def test_bad_requests_are_one_line(host: Host) -> None:
         assert host.get("/v1/events?since=x")[0] == 400
         assert host.get("/v1/transfers/unknown")[0] == 404
         assert host.post("/v1/transfers/unknown/abort", {})[0] == 404
+
+
+def test_an_open_with_an_id_can_be_repeated_and_aborted_at_any_time(host: Host) -> None:
+    with host.engine():
+        ids = [str(uuid.uuid4()) for _ in range(2)]
+        first = OpenTransfer(tuple(names(PROMPT)), 40, COMPAT, transfer_id=TransferId(ids[0]))
+        status, body = host.post("/v1/open", first)
+        assert status == 200 and json.loads(body)["transfer_id"] == ids[0]
+        before = host.in_use()
+        assert host.post("/v1/open", first) == (200, body) and host.in_use() == before
+        other = msgspec.structs.replace(first, checkpoint_tokens=8)
+        status, answer = host.post("/v1/open", other)
+        assert (status, json.loads(answer)["code"]) == (400, "bad_request")
+        assert b"transfer_id" in answer and host.in_use() == before
+        assert host.post(f"/v1/transfers/{ids[0]}/abort", {})[0] == 200
+        wait_until(lambda: host.in_use() == (0, 0))
+        # The abort of the second transfer overtakes its open.
+        status, answer = host.post(f"/v1/transfers/{ids[1]}/abort", {})
+        assert status == 200 and json.loads(answer)["state"] == "failed"
+        for ended in ids:
+            late = msgspec.structs.replace(first, transfer_id=TransferId(ended))
+            status, answer = host.post("/v1/open", late)
+            assert (status, json.loads(answer)["code"]) == (409, "ended")
+        bad = msgspec.structs.replace(first, transfer_id=TransferId("t-1"))
+        assert host.post("/v1/open", bad)[0] == 400
+        assert host.in_use() == (0, 0)
 
 
 def test_match_pins_nothing(host: Host) -> None:

@@ -1,8 +1,10 @@
 """The pages of a pool: allocation, reference counts, and which blocks are idle.
 
     free pages --allocate--> in use (refs > 0) --release--> idle (refs = 0, kept)  --evict--> free
-                                    |                            '--pin--> in use
-                                    '------------- release, not kept ------------------------> free
+                               |  ▲        ▲                  |         '--start_leaving--> leaving
+                               |  |        '------ pin -------'                      leave |  |
+                               |  '------------------- stay -------------------------------|--'
+                               '--------------- release, not kept -------------> free <----'
 
 A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belong to a prefix and
 stay when no lease uses them; the eviction policy decides which idle block is evicted first. The
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 
 class Block:
     """One unit. `node` is set while the unit is a prefix block, `slot` while its bytes are on SSD
-    (the unit then has pages only while it is being read back). `filled_from` counts the leading
-    tokens that the block lacks: a window's oldest block may lack those before the window."""
+    (the unit then has pages only while it is being written there or read back). `filled_from`
+    counts the leading tokens that the block lacks: a window's oldest block may lack those before
+    the window."""
 
     __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot")
 
@@ -66,7 +69,9 @@ class BlockPool:
         self._returned: list[int] = []
         self._live: dict[int, Block] = {}  # every block with pages, by identity
         self._idle: dict[int, Block] = {}
+        self._leaving: dict[int, Block] = {}  # oldest first
         self.idle_pages = 0
+        self.leaving_pages = 0
         self.used_pages = 0
         self.pages_by_group: Counter[int] = Counter()
 
@@ -79,10 +84,10 @@ class BlockPool:
 
     def can_make_room(self, pages: int) -> bool:
         """Whether evicting idle blocks would free that many pages. Evicts nothing."""
-        return (
-            self.capacity_pages is None
-            or pages <= self.capacity_pages - self.used_pages + self.idle_pages
-        )
+        if self.capacity_pages is None:
+            return True
+        free = self.capacity_pages - self.used_pages
+        return pages <= free + self.idle_pages + self.leaving_pages
 
     def has_room(self, pages: int) -> bool:
         return self.capacity_pages is None or pages <= self.capacity_pages - self.used_pages
@@ -116,7 +121,8 @@ class BlockPool:
             if block.refs:
                 continue
             if block.node is None:
-                self._give_back(block)
+                if block.pages:  # none: it was on SSD when its node got another block
+                    self._give_back(block)
             elif block.slot is None:
                 self._idle[id(block)] = block
                 self.idle_pages += len(block.pages)
@@ -134,6 +140,29 @@ class BlockPool:
         self._eviction.busy(block)
         self._give_back(block)
 
+    def start_leaving(self, block: Block) -> None:
+        """An idle block is being copied to another tier. It keeps its pages until `leave`."""
+        del self._idle[id(block)]
+        self.idle_pages -= len(block.pages)
+        self._eviction.busy(block)
+        self._leaving[id(block)] = block
+        self.leaving_pages += len(block.pages)
+
+    def oldest_leaving(self) -> Block | None:
+        return next(iter(self._leaving.values()), None)
+
+    def leave(self, block: Block) -> None:
+        """Frees the pages of a leaving block."""
+        del self._leaving[id(block)]
+        self.leaving_pages -= len(block.pages)
+        self._give_back(block)
+
+    def stay(self, block: Block) -> None:
+        """A leaving block is in use again, by one holder."""
+        del self._leaving[id(block)]
+        self.leaving_pages -= len(block.pages)
+        block.refs = 1
+
     def live_blocks(self) -> Iterator[Block]:
         return iter(self._live.values())
 
@@ -143,15 +172,19 @@ class BlockPool:
         seen: set[int] = set(self._returned)
         assert len(seen) == len(self._returned), "a page was returned twice"
         for block in self._live.values():
-            assert block.pages and block.slot is None, f"a live block without pages: {block}"
+            leaving = id(block) in self._leaving
+            assert block.pages, f"a live block without pages: {block}"
+            assert block.slot is None or leaving or block.refs, f"on SSD, with pages: {block}"
             assert seen.isdisjoint(block.pages), f"a page has two owners: {block}"
             seen.update(block.pages)
-            assert (id(block) in self._idle) == (block.refs == 0), block
+            assert (id(block) in self._idle) == (block.refs == 0 and not leaving), block
+            assert not leaving or (block.refs == 0 and block.slot is not None), block
             assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
         assert seen == set(range(self._fresh)), "a page leaked"
         assert self.used_pages == self._fresh - len(self._returned)
         assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
-        assert set(self._idle) <= set(self._live)
+        assert self.leaving_pages == sum(len(block.pages) for block in self._leaving.values())
+        assert set(self._idle) <= set(self._live) and set(self._leaving) <= set(self._live)
         by_group = Counter[int]()
         for block in self._live.values():
             by_group[block.group] += len(block.pages)

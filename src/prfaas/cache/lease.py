@@ -67,6 +67,7 @@ class PoolStats:
     spilled_blocks: int = 0
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, but not what was written
+    dropped_blocks: int = 0  # evicted without a copy on SSD, although the pool has one
 
 
 @dataclass(frozen=True, slots=True)

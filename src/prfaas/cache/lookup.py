@@ -1,7 +1,8 @@
 """The reading side of a pool: what a prompt finds in the prefix tree. Changes nothing.
 
 A lookup answers three questions about a prompt's block hashes: which prefix nodes exist, how long
-the hit is, and which blocks a lease on that hit has to pin.
+the hit is, and which blocks a lease on that hit has to pin. `resident` restricts the answers to
+blocks in memory; otherwise those on SSD count as well.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class PrefixLookup:
             nodes.append(node)
         return nodes
 
-    def hit(self, nodes: Sequence[PrefixNode | None]) -> Hit:
+    def hit(self, nodes: Sequence[PrefixNode | None], *, resident: bool) -> Hit:
         def has(group: int, block: int, unneeded: int) -> bool:
             node = nodes[block]
             held = node.blocks[group] if node is not None else None
-            return held is not None and held.filled_from <= unneeded
+            if held is None or (resident and held.slot is not None):
+                return False
+            return held.filled_from <= unneeded
 
         return hybrid_hit(self._rules, has, len(nodes), self._block_tokens)
 
@@ -45,13 +48,16 @@ class PrefixLookup:
         """Converts a hit from blocks to tokens."""
         return Match(hit.blocks * self._block_tokens, hit.attention * self._block_tokens)
 
-    def runs(self, nodes: Sequence[PrefixNode | None]) -> dict[int, int]:
+    def runs(self, nodes: Sequence[PrefixNode | None], *, resident: bool) -> dict[int, int]:
         """Per full-attention group, the blocks it holds from the start without a hole."""
         runs: dict[int, int] = {}
         for group, rule in enumerate(self._rules):
             if not rule.closes:
                 run = 0
-                while run < len(nodes) and (node := nodes[run]) and node.blocks[group] is not None:
+                while run < len(nodes) and (node := nodes[run]):
+                    held = node.blocks[group]
+                    if held is None or (resident and held.slot is not None):
+                        break
                     run += 1
                 runs[group] = run
         return runs

@@ -13,13 +13,17 @@ only. The pool has no clock: the caller passes the time. It has no locks: it has
 have no deadline: the owner decides when a lease ends, because only the owner knows when the last
 writer has stopped.
 
+No call reads or writes the SSD. `reserve` and `pin` find what is in memory; `prepare` first brings
+a prefix there, in jobs that the owner may run in another thread.
+
 `lookup.py` has the reading side, `storage/tiers.py` eviction, spilling and reading back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
@@ -28,9 +32,11 @@ from prfaas.cache.journal import Action, Journal
 from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, PoolStats
 from prfaas.cache.lookup import PrefixLookup
 from prfaas.cache.storage.places import LeaseTables
+from prfaas.cache.storage.preparation import Preparation, Promises
+from prfaas.cache.storage.ssd_jobs import ReadJob
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
 from prfaas.cache.tree import PrefixNode, PrefixTree
-from prfaas.cache.units import Demand, closing_units, growing_units
+from prfaas.cache.units import Demand, UnitKey, closing_units, demand_of
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, NotNow
@@ -39,7 +45,22 @@ TOO_LARGE_RETRY_S = 3600.0  # it will not fit later either
 BUSY_RETRY_S = 1.0  # leases hold the pages, and the pool cannot know when they end
 
 
+class _Survey(NamedTuple):
+    """What a reservation finds, and what it adds."""
+
+    nodes: list[PrefixNode | None]
+    hit: Hit
+    runs: dict[int, int]
+    pinned: dict[UnitKey, Block]
+    plan: Checkpoints
+    demand: Demand
+    new_pages: int
+
+
 class HybridPrefixPool:
+    """`first_lease_id`: the ids of two pools that are used one after the other must not meet, so
+    that a lease of the first one is not valid at the second."""
+
     def __init__(
         self,
         spec: KVSpec,
@@ -49,6 +70,7 @@ class HybridPrefixPool:
         eviction: Eviction,
         checkpoints: CheckpointPolicy,
         journal: Journal | None = None,
+        first_lease_id: int = 1,
     ) -> None:
         self.spec = spec
         self.block_tokens = block_tokens
@@ -59,17 +81,18 @@ class HybridPrefixPool:
         self._tree = PrefixTree(len(self.rules))
         self._lookup = PrefixLookup(self.rules, block_tokens, self._tree)
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
+        self._promises = Promises(self._tiers, self._blocks, storage.layout)
         self._checkpoints = checkpoints
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
-        self._ids = count(1)
+        self._ids = count(first_lease_id)
 
     # Reading --------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[BlockHash]) -> Match:
-        """The longest prefix every group can serve. Changes nothing and holds nothing: `pin` or
-        `reserve` before relying on it."""
-        return self._lookup.match(self._lookup.hit(self._lookup.nodes(hashes)))
+        """The longest prefix every group can serve, from either tier. Changes nothing and holds
+        nothing: `pin` or `reserve` before relying on it."""
+        return self._lookup.match(self._lookup.hit(self._lookup.nodes(hashes), resident=False))
 
     def bytes_by_group(self) -> dict[str, int]:
         """Memory in use, padding included."""
@@ -83,7 +106,7 @@ class HybridPrefixPool:
         return Occupancy(
             blocks.capacity_pages,
             blocks.used_pages,
-            blocks.idle_pages,
+            blocks.idle_pages + blocks.leaving_pages,
             len(self._leases),
             self._tiers.spilled_units,
         )
@@ -99,8 +122,31 @@ class HybridPrefixPool:
 
     # Leasing --------------------------------------------------------------------------------------
 
+    def prepare(
+        self,
+        hashes: Sequence[BlockHash],
+        tokens: int | None,
+        *,
+        checkpoint_tokens: Iterable[int] | None = None,
+        more_checkpoints: Iterable[int] = (),
+    ) -> Preparation | None:
+        """Prepares `reserve`, or with `tokens` of None `pin`, with the same arguments; the caller
+        ends the preparation after that call. `more_checkpoints`: boundaries that the reservation
+        may have beside those of the policy. None without an SSD: there is nothing to prepare."""
+        if not self._tiers.has_ssd:
+            return None
+        asked = _check_request(hashes, tokens, self.block_tokens, checkpoint_tokens)
+        size = self.block_tokens
+        more = [n // size for n in more_checkpoints if n % size == 0 and 0 < n <= (tokens or 0)]
+
+        def survey() -> tuple[Iterable[Block], int]:
+            found = self._survey(hashes, tokens, asked, more, resident=False)
+            return found.pinned.values(), found.new_pages
+
+        return Preparation(self._promises, survey)
+
     def pin(self, hashes: Sequence[BlockHash], *, now: float) -> Lease | NotNow:
-        """Holds what `match` finds, in memory, until released."""
+        """Holds what is found in memory until released."""
         return self._lease(hashes, None, None, now)
 
     def reserve(
@@ -111,32 +157,22 @@ class HybridPrefixPool:
         now: float,
         checkpoint_tokens: Iterable[int] | None = None,
     ) -> Lease | NotNow:
-        """Holds what is found and all that a prefill up to `tokens` adds, or nothing at all.
+        """Holds what is found in memory and all that a prefill up to `tokens` adds, or nothing at
+        all.
 
         `hashes` name the whole blocks of the first `tokens` tokens. The policy chooses the
         checkpoints and the lease lists them: the writer must fill them too. With
         `checkpoint_tokens` the checkpoints are exactly those boundaries (a sender has promised no
         others), and the end of the hand-off where it falls on a boundary.
         """
-        if tokens < 1 or len(hashes) != tokens // self.block_tokens:
-            raise InputError(
-                f"{len(hashes)} block hashes for {tokens} tokens in blocks of {self.block_tokens}",
-                fix="send one hash per whole block",
-            )
-        wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
-        for length in wanted or ():
-            if length % self.block_tokens or not 0 < length <= tokens:
-                raise InputError(
-                    f"a checkpoint after {length} of {tokens} tokens",
-                    fix=f"use a multiple of {self.block_tokens} within the prompt",
-                )
-        return self._lease(hashes, tokens, wanted, now)
+        asked = _check_request(hashes, tokens, self.block_tokens, checkpoint_tokens)
+        return self._lease(hashes, tokens, asked, now)
 
     def tables(self, lease_id: LeaseId) -> LeaseTables:
         """The pages of the lease's units; units keep their pages until the lease is released.
         Readers see the prefix that was found and, once committed, the rest. Writers see new units
-        of an uncommitted lease only."""
-        record = self._leases[lease_id]
+        of an uncommitted lease only. InputError when the lease is not known here."""
+        record = _known(self._leases, lease_id)
         readable = {key: block.pages for key, block in record.pinned.items()}
         new = {key: block.pages for key, block in record.new.items()}
         if record.committed:
@@ -144,8 +180,9 @@ class HybridPrefixPool:
         return LeaseTables(readable, new)
 
     def commit(self, lease_id: LeaseId, now: float) -> None:
-        """Everything of the lease is written and verified: block-aligned units become prefix."""
-        record = self._leases[lease_id]
+        """Everything of the lease is written and verified: block-aligned units become prefix.
+        A second commit has no effect. InputError when the lease is not known here."""
+        record = _known(self._leases, lease_id)
         if record.committed:
             return
         record.committed = True
@@ -184,6 +221,10 @@ class HybridPrefixPool:
             if not record.committed:
                 assert all(block.node is None for block in record.new.values()), "seen too early"
             assert record.promotable <= set(record.new)
+        preparing = [block for one in self._promises.active for block in one.held]
+        reading = [job.block for job in self._tiers.jobs if isinstance(job, ReadJob)]
+        for block in (*preparing, *reading):
+            refs[id(block)] = refs.get(id(block), 0) + 1
         for block in self._blocks.live_blocks():
             assert block.refs == refs.get(id(block), 0), f"references do not match: {block}"
             assert len(block.pages) == self.layout.pages(block.group), block
@@ -199,6 +240,31 @@ class HybridPrefixPool:
             f"{self._tiers.spilled_units} units on SSD, {len(self._leases)} leases)"
         )
 
+    def _survey(
+        self,
+        hashes: Sequence[BlockHash],
+        tokens: int | None,
+        checkpoint_tokens: tuple[int, ...] | None,
+        more_checkpoints: Iterable[int] = (),
+        *,
+        resident: bool,
+    ) -> _Survey:
+        """`tokens` of None: the lease adds nothing to what is found."""
+        lookup = self._lookup
+        nodes = lookup.nodes(hashes)
+        hit = lookup.hit(nodes, resident=resident)
+        plan, demand = Checkpoints(()), Demand()
+        if tokens is None:
+            runs = lookup.equal_runs(hit.blocks)
+        else:
+            runs = lookup.runs(nodes, resident=resident)
+            plan = self._plan_checkpoints(tokens, hit, checkpoint_tokens)
+            firm = (*plan.firm, *(length for length in more_checkpoints if length > hit.blocks))
+            demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
+        pinned = lookup.blocks_to_pin(nodes, hit, runs)
+        pages = sum(self.layout.pages(group) for group, _ in demand.units)
+        return _Survey(nodes, hit, runs, pinned, plan, demand, pages)
+
     def _lease(
         self,
         hashes: Sequence[BlockHash],
@@ -207,34 +273,21 @@ class HybridPrefixPool:
         now: float,
     ) -> Lease | NotNow:
         """`tokens` of None: the lease adds nothing to what is found."""
-        lookup = self._lookup
-        while True:
-            nodes = lookup.nodes(hashes)
-            hit = lookup.hit(nodes)
-            runs = lookup.runs(nodes) if tokens is not None else lookup.equal_runs(hit.blocks)
-            pinned = lookup.blocks_to_pin(nodes, hit, runs)
-            plan, demand = Checkpoints(()), Demand()
-            if tokens is not None:
-                plan = self._plan_checkpoints(tokens, hit, checkpoint_tokens)
-                demand = self._demand(tokens, plan.firm, hit, runs)
-            pages = sum(self.layout.pages(group) for group, _ in demand.units)
-            pages += sum(self.layout.pages(b.group) for b in pinned.values() if b.slot is not None)
-            for block in pinned.values():
-                self._blocks.pin(block)
-            if not self._blocks.can_make_room(pages):
-                self._blocks.release(in_prompt_order(pinned.values()), now)
-                return self._refusal(pages)
-            self._tiers.make_room(pages, now)
-            if self._tiers.read_back(pinned.values(), now):
-                break
-            # A unit on SSD was not what had been written. It is gone now, so look up again.
-
+        nodes, hit, runs, pinned, plan, demand, pages = self._survey(
+            hashes, tokens, checkpoint_tokens, resident=True
+        )
+        for block in pinned.values():
+            self._blocks.pin(block)
+        if not self._blocks.can_make_room(pages):
+            self._blocks.release(in_prompt_order(pinned.values()), now)
+            return self._refusal(pages)
+        self._tiers.make_room(pages, now)
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
         new: dict[tuple[int, int], Block] = {}
         for key, filled_from in demand.units.items():
             new[key] = self._blocks.allocate(key[0], self.layout.pages(key[0]))
             new[key].filled_from = filled_from
-        match = lookup.match(hit)
+        match = self._lookup.match(hit)
         lease = Lease(
             id=LeaseId(next(self._ids)),
             tokens=match.tokens if tokens is None else tokens,
@@ -263,16 +316,6 @@ class HybridPrefixPool:
         aligned = {tokens} if tokens % self.block_tokens == 0 else set()
         lengths = {length // self.block_tokens for length in {*asked, *aligned}}
         return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
-
-    def _demand(self, tokens: int, firm: Iterable[int], hit: Hit, runs: dict[int, int]) -> Demand:
-        size = self.block_tokens
-        demand = Demand()
-        demand.add(growing_units(self.rules, size, runs, tokens), keep_before=tokens // size)
-        if tokens > hit.blocks * size:
-            demand.add(closing_units(self.rules, size, tokens))  # the hand-off itself
-        for length in firm:
-            demand.add(closing_units(self.rules, size, length * size), keep=True)
-        return demand
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
         """Adds those spare checkpoints for which pages are free: none is worth an eviction."""
@@ -305,3 +348,38 @@ class HybridPrefixPool:
         self.stats.lost_tokens += match.lost_tokens
         if resumed is not None:
             resumed.hits += 1
+
+
+def _check_request(
+    hashes: Sequence[BlockHash],
+    tokens: int | None,
+    block_tokens: int,
+    checkpoint_tokens: Iterable[int] | None,
+) -> tuple[int, ...] | None:
+    """The checkpoints that were asked for. InputError when the numbers do not fit together."""
+    if tokens is None:
+        return None
+    if tokens < 1 or len(hashes) != tokens // block_tokens:
+        raise InputError(
+            f"{len(hashes)} block hashes for {tokens} tokens in blocks of {block_tokens}",
+            fix="send one hash per whole block",
+        )
+    wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
+    for length in wanted or ():
+        if length % block_tokens or not 0 < length <= tokens:
+            raise InputError(
+                f"a checkpoint after {length} of {tokens} tokens",
+                fix=f"use a multiple of {block_tokens} within the prompt",
+            )
+    return wanted
+
+
+def _known(leases: Mapping[LeaseId, LeaseRecord], lease_id: LeaseId) -> LeaseRecord:
+    record = leases.get(lease_id)
+    if record is None:
+        raise InputError(
+            f"lease {lease_id} has ended, or this pool has not given it",
+            where="lease_id",
+            fix="reserve again",
+        )
+    return record

@@ -58,3 +58,23 @@ class Demand:
             self.units[key] = min(filled_from, self.units.get(key, filled_from))
             if keep or key[1] < keep_before:
                 self.promotable.add(key)
+
+
+def demand_of(
+    rules: Sequence[GroupRule],
+    block_tokens: int,
+    tokens: int,
+    hit_blocks: int,
+    runs: Mapping[int, int],
+    firm: Iterable[int],
+) -> Demand:
+    """What a prefill up to `tokens` adds to a hit and its runs, with the checkpoints `firm`, which
+    are lengths in blocks."""
+    demand = Demand()
+    growing = growing_units(rules, block_tokens, runs, tokens)
+    demand.add(growing, keep_before=tokens // block_tokens)
+    if tokens > hit_blocks * block_tokens:
+        demand.add(closing_units(rules, block_tokens, tokens))  # the hand-off itself
+    for length in firm:
+        demand.add(closing_units(rules, block_tokens, length * block_tokens), keep=True)
+    return demand

@@ -34,7 +34,8 @@ LATE_WINDOW_S = 2.0
 
 
 class KvdErrorBody(msgspec.Struct, frozen=True):
-    code: str  # incompatible, bad_request, unknown, failed, unauthorized, forbidden
+    # incompatible, bad_request, unknown, ended, failed, unauthorized, forbidden
+    code: str
     message: str
     differences: tuple[str, ...] = ()  # of an `incompatible` engine: each field that differs
 
@@ -49,6 +50,9 @@ class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handoff_tokens: int
     compat: Compat
     checkpoint_tokens: int | None = None  # also send the linear states at this boundary
+    # The gateway's choice, a UUID: it can abort the transfer without having received the grant.
+    # The same id with an equal body gets the same grant again. None: the kvd chooses the id.
+    transfer_id: TransferId | None = None
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
@@ -152,6 +156,7 @@ class PoolCounters(msgspec.Struct, frozen=True):
     spilled_blocks: int = 0
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, and different from what was written
+    dropped_blocks: int = 0  # evicted from memory without a copy on the SSD tier
 
 
 class PoolReport(msgspec.Struct, frozen=True):

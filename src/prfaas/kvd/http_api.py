@@ -1,6 +1,7 @@
 """The kvd's HTTP server, for gateways and other kvds. The bodies are in `contracts/kvd_api.py`.
 
-POST /v1/open               reserves memory for a transfer; 409 names the fields that differ
+POST /v1/open               reserves memory for a transfer; 409 names the fields that differ, or
+                            says that the transfer with the request's id has ended
 GET  /v1/transfers/ID       its status; ?wait_s= waits for commit or failure. Renews the lease
 POST /v1/transfers/ID/abort aborts it, unless an engine has attached it
 POST /v1/match              how many tokens of a prefix the pool has
@@ -39,8 +40,9 @@ from prfaas.contracts.kvd_api import (
     PushPrefix,
     PushStarted,
     Role,
+    TransferStatus,
 )
-from prfaas.errors import InputError, PeerError, PeerForbidden
+from prfaas.errors import InputError, PeerError, PeerForbidden, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.report import Reporter
@@ -109,7 +111,10 @@ class HttpApi:
         differences = self._incoming.differences(body.compat)
         if differences:
             return _incompatible(differences)
-        return _json(self._incoming.open(body))
+        try:
+            return _json(await self._incoming.open_prepared(body))
+        except TransferFailed as error:
+            return _json(KvdErrorBody("ended", str(error)), status=409)
 
     async def _transfer(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
@@ -120,8 +125,10 @@ class HttpApi:
     async def _abort(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
         reason = (await _body(request, AbortTransfer)).reason
-        self._incoming.abort(transfer_id, reason)
+        effective = self._incoming.abort(transfer_id, reason)
         status = self._incoming.status(transfer_id)
+        if status is None and effective:  # not opened yet: an open with this id will be refused
+            status = TransferStatus(transfer_id, "failed", reason, 0)
         return _unknown(transfer_id) if status is None else _json(status)
 
     async def _match(self, request: web.Request) -> web.Response:
@@ -145,7 +152,8 @@ class HttpApi:
         storage = self._store.storage
         tokens = len(body.hashes) * storage.block_tokens if storage is not None else 0
         hashes = [BlockHash(name) for name in body.hashes]
-        return _json(self._outgoing.push(body.grant, hashes, tokens) or PushStarted())
+        async with self._store.prepared(hashes):
+            return _json(self._outgoing.push(body.grant, hashes, tokens) or PushStarted())
 
     async def _stats(self, request: web.Request) -> web.Response:
         if request.query.get("check") and self._store.storage is not None:

@@ -98,7 +98,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         stack.callback(lateness.close)
         data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
-        store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events)
+        store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
         trusted = options.insecure or options.member_key is not None
         peers = PeerRules(options.peers, trusted=trusted)
         links = Links(

@@ -40,6 +40,7 @@ _POOL_HELP = {
     "spilled_blocks": "Blocks written to SSD.",
     "promoted_blocks": "Blocks read back from SSD.",
     "unreadable_blocks": "Blocks on SSD that differed from what was written.",
+    "dropped_blocks": "Blocks evicted from memory without a copy on the SSD tier.",
 }
 
 

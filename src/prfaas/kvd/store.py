@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +24,20 @@ from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.storage.tiers import PoolStorage
+from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
 from prfaas.contracts.kvd_api import spec_of
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
+from prfaas.kvd.ssd_worker import SsdWorker
 from prfaas.kvspec import KVSpec
-from prfaas.types import Compat, NodeId
+from prfaas.types import BlockHash, Compat, NodeId
 
 _DEFAULTS = KvdSection()
+# How long a request waits for the SSD. A gateway waits 5 s for the answer to an open.
+SSD_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,16 @@ class Storage:
 
 
 class Store:
-    def __init__(self, node: NodeId, options: StoreOptions, events: EventLog) -> None:
+    def __init__(
+        self, node: NodeId, options: StoreOptions, events: EventLog, clock: Clock | None = None
+    ) -> None:
         self.node = node
         self.options = options
         self.storage: Storage | None = None
         self.events = events
+        self._clock = clock or MonotonicClock()
         self._journal = Journal()
+        self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
 
     def register(self, register: Register) -> Storage:
         """The storage; the first call makes it. InputError when the engine does not match it."""
@@ -97,12 +108,52 @@ class Store:
                 self.node, self._journal.take(self.node, self.storage.block_tokens, first)
             )
 
+    @property
+    def has_ssd(self) -> bool:
+        return self._worker is not None
+
+    @asynccontextmanager
+    async def prepared(
+        self,
+        hashes: Sequence[bytes],
+        tokens: int | None = None,
+        checkpoint_tokens: Sequence[int] | None = None,
+        more_checkpoints: Sequence[int] = (),
+    ) -> AsyncIterator[None]:
+        """Within the block, `reserve` (or `pin`, with `tokens` of None) of the pool finds the
+        prefix in memory, and room, as far as the SSD tier could provide them in time. See
+        `HybridPrefixPool.prepare`. Never waits without an SSD tier."""
+        preparation = None
+        if self.storage is not None and self._worker is not None:
+            names = [BlockHash(name) for name in hashes]
+            try:
+                preparation = self.storage.pool.prepare(
+                    names,
+                    tokens,
+                    checkpoint_tokens=checkpoint_tokens,
+                    more_checkpoints=more_checkpoints,
+                )
+            except InputError:
+                pass  # the reservation will raise it
+        if preparation is None or self._worker is None:
+            yield
+            return
+        try:
+            await self._worker.carry_out(preparation, SSD_WAIT_S)
+            yield
+        finally:
+            preparation.end(self._clock.now())
+            self.publish_changes()
+
     def close(self) -> None:
+        """Waits for the SSD's thread, for a limited time."""
         if self.storage is not None:
             os.close(self.storage.fd)
-            if self.storage.ssd_fd is not None:
+            # A thread that is stuck in the file must not find another file under its number.
+            if (self._worker is None or self._worker.close()) and self.storage.ssd_fd is not None:
                 os.close(self.storage.ssd_fd)
             self.storage = None
+            self._worker = None
 
     def _build(self, register: Register) -> Storage:
         if not register.groups:
@@ -122,6 +173,7 @@ class Store:
         if self.options.ssd is not None:
             ssd_fd = _spill_file(self.options.ssd)
             ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
+            self._worker = SsdWorker(self._clock, self.publish_changes)
         pool = HybridPrefixPool(
             spec,
             register.block_tokens,
@@ -129,6 +181,9 @@ class Store:
             eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
             checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
             journal=self._journal,
+            # A lease of an earlier process must not be valid here. Below 2**53, which every
+            # message format can represent.
+            first_lease_id=1 + secrets.randbelow(1 << 52),
         )
         return Storage(
             spec,

@@ -17,10 +17,11 @@ def new_grant(
     deadline_s: float,
     skip_tokens: Mapping[str, int] | None = None,
     checkpoint_tokens: Sequence[int] = (),
+    transfer_id: TransferId | None = None,
 ) -> Grant:
-    """Makes a grant with a new id and a new secret token."""
+    """Makes a grant with a new secret token, and with a new id unless the caller has one."""
     return Grant(
-        transfer_id=TransferId(str(uuid.uuid4())),
+        transfer_id=new_transfer_id() if transfer_id is None else transfer_id,
         token=secrets.token_urlsafe(32),
         data_address=data_address,
         skip_tokens=dict(skip_tokens or {}),
@@ -28,6 +29,19 @@ def new_grant(
         deadline_s=deadline_s,
         checkpoint_tokens=tuple(checkpoint_tokens),
     )
+
+
+def new_transfer_id() -> TransferId:
+    return TransferId(str(uuid.uuid4()))
+
+
+def is_transfer_id(text: str) -> bool:
+    """Whether the text is a UUID in its usual form (lower case, with hyphens). The other forms of
+    a UUID are not ids, because two spellings would be one transfer on the wire."""
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False
 
 
 def transfer_key(transfer_id: TransferId) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.ssd import Slot, SpillFile
 from prfaas.errors import InputError
 
 
@@ -23,29 +23,37 @@ def unit(data: bytes) -> list[memoryview]:
     return [view[:5], view[5:]]
 
 
+def written(file: SpillFile, data: bytes) -> Slot:
+    pages = file.take(len(data) // file.page_bytes)
+    assert pages is not None
+    digest = file.write(pages, unit(data))
+    assert digest is not None
+    return Slot(pages, digest)
+
+
 def test_a_unit_comes_back_as_it_was(fd: int) -> None:
     file = SpillFile(fd, page_bytes=8, pages=4)
-    slots = [file.write(unit(data)) for data in (b"a" * 16, b"b" * 8)]
-    file.check()
+    slots = [written(file, data) for data in (b"a" * 16, b"b" * 8)]
+    file.check([slot.pages for slot in slots])
     assert file.free_pages == 1
-    for slot, data in zip(slots, (b"a" * 16, b"b" * 8), strict=True):
-        assert slot is not None
+    for slot, data in zip(list(slots), (b"a" * 16, b"b" * 8), strict=True):
         back = unit(bytes(len(data)))
         assert file.read(slot, back)
         assert b"".join(map(bytes, back)) == data
-        file.free(slot)
-        file.check()
+        file.free(slot.pages)
+        slots.remove(slot)
+        file.check([slot.pages for slot in slots])
     assert file.free_pages == 4
     assert file.failures == 0
 
 
 def test_a_full_file_takes_nothing(fd: int) -> None:
     file = SpillFile(fd, page_bytes=8, pages=1)
-    assert file.write(unit(bytes(16))) is None
-    assert file.write(unit(bytes(8))) is not None
-    assert file.write(unit(bytes(8))) is None
+    assert file.take(2) is None
+    taken = file.take(1)
+    assert taken is not None and file.take(1) is None
     assert file.failures == 0
-    file.check()
+    file.check([taken])
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "swap"])
@@ -53,8 +61,7 @@ def test_damage_is_a_miss_and_said_once(
     fd: int, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = SpillFile(fd, page_bytes=8, pages=4)
-    first, second = file.write(unit(b"a" * 16)), file.write(unit(b"b" * 16))
-    assert first is not None and second is not None
+    first, second = written(file, b"a" * 16), written(file, b"b" * 16)
     if damage == "flip":
         os.pwrite(fd, b"?", second.pages[1] * 8)
     elif damage == "truncate":
@@ -68,15 +75,17 @@ def test_damage_is_a_miss_and_said_once(
     assert len(caplog.records) == 1
 
 
-def test_a_disk_that_refuses_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "spill"
     path.touch()
     read_only = os.open(path, os.O_RDONLY)
     try:
         file = SpillFile(read_only, page_bytes=8, pages=2)
-        assert file.write(unit(bytes(16))) is None
+        pages = file.take(2)
+        assert pages is not None and file.write(pages, unit(bytes(16))) is None
+        file.free(pages)
         assert (file.free_pages, file.failures) == (2, 1)
-        file.check()
+        file.check([])
     finally:
         os.close(read_only)
 

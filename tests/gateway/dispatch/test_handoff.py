@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
@@ -42,15 +43,16 @@ from tests.gateway.reports import report
 
 TIMEOUTS = DEFAULTS.timeouts
 
-GRANT = Grant(TransferId("t-1"), "token", "b:7400", {}, 1000, 60.0)
-OPEN, COMMIT, ABORT = "POST /v1/open", "GET /v1/transfers/t-1", "POST /v1/transfers/t-1/abort"
+ID = "7f0c8a5e-2f8e-4d8c-9d0b-5a1f3f6f0001"  # every transfer's, see `same_id`
+GRANT = Grant(TransferId(ID), "token", "b:7400", {}, 1000, 60.0)
+OPEN, COMMIT, ABORT = "POST /v1/open", f"GET /v1/transfers/{ID}", f"POST /v1/transfers/{ID}/abort"
 PREFILL, PULL = "POST /v1/completions", "POST /v1/pull"
 CACHED = 64
 PREFILLED = {"usage": {"prompt_tokens_details": {"cached_tokens": CACHED}}}
 
 
 def status(state: str) -> dict[str, Any]:
-    return {"transfer_id": "t-1", "state": state, "reason": "test", "nbytes": 1000}
+    return {"transfer_id": ID, "state": state, "reason": "test", "nbytes": 1000}
 
 
 @dataclass(slots=True)
@@ -104,6 +106,12 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         yield Case(clock, fleet, kvd, node, hand_offs, booking, request, trace)
 
 
+@pytest.fixture(autouse=True)
+def same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id that the gateway chooses is known to the scripts of the kvd."""
+    monkeypatch.setattr(handoff, "new_transfer_id", lambda: TransferId(ID))
+
+
 @pytest.fixture
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "_CHECK_S", 0.01)
@@ -114,12 +122,12 @@ async def test_grant_then_prefill_then_commit() -> None:
         await one.node.script(PREFILL, PREFILLED)
         await one.kvd.script(COMMIT, status("committed"))
         params = await one.carry_out()
-        assert params == {"do_remote_prefill": True, "transfer_id": "t-1"}
+        assert params == {"do_remote_prefill": True, "transfer_id": ID}
         assert one.booking.stage == "landed"
         assert None not in (one.trace.granted_s, one.trace.committed_s)
         (body,) = await one.node.requested(PREFILL)
         sent = body["kv_transfer_params"]
-        assert sent["do_remote_decode"] and sent["grant"]["transfer_id"] == "t-1"
+        assert sent["do_remote_decode"] and sent["grant"]["transfer_id"] == ID
         assert len(body["prompt"]) == sent["handoff_tokens"] and body["max_tokens"] == 1
         assert ABORT not in one.kvd.bodies
 
@@ -182,6 +190,7 @@ async def test_an_error_of_the_kvd_is_the_prefill_nodes_to_avoid() -> None:
         with pytest.raises(AttemptFailed, match="other format") as failed:
             await one.carry_out()
         assert failed.value.avoid == (F,) and one.fleet.board.node(B).usable
+        await one.kvd.requested(ABORT)
 
 
 async def test_a_kvd_that_drops_the_connection_is_not_used() -> None:
@@ -191,20 +200,40 @@ async def test_a_kvd_that_drops_the_connection_is_not_used() -> None:
             await one.carry_out()
         assert failed.value.avoid == (B,) and not failed.value.prefill
         assert not one.fleet.board.node(B).usable
-        assert ABORT not in one.kvd.bodies
+        await one.kvd.requested(ABORT)  # the answer is lost, and perhaps it was a grant
 
 
-async def test_a_grant_that_arrives_after_the_request_was_cancelled_is_aborted() -> None:
+async def test_a_request_that_is_cancelled_before_its_grant_aborts_the_transfer() -> None:
     async with case() as one, peer() as slow:
         member_of(one.fleet, B).kvd_url = slow.url
         await slow.script(ABORT, status("failed"))
         carrying = asyncio.create_task(one.carry_out())
-        await slow.requested(OPEN)
+        (opened,) = await slow.requested(OPEN)
         carrying.cancel()
         await asyncio.wait([carrying])
-        assert carrying.cancelled() and ABORT not in slow.bodies
-        await slow.script(OPEN, GRANT)
-        assert await slow.requested(ABORT) == [{"reason": "the request has ended"}]
+        assert carrying.cancelled() and opened["transfer_id"] == ID
+        assert await slow.requested(ABORT) == [{"reason": "given up by the gateway"}]
+
+
+async def test_an_abort_that_gets_no_answer_is_repeated() -> None:
+    async with case() as one:
+        one.kvd.lose(OPEN)
+        one.kvd.lose(ABORT)
+        with pytest.raises(AttemptFailed):
+            await one.carry_out()
+        await one.kvd.requested(ABORT, times=2)
+
+
+async def test_a_grant_of_another_transfer_is_refused_and_both_are_aborted() -> None:
+    async with case() as one:
+        other = TransferId("7f0c8a5e-2f8e-4d8c-9d0b-5a1f3f6f0002")
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, transfer_id=other))
+        await one.kvd.script(f"POST /v1/transfers/{other}/abort", status("failed"))
+        with pytest.raises(AttemptFailed, match="granted another transfer") as failed:
+            await one.carry_out()
+        assert failed.value.avoid == (B,)
+        await one.kvd.requested(ABORT)
+        await one.kvd.requested(f"POST /v1/transfers/{other}/abort")
 
 
 async def test_a_request_that_is_cancelled_during_the_prefill_aborts_its_transfer() -> None:

@@ -32,7 +32,7 @@ from prfaas.kvspec import Segment, segment_bytes
 from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
-from prfaas.types import Grant, NodeId, NotNow
+from prfaas.types import Grant, NodeId, NotNow, TransferId
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, MEMORY_BYTES, SPEC, names
 
@@ -69,11 +69,13 @@ class Parts:
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         return self.storage.pool.match(names(prompt)).tokens
 
-    def open(self, prompt: Sequence[int]) -> Grant | NotNow:
-        return self.incoming.open(OpenTransfer(tuple(names(prompt)), len(prompt), COMPAT))
+    def open(self, prompt: Sequence[int], transfer_id: TransferId | None = None) -> Grant | NotNow:
+        return self.incoming.open(
+            OpenTransfer(tuple(names(prompt)), len(prompt), COMPAT, transfer_id=transfer_id)
+        )
 
-    def grant(self, prompt: Sequence[int]) -> Grant:
-        grant = self.open(prompt)
+    def grant(self, prompt: Sequence[int], transfer_id: TransferId | None = None) -> Grant:
+        grant = self.open(prompt, transfer_id)
         assert isinstance(grant, Grant), grant
         return grant
 
@@ -126,7 +128,9 @@ def segments_of(grant: Grant, tokens: int) -> list[Segment]:
 async def transfer_parts(*, memory_bytes: int = MEMORY_BYTES) -> AsyncIterator[Parts]:
     """No engine has registered yet."""
     clock = FakeClock()
-    store = Store(NodeId("pool"), StoreOptions(memory_bytes=memory_bytes), EventLog("instance"))
+    store = Store(
+        NodeId("pool"), StoreOptions(memory_bytes=memory_bytes), EventLog("instance"), clock
+    )
     links = Links(LinkOptions(), tls=None, budget=ConnectionBudget(8))
     with Listener(clock=clock) as listener:
         address = str(Address(*listener.address))

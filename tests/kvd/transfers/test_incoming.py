@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-import math
+import uuid
 from collections.abc import AsyncIterator
 
 import pytest
 
+from prfaas.cache.pool import TOO_LARGE_RETRY_S
 from prfaas.contracts.kvd_api import OpenTransfer
-from prfaas.errors import TransferFailed
-from prfaas.kvd.transfers.incoming import LONGEST_RETRY_S, NO_ENGINE, bound_retry
+from prfaas.errors import InputError, TransferFailed
+from prfaas.kvd.transfers import incoming
+from prfaas.kvd.transfers.incoming import NO_ENGINE
 from prfaas.types import Grant, NotNow, TransferId
 from tests.kvd.hosts import COMPAT, names, prompt_of
 from tests.kvd.transfers.parts import OPTIONS, Parts, transfer_parts
@@ -24,8 +26,10 @@ async def parts() -> AsyncIterator[Parts]:
         yield made
 
 
-async def committed(parts: Parts, prompt: list[int]) -> Grant:
-    grant = parts.grant(prompt)
+async def committed(
+    parts: Parts, prompt: list[int], transfer_id: TransferId | None = None
+) -> Grant:
+    grant = parts.grant(prompt, transfer_id)
     parts.send(grant, prompt)
     await settled(parts, grant, "committed")
     return grant
@@ -79,7 +83,7 @@ async def test_a_grant_is_refused_when_memory_is_short() -> None:
         first = parts.grant(PROMPT)
         before = parts.in_use()
         refused = parts.open(prompt_of(TOKENS * 3, seed=1))
-        assert isinstance(refused, NotNow) and 0 < refused.retry_after_s <= LONGEST_RETRY_S
+        assert isinstance(refused, NotNow) and 0 < refused.retry_after_s <= TOO_LARGE_RETRY_S
         assert parts.in_use() == before, "a refusal reserves nothing"
         parts.incoming.abort(first.transfer_id, "enough")
         await settled(parts, first, "failed")
@@ -180,7 +184,111 @@ async def test_waiting_ends_after_its_time(parts: Parts) -> None:
     assert status is not None and status.state == "granted"
 
 
-def test_a_refusal_has_a_finite_retry_time() -> None:
-    assert bound_retry(NotNow("no page is free", math.inf)).retry_after_s <= LONGEST_RETRY_S
-    soon = NotNow("no page is free", 2.0)
-    assert bound_retry(soon) is soon
+# Ids that the gateway chooses ---------------------------------------------------------------------
+
+
+def new_id() -> TransferId:
+    return TransferId(str(uuid.uuid4()))
+
+
+async def test_the_gateway_chooses_the_id(parts: Parts) -> None:
+    chosen = new_id()
+    grant = await committed(parts, PROMPT, chosen)
+    assert grant.transfer_id == chosen
+    parts.incoming.keep_prefix(chosen)
+    assert parts.in_use() == (0, 0)
+
+
+async def test_a_repeated_open_gets_the_same_grant(parts: Parts) -> None:
+    chosen = new_id()
+    grant = parts.grant(PROMPT, chosen)
+    before = parts.in_use()
+    assert parts.open(PROMPT, chosen) == grant and parts.in_use() == before
+    parts.send(grant, PROMPT)
+    await settled(parts, grant, "committed")
+    assert parts.open(PROMPT, chosen) == grant and parts.in_use()[1] == 1
+    parts.incoming.abort(chosen, "enough")
+    assert parts.in_use() == (0, 0)
+
+
+async def test_an_id_belongs_to_one_request(parts: Parts) -> None:
+    chosen = new_id()
+    parts.grant(PROMPT, chosen)
+    before = parts.in_use()
+    with pytest.raises(InputError, match="transfer_id: .* another body"):
+        parts.open(prompt_of(TOKENS, seed=1), chosen)
+    assert parts.in_use() == before
+
+
+@pytest.mark.parametrize("end", ["abort", "attach", "release"])
+async def test_an_id_that_has_ended_is_refused(parts: Parts, end: str) -> None:
+    chosen = new_id()
+    grant = await committed(parts, PROMPT, chosen)
+    if end == "abort":
+        parts.incoming.abort(chosen, "enough")
+    else:
+        ticket = parts.incoming.attach(chosen)
+        if end == "release":
+            parts.incoming.release(ticket.lease_id)
+    before = parts.in_use()
+    with pytest.raises(TransferFailed, match="transfer_id"):
+        parts.open(PROMPT, grant.transfer_id)
+    assert parts.in_use() == before
+
+
+async def test_an_id_whose_abort_is_under_way_is_refused(parts: Parts) -> None:
+    chosen = new_id()
+    grant = parts.grant(PROMPT, chosen)
+    parts.incoming.abort(chosen, "enough")
+    with pytest.raises(TransferFailed, match="was aborted"):
+        parts.open(PROMPT, chosen)
+    await settled(parts, grant, "failed")
+    assert parts.in_use() == (0, 0)
+
+
+async def test_an_id_that_was_aborted_before_its_open_is_refused(parts: Parts) -> None:
+    chosen = new_id()
+    assert parts.incoming.abort(chosen, "the client has left")
+    assert parts.incoming.abort(chosen, "again")
+    with pytest.raises(TransferFailed, match="aborted before it was opened"):
+        parts.open(PROMPT, chosen)
+    assert parts.in_use() == (0, 0)
+    parts.clock.advance(OPTIONS.remember_s)
+    parts.incoming.sweep()
+    parts.grant(PROMPT, chosen)  # the abort is forgotten
+    assert parts.in_use()[1] == 1
+
+
+async def test_remembered_aborts_are_bounded(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "REMEMBERED_ABORTS", 2)
+    ids = [new_id() for _ in range(3)]
+    for one in ids:
+        parts.incoming.abort(one, "enough")
+    parts.grant(PROMPT, ids[0])
+    for one in ids[1:]:
+        with pytest.raises(TransferFailed):
+            parts.open(PROMPT, one)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "t-1", str(uuid.uuid4()).upper(), uuid.uuid4().hex, f"{{{uuid.uuid4()}}}", "\ud800"]
+)
+async def test_an_id_that_is_not_a_uuid_is_refused(parts: Parts, bad: str) -> None:
+    with pytest.raises(InputError, match="transfer_id"):
+        parts.open(PROMPT, TransferId(bad))
+    assert not parts.incoming.abort(TransferId(bad), "no transfer can have this id")
+    assert parts.in_use() == (0, 0)
+
+
+async def test_an_open_that_fails_after_its_reservation_gives_it_back(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = new_id()
+    grant = parts.grant(PROMPT, chosen)
+    parts.incoming.abort(chosen, "enough")
+    await settled(parts, grant, "failed")
+    # The kvd has forgotten the transfer, but the listener still knows it and refuses the id.
+    monkeypatch.delitem(parts.incoming._transfers, chosen)
+    with pytest.raises(InputError, match="announced before"):
+        parts.open(PROMPT, chosen)
+    assert parts.in_use() == (0, 0) and parts.incoming.status(chosen) is None

@@ -3,6 +3,9 @@
 The file is read and written by position, never mapped: a truncated file would kill the process that
 touches its mapping. A short read, an I/O error or changed bytes make the unit a miss. The caller
 owns the file descriptor.
+
+`write` and `read` may run in another thread than the rest, one at a time: they use the file and the
+views only. The pages of the file are taken and freed by the pool's owner.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Slot(NamedTuple):
-    """Where a spilled unit lies, and what its bytes must hash to."""
+    """Where a spilled unit lies, and what its bytes must hash to (empty until it is written)."""
 
     pages: tuple[int, ...]
     digest: bytes
@@ -38,36 +41,42 @@ class SpillFile:
         self.failures = 0  # units that could not be written or read back
         self._fresh = 0
         self._returned: list[int] = []
-        self._held: dict[tuple[int, ...], Slot] = {}
+        self._taken: set[int] = set()
 
     @property
     def free_pages(self) -> int:
-        return self.pages - self._fresh + len(self._returned)
+        return self.pages - len(self._taken)
 
-    def write(self, views: Sequence[memoryview]) -> Slot | None:
-        """Stores a unit given as whole pages. None when the file is full or the write fails."""
-        nbytes = sum(view.nbytes for view in views)
-        assert nbytes % self.page_bytes == 0, "a unit is whole pages"
-        count = nbytes // self.page_bytes
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """Pages of the file for one unit. None when fewer are free."""
         if count > self.free_pages:
             return None
-        pages = self._take(count)
+        reused = min(count, len(self._returned))
+        pages = [self._returned.pop() for _ in range(reused)]
+        pages += range(self._fresh, self._fresh + count - reused)
+        self._fresh += count - reused
+        self._taken.update(pages)
+        return tuple(pages)
+
+    def free(self, pages: Sequence[int]) -> None:
+        assert self._taken.issuperset(pages), "not taken from this file"
+        self._taken.difference_update(pages)
+        self._returned.extend(pages)
+
+    def write(self, pages: Sequence[int], views: Sequence[memoryview]) -> bytes | None:
+        """Writes a unit of whole pages. The digest of its bytes, or None when the write fails."""
         try:
             for page, buffers in zip(pages, _per_page(views, self.page_bytes), strict=True):
                 if os.pwritev(self._fd, buffers, page * self.page_bytes) != self.page_bytes:
                     raise OSError("short write")
         except OSError as error:
             self._failed("write", str(error))
-            self._returned.extend(pages)
             return None
-        slot = Slot(pages, _digest(views))
-        self._held[pages] = slot
-        return slot
+        return _digest(views)
 
     def read(self, slot: Slot, views: Sequence[memoryview]) -> bool:
         """Fills `views` with the unit. False when the bytes are not those written; the content of
         the views is then undefined."""
-        assert self._held.get(slot.pages) is slot, "not a slot of this file"
         try:
             for page, buffers in zip(slot.pages, _per_page(views, self.page_bytes), strict=True):
                 if os.preadv(self._fd, buffers, page * self.page_bytes) != self.page_bytes:
@@ -80,25 +89,15 @@ class SpillFile:
             return False
         return True
 
-    def free(self, slot: Slot) -> None:
-        del self._held[slot.pages]
-        self._returned.extend(slot.pages)
-
-    def check(self) -> None:
-        seen = set(self._returned)
-        assert len(seen) == len(self._returned), "an SSD page was returned twice"
-        for slot in self._held.values():
-            assert seen.isdisjoint(slot.pages), "an SSD page has two owners"
-            seen.update(slot.pages)
-        assert seen == set(range(self._fresh)), "an SSD page leaked"
+    def check(self, owned: Sequence[Sequence[int]]) -> None:
+        """Asserts that each page is free, or belongs to exactly one of the units `owned`."""
+        pages = [page for unit in owned for page in unit]
+        assert len(pages) == len(set(pages)), "an SSD page has two owners"
+        assert set(pages) == self._taken, "an SSD page leaked"
+        assert len(self._returned) == len(set(self._returned)), "an SSD page was returned twice"
+        assert self._taken.isdisjoint(self._returned)
+        assert self._taken.union(self._returned) == set(range(self._fresh))
         assert self._fresh <= self.pages
-
-    def _take(self, count: int) -> tuple[int, ...]:
-        reused = min(count, len(self._returned))
-        pages = [self._returned.pop() for _ in range(reused)]
-        pages += range(self._fresh, self._fresh + count - reused)
-        self._fresh += count - reused
-        return tuple(pages)
 
     def _failed(self, what: str, error: str) -> None:
         # `error` is text: a log record with the exception would keep the pages' views alive.

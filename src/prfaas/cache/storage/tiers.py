@@ -1,8 +1,12 @@
 """Which tier a kept block is on: pages in memory, a slot on SSD, or none any more.
 
-    memory --evict--> SSD, where it has room or holds something older --forget--> gone
-       '<---------------- read back, when a lease needs it
+    memory --evict--> leaving --written--> SSD --forget--> gone
+       ▲                 │                  │
+       ├──── needed ─────┘                  │
+       └──────────── read back ─────────────┘
 
+Nothing here reads or writes the SSD: that happens in jobs (`ssd_jobs`), which the pool's owner may
+run in another thread. `make_room` never waits for a job: it drops blocks that are not on SSD yet.
 Without an SSD an evicted block is gone at once. Every block that becomes a prefix, or is gone from
 both tiers, is recorded in the journal.
 """
@@ -18,10 +22,15 @@ from prfaas.cache.block_pool import Block, BlockPool
 from prfaas.cache.journal import Action
 from prfaas.cache.lease import PoolStats
 from prfaas.cache.storage.arena import Arena, PageLayout
-from prfaas.cache.storage.ssd import SpillFile
+from prfaas.cache.storage.ssd import Slot, SpillFile
+from prfaas.cache.storage.ssd_jobs import JobQueue, ReadJob, SpillJob
 from prfaas.cache.tree import PrefixNode, PrefixTree
 
 Record: TypeAlias = Callable[[Action, Block, PrefixNode], None]
+
+# Of all jobs that have not finished. An SSD writes this much in about two seconds, and a request
+# that has to wait longer for room is better served by dropping blocks.
+MAX_QUEUED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +70,32 @@ class CacheTiers:
         self._stats = stats
         self._record = record
         self._spilled: OrderedDict[int, Block] = OrderedDict()  # oldest spill first
+        self.jobs = JobQueue(max(1, MAX_QUEUED_BYTES // storage.layout.page_bytes))
+        self._writing: dict[int, SpillJob] = {}  # by block, without the cancelled ones
+        self._reading: dict[int, ReadJob] = {}  # by block
+
+    @property
+    def has_ssd(self) -> bool:
+        return self._ssd is not None
 
     @property
     def spilled_units(self) -> int:
         return len(self._spilled)
 
+    # Without the SSD ------------------------------------------------------------------------------
+
     def make_room(self, pages: int, now: float) -> None:
-        """Evicts until `pages` pages are free. The caller has checked that it is possible."""
+        """Evicts until `pages` pages are free, and drops what is not on SSD yet. The caller has
+        checked that it is possible."""
         while not self._blocks.has_room(pages):
+            leaving = self._blocks.oldest_leaving()
+            if leaving is not None:  # chosen as victims before all others
+                self._abandon(leaving)
+                continue
             victims = self._blocks.next_victims(now)
             assert victims, "the block pool counted idle pages that do not exist"
             for block in victims:
-                self._evict(block)
-
-    def read_back(self, pinned: Iterable[Block], now: float) -> bool:
-        """Brings pinned blocks into memory. False when one of them was unreadable: the tiers have
-        then forgotten that one and released all of `pinned`."""
-        pinned = list(pinned)
-        for block in pinned:
-            if block.slot is None:
-                continue
-            assert self._ssd is not None and self._arena is not None
-            self._blocks.restore(block, self._layout.pages(block.group))
-            if not self._ssd.read(block.slot, self._arena.views(block.pages)):
-                self._forget(block)
-                self._stats.unreadable_blocks += 1
-                self._blocks.release(in_prompt_order(pinned), now)
-                return False
-            del self._spilled[id(block)]
-            self._ssd.free(block.slot)
-            block.slot = None
-            assert block.node is not None
-            self._tree.resident(block.node, +1)
-            self._stats.promoted_blocks += 1
-        return True
+                self._drop(block)
 
     def keep(self, block: Block, node: PrefixNode) -> bool:
         """Makes a written block the node's, unless the node has one that is as full."""
@@ -106,47 +107,168 @@ class CacheTiers:
                 self._blocks.evict(existing)
             self._tree.detach(existing, prune=False)  # its readers keep it until they release it
         elif existing is not None:
-            assert self._ssd is not None and existing.slot is not None
             if existing.filled_from < block.filled_from:
                 return False
-            self._tree.detach(existing, prune=False)
-            del self._spilled[id(existing)]
-            self._ssd.free(existing.slot)
-            existing.slot = None
+            self._replace_spilled(existing)
         self._tree.attach(node, block)
         if existing is None:
             self._record("stored", block, node)
         return True
 
-    def check(self) -> None:
-        spilled = [b for node in self._tree for b in node.blocks if b is not None and b.slot]
-        assert {id(block) for block in spilled} == set(self._spilled)
-        assert all(block.refs == 0 and not block.pages for block in spilled)
-        if self._ssd is not None:
-            self._ssd.check()
+    # Jobs -----------------------------------------------------------------------------------------
 
-    def _evict(self, block: Block) -> None:
-        """Moves an idle block to SSD where that has room or something older, else drops it."""
-        node = block.node
-        assert node is not None
-        slot = None
-        if self._ssd is not None and self._arena is not None:
-            count = len(block.pages)
+    def start_spills(self, now: float) -> bool:
+        """Evicts the next victims to the SSD; their pages become free when the jobs have finished.
+        A block that the SSD cannot take is dropped. False when the queue of jobs is full, or no
+        block is idle."""
+        if self._ssd is None or not self.jobs.has_room(1):
+            return False
+        victims = self._blocks.next_victims(now)
+        for block in victims:
+            self._start_spill(block)
+        return bool(victims)
+
+    def start_read(self, block: Block) -> bool:
+        """Starts to read a block on SSD back into memory, where the caller has made room. False
+        when the queue of jobs is full."""
+        count = self._layout.pages(block.group)
+        if not self.jobs.has_room(count):
+            return False
+        assert self._ssd is not None and self._arena is not None and block.slot is not None
+        self._blocks.pin(block)  # until the job has finished, whatever becomes of the caller
+        self._blocks.restore(block, count)
+        views = self._arena.views(block.pages)
+        job = ReadJob(block, self._ssd, block.slot, views, self._finish_read)
+        self._reading[id(block)] = job
+        self.jobs.add(job)
+        return True
+
+    def hold(self, block: Block) -> None:
+        """Pins a block of a prefix. One that is being written to the SSD stays in memory."""
+        job = self._writing.get(id(block))
+        if job is None:
+            self._blocks.pin(block)
+            return
+        self._cancel(job)
+        block.slot = None
+        assert block.node is not None
+        self._tree.resident(block.node, +1)
+        self._blocks.stay(block)
+
+    def check(self) -> None:
+        held = [block for node in self._tree for block in node.blocks if block is not None]
+        spilled = {id(block): block for block in held if block.slot is not None}
+        assert set(spilled) == set(self._spilled) | set(self._writing)
+        assert not set(self._spilled) & set(self._writing)
+        for key, block in spilled.items():
+            assert bool(block.pages) == (key in self._writing or key in self._reading), block
+            assert block.refs == 0 or key not in self._writing, block
+        owned = [block.slot.pages for block in self._spilled.values() if block.slot is not None]
+        owned += (
+            job.pages
+            for job in self.jobs
+            if isinstance(job, SpillJob) or id(job.block) not in self._spilled
+        )
+        if self._ssd is not None:
+            self._ssd.check(owned)
+
+    def _start_spill(self, block: Block) -> None:
+        assert self._ssd is not None and self._arena is not None and block.node is not None
+        count = len(block.pages)
+        if count <= self._ssd.pages:
             while self._ssd.free_pages < count and (oldest := self._oldest_spill()) is not None:
                 self._forget(oldest)
-            slot = self._ssd.write(self._arena.views(block.pages))
-        self._blocks.evict(block)
-        if slot is not None:
-            block.slot = slot
-            self._tree.resident(node, -1)
-            self._spilled[id(block)] = block
-            self._stats.spilled_blocks += 1
+        pages = self._ssd.take(count)
+        if pages is None:
+            self._drop(block)
+            return
+        views = self._arena.views(block.pages)
+        self._blocks.start_leaving(block)
+        block.slot = Slot(pages, b"")
+        self._tree.resident(block.node, -1)
+        job = SpillJob(block, self._ssd, pages, views, self._finish_spill)
+        self._writing[id(block)] = job
+        self.jobs.add(job)
+
+    def _finish_spill(self, job: SpillJob) -> None:
+        assert self._ssd is not None
+        self.jobs.remove(job)
+        block = job.block
+        if job.cancelled:
+            self._ssd.free(job.pages)
+        elif job.digest is None:
+            self._abandon(block)
+            self._ssd.free(job.pages)
         else:
-            self._tree.detach(block)
-            self._record_removal(block, node)
+            del self._writing[id(block)]
+            block.slot = Slot(job.pages, job.digest)
+            self._spilled[id(block)] = block
+            self._blocks.leave(block)
+            self._stats.spilled_blocks += 1
+
+    def _finish_read(self, job: ReadJob, now: float) -> None:
+        assert self._ssd is not None
+        self.jobs.remove(job)
+        block = job.block
+        del self._reading[id(block)]
+        if block.node is None:  # replaced while it was read
+            self._ssd.free(job.pages)
+            block.slot = None
+        elif job.intact:
+            del self._spilled[id(block)]
+            self._ssd.free(job.pages)
+            block.slot = None
+            self._tree.resident(block.node, +1)
+            self._stats.promoted_blocks += 1
+        else:
+            self._forget(block)
+            self._stats.unreadable_blocks += 1
+        self._blocks.release([block], now)
+
+    def _cancel(self, job: SpillJob) -> None:
+        """The copy will not be used. The job keeps its pages of the file until it has finished."""
+        job.cancelled = True
+        del self._writing[id(job.block)]
+
+    # Blocks that go -------------------------------------------------------------------------------
+
+    def _drop(self, block: Block) -> None:
+        """Evicts an idle block without a copy on SSD."""
+        node = block.node
+        assert node is not None
+        self._blocks.evict(block)
+        self._tree.detach(block)
+        self._record_removal(block, node)
+        if self._ssd is not None:
+            self._stats.dropped_blocks += 1
+
+    def _abandon(self, block: Block) -> None:
+        """Drops a block that is being written to the SSD."""
+        node = block.node
+        assert node is not None
+        self._cancel(self._writing[id(block)])
+        self._tree.detach(block)
+        block.slot = None
+        self._blocks.leave(block)
+        self._record_removal(block, node)
+        self._stats.dropped_blocks += 1
+
+    def _replace_spilled(self, block: Block) -> None:
+        """The block's node gets a block that is as full, in memory."""
+        self._tree.detach(block, prune=False)
+        if (job := self._writing.get(id(block))) is not None:
+            self._cancel(job)
+            block.slot = None
+            self._blocks.leave(block)
+            return
+        del self._spilled[id(block)]
+        if id(block) not in self._reading:  # else the job frees the slot
+            assert self._ssd is not None and block.slot is not None
+            self._ssd.free(block.slot.pages)
+            block.slot = None
 
     def _oldest_spill(self) -> Block | None:
-        """The oldest spilled block that no lease is about to read back."""
+        """The oldest spilled block that no request is about to read back."""
         return next((block for block in self._spilled.values() if not block.refs), None)
 
     def _forget(self, block: Block) -> None:
@@ -155,7 +277,7 @@ class CacheTiers:
         assert self._ssd is not None and node is not None and block.slot is not None
         self._tree.detach(block)
         del self._spilled[id(block)]
-        self._ssd.free(block.slot)
+        self._ssd.free(block.slot.pages)
         block.slot = None
         self._record_removal(block, node)
 

@@ -30,11 +30,13 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
-from prfaas.types import Grant, NodeId, NotNow
+from prfaas.transport.grants import new_transfer_id
+from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 # A prefill waits for its copies at most `prefix_copy_s` plus this multiple of their predicted time.
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
+_ABORT_ATTEMPTS = 3  # a transfer that is not aborted keeps its memory until its grant expires
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
 
 
@@ -96,7 +98,8 @@ class HandOff:
         self._prefill = prefill
         self._decode = decode
         self._kvd = KvdClient(self._http, decode.kvd_url, self._timeouts)
-        self._grant: Grant | None = None
+        # Set while the kvd may have memory reserved for this hand-off, granted or not.
+        self._transfer_id: TransferId | None = None
         self._prefilling: asyncio.Future[int | None | PeerError] | None = None
         self._committed = False
         self._taken = False
@@ -107,8 +110,8 @@ class HandOff:
     async def __aexit__(self, *_: object) -> None:
         if self._prefilling is not None and not self._committed:
             self._prefilling.cancel()
-        if self._grant is not None and not self._taken:
-            self._abort(self._grant, "given up by the gateway")
+        if self._transfer_id is not None and not self._taken:
+            self._abort(self._transfer_id)
 
     def mark_taken(self) -> None:
         """The decode engine has taken over the state."""
@@ -131,6 +134,7 @@ class HandOff:
                 length.handoff_tokens,
                 self._prefill.compat or compat,
                 length.checkpoint_tokens,
+                new_transfer_id(),
             )
         )
         trace.granted_s = self._clock.now()
@@ -150,34 +154,43 @@ class HandOff:
         return encode(RemotePrefill(grant.transfer_id))
 
     async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
-        # The call must finish even when this request is cancelled: only its response contains
-        # what was reserved.
-        opening = self._background_calls.run(
-            self._kvd.open(transfer), self._timeouts.open_s, must_finish=True
-        )
+        # Leaving the hand-off aborts this id. That releases the memory also when the answer is
+        # late, lost or damaged, because the kvd refuses an open that arrives after its abort.
+        self._transfer_id = transfer.transfer_id
         try:
-            answer = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(self._abort_late_grant)
-            raise
-        if isinstance(answer, ConnectionLost):
+            async with asyncio.timeout(self._timeouts.open_s):
+                answer = await self._kvd.open(transfer)
+        except (ConnectionLost, TimeoutError) as error:
             self._fleet.record_kvd_failure(self._route.decode)
-            raise AttemptFailed(str(answer), self._route.decode)
-        if isinstance(answer, PeerError):
-            raise AttemptFailed(str(answer), self._route.prefill)
+            problem = str(error) or f"no answer within {self._timeouts.open_s:g} s"
+            raise AttemptFailed(problem, self._route.decode) from None
+        except PeerError as error:
+            raise AttemptFailed(str(error), self._route.prefill) from None
         if isinstance(answer, NotNow):
+            self._transfer_id = None  # nothing is reserved
             raise DecodeNodeFull(self._route.decode, answer)
-        self._grant = answer
+        if answer.transfer_id != transfer.transfer_id:
+            self._abort(answer.transfer_id)
+            problem = "its kvd has granted another transfer than the one that was requested"
+            raise AttemptFailed(f"{self._route.decode}: {problem}", self._route.decode)
         relay = self._fleet.links.relay_between(self._prefill, self._decode)
         return answer if relay is None else msgspec.structs.replace(answer, data_address=relay)
 
-    def _abort_late_grant(self, opening: asyncio.Future[Grant | NotNow | PeerError]) -> None:
-        if not opening.cancelled() and isinstance(grant := opening.result(), Grant):
-            self._abort(grant, "the request has ended")
+    def _abort(self, transfer_id: TransferId) -> None:
+        self._background_calls.run(
+            self._abort_until_answered(transfer_id),
+            _ABORT_ATTEMPTS * self._timeouts.kvd_call_s,
+            must_finish=True,
+        )
 
-    def _abort(self, grant: Grant, reason: str) -> None:
-        call = self._kvd.abort(grant.transfer_id, reason)
-        self._background_calls.run(call, self._timeouts.kvd_call_s, must_finish=True)
+    async def _abort_until_answered(self, transfer_id: TransferId) -> None:
+        for attempt in range(1, _ABORT_ATTEMPTS + 1):
+            try:
+                await self._kvd.abort(transfer_id, "given up by the gateway")
+                return
+            except ConnectionLost:
+                if attempt == _ABORT_ATTEMPTS:
+                    raise
 
     async def _copy_prefixes(self, prompt: PromptHashes) -> None:
         """Copies the prefixes that the prefill is to resume from. Without them the prefill takes

@@ -190,7 +190,13 @@ class FrameReader:
     def __init__(self) -> None:
         self._pending = bytearray()
 
+    def add(self, data: bytes) -> int:
+        """Keeps the bytes for the next `feed`, and returns how many bytes wait for it."""
+        self._pending += data
+        return len(self._pending)
+
     def feed(self, data: bytes) -> Iterator[bytes]:
+        """A caller that stops early gets the remaining frames from the next call."""
         self._pending += data
         while len(self._pending) >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(self._pending)

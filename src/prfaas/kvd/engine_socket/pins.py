@@ -8,7 +8,7 @@ from prfaas.cache.lease import LeaseId
 from prfaas.clock import Clock
 from prfaas.kvd.engine_socket.messages import LeaseTicket, units_of
 from prfaas.kvd.store import Store
-from prfaas.kvd.transfers.incoming import NO_ENGINE, bound_retry
+from prfaas.kvd.transfers.incoming import NO_ENGINE
 from prfaas.types import BlockHash, NotNow
 
 
@@ -25,7 +25,7 @@ class PinnedPrefixes:
         lease = storage.pool.pin(names, now=self._clock.now())
         self._store.publish_changes()
         if isinstance(lease, NotNow):
-            return bound_retry(lease)
+            return lease
         return LeaseTicket(
             lease_id=lease.id,
             tokens=lease.tokens,

@@ -1,7 +1,9 @@
 """The kvd's server on the Unix socket: one connection per engine process.
 
-Every call is answered before the next one is read; no handler waits. When a connection closes, the
-leases of its process end (see `lease_holders`).
+Every call is answered before the next one is read. Only calls that reserve or pin pages may wait,
+and only for the SSD tier; the later calls of that connection then wait as well, and the server
+serves the other connections. When a connection closes, the leases of its process end (see
+`lease_holders`), and a call that waits is not made.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import logging
 import os
 import socket
+from contextlib import AbstractAsyncContextManager
 from itertools import count
 from typing import cast
 
@@ -47,6 +50,8 @@ from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
+
+_WAITING_BYTES = 1 << 20  # of the calls that wait for an earlier one
 
 _UNREGISTERED = Refused("input", "the first message of a connection must be a registration")
 
@@ -111,21 +116,70 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._process = process
         self._frames = FrameReader()
+        self._waiting: asyncio.Task[None] | None = None  # a call that waits for the SSD
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._server.process_connected(self._process, self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
         self._server.process_exited(self._process)
 
     def data_received(self, data: bytes) -> None:
+        if self._waiting is not None:
+            # Reading goes on for a while, so that the server learns when the process exits.
+            if self._frames.add(data) > _WAITING_BYTES:
+                self._transport.pause_reading()
+            return
         try:
             for body in self._frames.feed(data):
-                self._handle(decode_call(body))
+                numbered = decode_call(body)
+                prepared = self._prepared(numbered.call)
+                if prepared is not None:
+                    self._waiting = asyncio.create_task(self._handle_when(prepared, numbered))
+                    return  # the frames that follow stay in the reader
+                self._handle(numbered)
         except WireError as error:
             log.warning("closing the connection of engine process %d: %s", self._process, error)
             self._transport.abort()
+
+    def _prepared(self, call: Call) -> AbstractAsyncContextManager[None] | None:
+        """What the call has to wait for; None when it can be handled at once."""
+        store = self._server.store
+        if not store.has_ssd or self._process not in self._server.connected:
+            return None
+        match call:
+            case Begin():
+                promised = call.grant.checkpoint_tokens if call.grant is not None else ()
+                wanted = call.checkpoint_tokens
+                return store.prepared(
+                    call.hashes,
+                    call.tokens,
+                    None if wanted is None else (*wanted, *promised),
+                    promised,
+                )
+            case Pin():
+                return store.prepared(call.hashes)
+            case _:
+                return None
+
+    async def _handle_when(
+        self, prepared: AbstractAsyncContextManager[None], numbered: NumberedCall
+    ) -> None:
+        """A connection that closes cancels this, so nothing is reserved for it."""
+        try:
+            async with prepared:
+                self._handle(numbered)
+        except Exception:
+            log.exception("closing the connection of engine process %d", self._process)
+            self._transport.abort()
+            return
+        self._waiting = None
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self.data_received(b"")
 
     def _handle(self, numbered: NumberedCall) -> None:
         call = numbered.call

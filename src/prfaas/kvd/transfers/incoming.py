@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,20 +18,22 @@ from prfaas.cache.lease import Lease
 from prfaas.clock import Clock
 from prfaas.config.host import KvdTimeouts
 from prfaas.contracts.kvd_api import OpenTransfer, TransferStatus
-from prfaas.errors import TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import LeaseTicket, units_of
 from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.manifest import required_state
 from prfaas.kvd.transfers.page_receiver import PageReceiver
 from prfaas.kvd.transfers.states import IncomingStage, IncomingState
-from prfaas.transport.grants import new_grant
+from prfaas.transport.grants import is_transfer_id, new_grant
 from prfaas.transport.listener import Listener
 from prfaas.types import BlockHash, Compat, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
 
 NO_ENGINE = NotNow("no engine has registered with this kvd yet", 1.0)
-LONGEST_RETRY_S = 3600.0
+# Aborts of transfers that are not known here. An abort can overtake the open that it belongs to,
+# but not by thousands of other aborts.
+REMEMBERED_ABORTS = 4_096
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class _IncomingTransfer:
     storage: Storage
     lease: Lease
     state: IncomingState
-    hashes: tuple[bytes, ...]  # of the prompt's whole blocks
+    request: OpenTransfer | None  # None after the end: it is as long as the prompt
     receiver: PageReceiver | None = None  # None: the pool already had every byte
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
@@ -62,45 +65,67 @@ class IncomingTransfers:
         self._loop = asyncio.get_running_loop()
         self._transfers: dict[TransferId, _IncomingTransfer] = {}
         self._attached: dict[int, TransferId] = {}  # by lease
+        # Ids that were aborted before they were opened, and when; oldest first.
+        self._aborted: OrderedDict[TransferId, float] = OrderedDict()
 
     def differences(self, compat: Compat) -> tuple[str, ...]:
         """The fields in which the state of such an engine differs from the state kept here."""
         storage = self._store.storage
         return () if storage is None else storage.compat.differences(compat)
 
+    async def open_prepared(self, request: OpenTransfer) -> Grant | NotNow:
+        """As `open`; with an SSD tier the kvd first waits until a thread has made room and has
+        read back what the transfer may skip."""
+        if (grant := self._granted_before(request)) is not None:
+            return grant
+        wanted = _checkpoints(request)
+        async with self._store.prepared(request.hashes, request.handoff_tokens, wanted):
+            return self.open(request)
+
     def open(self, request: OpenTransfer) -> Grant | NotNow:
         """Reserves everything that the hand-off needs, and pins what the sender may skip; or
-        reserves nothing. The caller has checked `differences`."""
+        reserves nothing. The caller has checked `differences`.
+
+        An id that has a grant for an equal request gets the same grant: a proxy may repeat a POST.
+        InputError when the id is not a UUID or belongs to another request, TransferFailed when the
+        transfer with this id has ended, perhaps before it was opened."""
+        if (grant := self._granted_before(request)) is not None:
+            return grant
         storage = self._store.storage
         if storage is None:
             return NO_ENGINE
-        wanted = () if request.checkpoint_tokens is None else (request.checkpoint_tokens,)
-        hashes = [BlockHash(name) for name in request.hashes]
         # The pool sets no deadline: until the commit the listener reports when nothing writes to
         # the pages any more, and after it the state of the transfer has the deadline.
         lease = storage.pool.reserve(
-            hashes,
+            [BlockHash(name) for name in request.hashes],
             request.handoff_tokens,
             now=self._clock.now(),
-            checkpoint_tokens=wanted,
+            checkpoint_tokens=_checkpoints(request),
         )
         self._store.publish_changes()
         if isinstance(lease, NotNow):
-            return bound_retry(lease)
+            return lease
         grant = new_grant(
             self.data_address,
             max_bytes=lease.new_bytes,
             deadline_s=self._timeouts.grant_s,
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
+            transfer_id=request.transfer_id,
         )
         state = IncomingState(self._timeouts.dispatch_s)
-        transfer = _IncomingTransfer(grant, storage, lease, state, request.hashes)
+        transfer = _IncomingTransfer(grant, storage, lease, state, request)
         self._transfers[grant.transfer_id] = transfer
-        if lease.new_bytes:
-            self._expect(transfer)
-        else:
-            self._ended(grant.transfer_id, None)  # the pool has every byte: nothing is sent
+        try:
+            if lease.new_bytes:
+                self._expect(transfer)
+            else:
+                self._ended(grant.transfer_id, None)  # the pool has every byte: nothing is sent
+        except BaseException:
+            del self._transfers[grant.transfer_id]
+            storage.pool.release(lease.id, self._clock.now())
+            self._store.publish_changes()
+            raise
         return grant
 
     def status(self, transfer_id: TransferId) -> TransferStatus | None:
@@ -126,10 +151,12 @@ class IncomingTransfers:
         return self.status(transfer_id)
 
     def abort(self, transfer_id: TransferId, reason: str) -> bool:
-        """Whether there was a transfer to abort. An attached transfer belongs to its engine."""
+        """Whether the abort has an effect. An attached transfer belongs to its engine. An id that
+        is not known here is remembered for a while, so that an open that arrives after its abort
+        reserves nothing."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            return False
+            return self._remember_abort(transfer_id)
         state = transfer.state
         if state.stage not in (IncomingStage.GRANTED, IncomingStage.COMMITTED):
             return False
@@ -148,7 +175,7 @@ class IncomingTransfers:
             raise TransferFailed(f"transfer {transfer_id} is not known here")
         transfer.state.attach()
         transfer.changed.set()
-        lease = transfer.lease
+        lease, request = transfer.lease, transfer.request
         self._attached[lease.id] = transfer_id
         return LeaseTicket(
             lease_id=lease.id,
@@ -158,7 +185,7 @@ class IncomingTransfers:
             checkpoint_tokens=lease.checkpoint_tokens,
             readable=units_of(transfer.storage.pool.tables(lease.id).readable),
             writable=(),
-            hashes=transfer.hashes,
+            hashes=request.hashes if request is not None else (),
             tail=transfer.receiver.tail if transfer.receiver is not None else b"",
         )
 
@@ -177,19 +204,67 @@ class IncomingTransfers:
         self.release(self.attach(transfer_id).lease_id)
 
     def sweep(self) -> None:
-        """Fails committed transfers that no gateway polls, and forgets old ended ones."""
+        """Fails committed transfers that no gateway polls, and forgets old ended ones and old
+        aborts."""
         now = self._clock.now()
         for transfer in list(self._transfers.values()):
             if transfer.state.expired(now):
                 self._fail(transfer, "committed, but no gateway asked for it in time")
             elif now - transfer.ended_s >= self._timeouts.remember_s:
                 del self._transfers[transfer.grant.transfer_id]
+        while self._aborted:
+            oldest, aborted_s = next(iter(self._aborted.items()))
+            if now - aborted_s < self._timeouts.remember_s:
+                break
+            del self._aborted[oldest]
 
     def counts(self) -> dict[str, int]:
         counts = {stage.value: 0 for stage in IncomingStage}
         for transfer in self._transfers.values():
             counts[transfer.state.stage.value] += 1
         return counts
+
+    def _granted_before(self, request: OpenTransfer) -> Grant | None:
+        """The grant that the request's id already has. Raises as `open` does."""
+        transfer_id = request.transfer_id
+        if transfer_id is None:
+            return None
+        if not is_transfer_id(transfer_id):
+            raise InputError(
+                f"{transfer_id[:40]!r} is not a UUID in lower case with hyphens",
+                where="transfer_id",
+                fix="use a new UUID for each transfer",
+            )
+        if transfer_id in self._aborted:
+            raise TransferFailed(
+                f"transfer_id: {transfer_id} was aborted before it was opened; use a new UUID"
+            )
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return None
+        state = transfer.state
+        open_stages = (IncomingStage.GRANTED, IncomingStage.COMMITTED)
+        if state.stage not in open_stages or state.aborting is not None:
+            raise TransferFailed(
+                f"transfer_id: {transfer_id} is {state.stage.value} already; use a new UUID"
+                if state.aborting is None
+                else f"transfer_id: {transfer_id} was aborted; use a new UUID"
+            )
+        if request != transfer.request:
+            raise InputError(
+                f"transfer {transfer_id} was opened with another body",
+                where="transfer_id",
+                fix="use a new UUID for each transfer",
+            )
+        return transfer.grant
+
+    def _remember_abort(self, transfer_id: TransferId) -> bool:
+        if not is_transfer_id(transfer_id):
+            return False  # no transfer can have this id
+        self._aborted.setdefault(transfer_id, self._clock.now())
+        if len(self._aborted) > REMEMBERED_ABORTS:
+            self._aborted.popitem(last=False)
+        return True
 
     def _expect(self, transfer: _IncomingTransfer) -> None:
         lease, storage, grant = transfer.lease, transfer.storage, transfer.grant
@@ -237,13 +312,10 @@ class IncomingTransfers:
         now = self._clock.now()
         transfer.ended_s = now
         # The status is kept for minutes; the page table and the hashes are not needed for it.
-        transfer.receiver, transfer.hashes = None, ()
+        transfer.receiver = transfer.request = None
         transfer.storage.pool.release(transfer.lease.id, now)
         self._store.publish_changes()
 
 
-def bound_retry(refusal: NotNow) -> NotNow:
-    """The refusal with a finite retry time: leases without a deadline do not determine one."""
-    if refusal.retry_after_s <= LONGEST_RETRY_S:
-        return refusal
-    return NotNow(refusal.reason, NO_ENGINE.retry_after_s)
+def _checkpoints(request: OpenTransfer) -> tuple[int, ...]:
+    return () if request.checkpoint_tokens is None else (request.checkpoint_tokens,)

@@ -22,7 +22,7 @@ from prfaas.contracts.kvd_api import TransferStatus
 from prfaas.errors import InputError, PrfaasError, TransferFailed
 from prfaas.kvd.engine_socket.messages import Begin, LeaseTicket, TransferEnded, units_of
 from prfaas.kvd.store import Storage, Store
-from prfaas.kvd.transfers.incoming import NO_ENGINE, bound_retry
+from prfaas.kvd.transfers.incoming import NO_ENGINE
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.manifest import (
     Coverage,
@@ -115,7 +115,7 @@ class OutgoingTransfers:
         lease = self._reserve(storage, request)
         self._store.publish_changes()
         if isinstance(lease, NotNow):
-            return bound_retry(lease)
+            return lease
         tables = storage.pool.tables(lease.id)
         lengths = {*lease.checkpoint_tokens} | (
             {lease.tokens} if lease.tokens > lease.match.tokens else set()
@@ -208,7 +208,7 @@ class OutgoingTransfers:
             return NO_ENGINE
         lease = storage.pool.pin(hashes, now=self._clock.now())
         if isinstance(lease, NotNow):
-            return bound_retry(lease)
+            return lease
         state = OutgoingState(sending=True)
         state.commit_write()
         required = required_state(storage.spec, tokens, skip_tokens={}, lengths=())

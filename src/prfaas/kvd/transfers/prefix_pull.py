@@ -20,7 +20,7 @@ from prfaas.contracts.kvd_api import (
     PushPrefix,
     PushStarted,
 )
-from prfaas.errors import PeerError, PeerHttpError, TransferFailed
+from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.store import Store
@@ -65,7 +65,7 @@ async def _pull(
     if there.tokens <= here.tokens:
         return PrefixPulled(here.tokens, 0)
     hashes = request.hashes[: there.tokens // storage.block_tokens]
-    grant = incoming.open(OpenTransfer(hashes, there.tokens, storage.compat))
+    grant = await incoming.open_prepared(OpenTransfer(hashes, there.tokens, storage.compat))
     if isinstance(grant, NotNow):
         return grant
     try:
@@ -84,10 +84,10 @@ async def _pull(
         status = await incoming.wait(grant.transfer_id, PULL_S)
         if status is None or status.state != "committed":
             raise TransferFailed(f"the prefix did not arrive: {status.reason if status else ''}")
-    except (PeerError, asyncio.CancelledError) as error:
+        incoming.keep_prefix(grant.transfer_id)
+    except BaseException as error:  # whatever it is, the pages are given back
         incoming.abort(grant.transfer_id, f"the pull was cancelled: {error}")
         raise
-    incoming.keep_prefix(grant.transfer_id)
     return PrefixPulled(there.tokens, grant.max_bytes)
 
 
