@@ -44,7 +44,6 @@ def restart(kvd: kvds.Kvd) -> kvds.Kvd:
     return anew
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_a_prefill_from_before_a_restart_never_becomes_the_kv_of_another(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +63,6 @@ def test_a_prefill_from_before_a_restart_never_becomes_the_kv_of_another(
         pair.idle()
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_a_decode_from_before_a_restart_is_lost(checkpoint: Path, tmp_path: Path) -> None:
     """Another transfer has the same lease id at the new kvd."""
     with engines(checkpoint, tmp_path) as pair:
@@ -79,7 +77,6 @@ def test_a_decode_from_before_a_restart_is_lost(checkpoint: Path, tmp_path: Path
         pair.idle()
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_a_prefill_that_waits_while_its_kvd_restarts_is_not_computed(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,6 @@ def restarted(folder: Path) -> Iterator[Restarted]:
         yield Restarted(host, scheduler, worker, written, read)
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_a_ticket_from_before_a_restart_never_writes_into_another_request(tmp_path: Path) -> None:
     with restarted(tmp_path) as case:
         mine = begun(case.scheduler.begin(names(SECOND), TOKENS))
@@ -61,7 +60,6 @@ def test_a_ticket_from_before_a_restart_never_writes_into_another_request(tmp_pa
         assert case.host.in_use() == (0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_a_ticket_from_before_a_restart_never_reads_another_requests_pages(tmp_path: Path) -> None:
     with restarted(tmp_path) as case:
         mine = begun(case.scheduler.begin(names(SECOND), TOKENS))
@@ -91,7 +89,6 @@ def test_a_lease_from_before_a_restart_ends_no_lease_of_another_request(tmp_path
             assert_holds(found, SECOND, TOKENS)
 
 
-@pytest.mark.xfail(strict=True, reason="a join carries the id of a lease alone")
 def test_the_kvd_itself_refuses_a_join_that_names_another_instance(tmp_path: Path) -> None:
     with kvd(tmp_path) as host, host.engine() as owner, host.engine() as worker:
         lease = begun(owner.begin(names(FIRST), TOKENS))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -38,7 +38,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOG = logging.getLogger(__name__)
+_KVD_GONE = "the kvd has exited, and the pages of this request with it"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class Problem(NamedTuple):
+    """Why a prefill's transfer cannot be completed: see `contracts.kv_transfer_params`."""
+
+    code: str
+    message: str
 
 
 @dataclass(slots=True)
@@ -49,7 +57,7 @@ class PrefillState:
     ticket_sent: bool = False  # the workers have the lease's ticket
     loading: bool = False
     ended: bool = False  # the request has ended; a worker may still use the pages
-    problem: str | None = None  # why the transfer cannot be completed
+    problem: Problem | None = None  # why the transfer cannot be completed
 
 
 @dataclass(slots=True)
@@ -101,6 +109,12 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
+            case PrefillState(ticket_sent=False) as state if state.lease.lost:
+                # No worker has the ticket yet, so the prompt need not be computed. vLLM asks again,
+                # with the hits of the prompt as it has been cut.
+                del self._requests[request.request_id]
+                self._refuse(request, _refused("transfer_lost", _KVD_GONE))
+                return None, False
             case DecodeState(done=False, lease=None):
                 return 1, True  # vLLM fails a request only through a load
             case DecodeState(done=False, lease=ReadLease() as lease):
@@ -125,7 +139,7 @@ class SchedulerSide:
                 self._give_back(state)  # vLLM's cache has as many tokens
             return
         state.loading = True
-        if state.lease is None:
+        if state.lease is None or state.lease.lost:
             self._orders.failed.append(request.request_id)
             return
         tokens = state.lease.match_tokens if isinstance(state, PrefillState) else state.lease.tokens
@@ -147,6 +161,8 @@ class SchedulerSide:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
+            if isinstance(state, PrefillState) and state.lease.lost and state.problem is None:
+                state.problem = Problem("transfer_lost", _KVD_GONE)
             if isinstance(state, PrefillState) and state.problem is None:
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
                 self._save(request_id, state, computed[request_id], scheduled, tables)
@@ -270,7 +286,7 @@ class SchedulerSide:
         try:
             moves = state.progress.step(start, stop, tables)
         except PrfaasError as error:
-            state.problem = str(error)
+            state.problem = Problem("engine_failed", str(error))
             return
         last = stop >= state.progress.tokens
         if moves or last:
@@ -281,8 +297,8 @@ class SchedulerSide:
     def _commit(self, state: PrefillState) -> dict[str, Any]:
         try:
             if state.problem is not None:
-                state.lease.abort(state.problem)
-                return _refused("engine_failed", state.problem)
+                state.lease.abort(state.problem.message)
+                return _refused(*state.problem)
             state.lease.commit()
         except PrfaasError as error:
             return _refused("transfer_lost", str(error))

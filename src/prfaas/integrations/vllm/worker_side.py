@@ -128,6 +128,7 @@ class WorkerSide:
 
     def _plan(self, order: SaveOrder) -> None:
         if order.ticket is not None:
+            self._writing.pop(order.request_id, None)  # never the lease of an older ticket
             try:
                 self._writing[order.request_id] = self._kvd.join_write(order.ticket)
             except PrfaasError as error:

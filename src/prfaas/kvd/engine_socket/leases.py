@@ -29,7 +29,12 @@ from prfaas.kvspec import KVSpec, Segment
 
 
 class KvdConnection(Protocol):
-    """A connection to the kvd."""
+    """A connection to the kvd. A lease belongs to the connection on which it was made."""
+
+    @property
+    def gone(self) -> bool:
+        """The connection has ended, and every lease of it."""
+        ...
 
     def call(self, call: Call) -> Answer: ...
 
@@ -59,6 +64,11 @@ class ReadLease:
         self._table = table_of(ticket.readable)
         self._kvd = kvd
         self._ended = False
+
+    @property
+    def lost(self) -> bool:
+        """The kvd has exited, or the connection to it has ended, and the lease with it."""
+        return self._kvd.gone
 
     def views(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._table)
@@ -106,6 +116,12 @@ class WriteLease:
         self._writable = table_of(ticket.writable)
         self._kvd = kvd
         self._ended = False
+
+    @property
+    def lost(self) -> bool:
+        """The kvd has exited, or the connection to it has ended, and the lease with it: it cannot
+        be committed any more."""
+        return self._kvd.gone
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._writable)

@@ -77,9 +77,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """This process, too, will use the pages of the lease."""
+    """This process, too, will use the pages of the lease. `instance` is the ticket's: lease ids
+    begin anew with every kvd process, so the id alone may be another request's."""
 
     lease_id: int
+    instance: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -133,6 +135,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     data_address: str
     page_bytes: int
     pages: int
+    instance: str = ""  # identifies the kvd's process: after a restart it is another one
 
 
 class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
@@ -148,6 +151,7 @@ class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
     sending: bool = False  # a `TransferEnded` follows
     hashes: tuple[bytes, ...] = ()  # of an attached transfer: its whole blocks,
     tail: bytes = b""  # and the hash of the tokens after the last whole block
+    instance: str = ""  # of the kvd that made the lease: the ids and pages mean nothing to another
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

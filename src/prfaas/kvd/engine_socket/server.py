@@ -13,8 +13,10 @@ import socket
 from itertools import count
 from typing import cast
 
+import msgspec
+
 from prfaas.errors import InputError, PeerError, WireError
-from prfaas.kvd.engine_socket.lease_holders import LeaseHolders
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders, LeaseKind
 from prfaas.kvd.engine_socket.messages import (
     Abort,
     Answer,
@@ -44,7 +46,7 @@ from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
-from prfaas.types import NodeId
+from prfaas.types import NodeId, NotNow
 
 log = logging.getLogger(__name__)
 
@@ -153,20 +155,16 @@ class _Connection(asyncio.Protocol):
                 if holders.uses(call.lease_id, process):
                     server.outgoing.ready(call.lease_id, [s.segment for s in call.segments])
             case Begin():
-                answer = server.outgoing.begin(call, self._notify_transfer_ended)
-                if isinstance(answer, LeaseTicket):
-                    holders.add(answer.lease_id, "write", process)
-                return answer
+                return self._hold(server.outgoing.begin(call, self._notify_transfer_ended), "write")
             case Attach():
-                ticket = server.incoming.attach(call.transfer_id)
-                holders.add(ticket.lease_id, "read", process)
-                return ticket
+                return self._hold(server.incoming.attach(call.transfer_id), "read")
             case Pin():
-                answer = server.pins.pin(call.hashes)
-                if isinstance(answer, LeaseTicket):
-                    holders.add(answer.lease_id, "read", process)
-                return answer
+                return self._hold(server.pins.pin(call.hashes), "read")
             case Join():
+                if call.instance != server.store.events.instance:
+                    return Refused(
+                        "transfer", f"lease {call.lease_id} is of another instance of the kvd"
+                    )
                 if not holders.join(call.lease_id, process):
                     return Refused("transfer", f"lease {call.lease_id} has ended")
             case Commit() | Abort() | Release():
@@ -179,6 +177,13 @@ class _Connection(asyncio.Protocol):
             case Register():
                 raise AssertionError("handled in _handle")
         return Done()
+
+    def _hold(self, answer: LeaseTicket | NotNow, kind: LeaseKind) -> LeaseTicket | NotNow:
+        """From now on this process owns the lease; its ticket names this kvd's instance."""
+        if isinstance(answer, NotNow):
+            return answer
+        self._server.holders.add(answer.lease_id, kind, self._process)
+        return msgspec.structs.replace(answer, instance=self._server.store.events.instance)
 
     def _end(self, call: Commit | Abort | Release) -> Answer:
         server = self._server
@@ -208,6 +213,7 @@ class _Connection(asyncio.Protocol):
             data_address=self._server.data_address,
             page_bytes=arena.page_bytes,
             pages=arena.pages,
+            instance=store.events.instance,
         )
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.
