@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from prfaas.types import Grant
 from tests.vllm import kvds
 from tests.vllm.engine_free import FAILED, EngineFree
