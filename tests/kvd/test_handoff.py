@@ -190,7 +190,6 @@ def test_many_at_once_with_shared_prefixes_and_aborts(pair: tuple[Host, Host]) -
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
-@pytest.mark.xfail(strict=True, reason="a repeated grant ends in an assert and leaks its pages")
 def test_a_grant_that_comes_twice_harms_no_lease_of_the_engine(pair: tuple[Host, Host]) -> None:
     """The connection of the engine lives on, and so do its other leases."""
     here, there = pair
@@ -216,7 +215,6 @@ def test_a_grant_that_comes_twice_harms_no_lease_of_the_engine(pair: tuple[Host,
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
-@pytest.mark.xfail(strict=True, reason="a repeated grant ends in an assert and leaks its pages")
 def test_a_push_that_a_proxy_repeats_is_answered_twice_and_sent_once(
     pair: tuple[Host, Host],
 ) -> None:

@@ -19,7 +19,7 @@ from prfaas.kvd.engine_socket.messages import (
 from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
-from prfaas.types import NotNow, TransferId
+from prfaas.types import Grant, NotNow, TransferId
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
     COMPAT,
@@ -162,6 +162,17 @@ def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:
             Segment("full0", 99, 0, 4)
         )  # not a layer of this model: the kvd logs it and ignores it
         engine.flush()
+
+
+def test_a_call_that_no_frame_can_carry_fails_alone(host: Host) -> None:
+    grant = Grant(TransferId("t"), "token", "h:1", {}, 1 << 70, 60.0)
+    with host.engine() as engine:
+        lease = begun(engine.begin(names(PROMPT), 40))
+        with pytest.raises(InputError, match="cannot be sent to the kvd"):
+            engine.begin(names(PROMPT), 40, grant=grant)
+        fill(lease, PROMPT)
+        lease.commit()
+    assert host.in_use() == (0, 0)
 
 
 def test_without_a_kvd(tmp_path: Path) -> None:

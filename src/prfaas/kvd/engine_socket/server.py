@@ -141,6 +141,9 @@ class _Connection(asyncio.Protocol):
             answer = Refused("input", str(error))
         except PeerError as error:
             answer = Refused("transfer", str(error))
+        except Exception as error:  # a defect ends this call, not the engine's other leases
+            log.exception("engine process %d: %s failed", self._process, type(call).__name__)
+            answer = Refused("transfer", f"the kvd failed: {error!r}")
         if numbered.number:
             self._send(NumberedAnswer(numbered.number, answer))
         elif isinstance(answer, Refused):

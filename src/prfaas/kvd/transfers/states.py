@@ -102,6 +102,11 @@ class OutgoingState:
         """Neither the engine nor a link uses the pages any more."""
         return self.write is not WriteStage.WRITING and self.send is not SendStage.SENDING
 
+    @property
+    def writing(self) -> bool:
+        """The engine may still write to the pages."""
+        return self.write is WriteStage.WRITING
+
     def commit_write(self) -> None:
         assert self.write is WriteStage.WRITING, self.write
         self.write = WriteStage.COMMITTED
