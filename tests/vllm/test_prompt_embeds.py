@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,9 @@ class Served:
     server: VllmServer
 
     def complete(self, params: dict[str, Any] | None, embeds: str | None) -> Any:
-        more = {"prompt": None, "prompt_embeds": embeds} if embeds is not None else {}
-        fields = {"kv_transfer_params": params, "return_token_ids": False, "logprobs": None}
-        return self.server.complete([7] * TOKENS, 1, **fields, **more)
+        prompt = {"prompt": [7] * TOKENS} if embeds is None else {"prompt_embeds": embeds}
+        body = {"model": "m", "max_tokens": 1, "kv_transfer_params": params, **prompt}
+        return self.server.post("/v1/completions", body)
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +53,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def hidden_size(model: Path) -> int:
-    import json
-
-    config = json.loads((model / "config.json").read_text())
-    return int(config["hidden_size"])
+    return int(json.loads((model / "config.json").read_text())["hidden_size"])
 
 
 @pytest.fixture(scope="module")
-def embeds(served: Served, tmp_path_factory: pytest.TempPathFactory) -> str:
+def embeds(served: Served) -> str:
     model = served.kvd.socket.parent / "model"
     data = io.BytesIO()
     torch.save(torch.randn(TOKENS, hidden_size(model)), data)

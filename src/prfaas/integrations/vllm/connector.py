@@ -155,7 +155,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker_side.end_step()
 
-    @_contained(lambda: KVConnectorTransferResults(set(), set(), set()))
+    @_contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker_side.take_results(finished_req_ids)
         return KVConnectorTransferResults(
