@@ -1,5 +1,6 @@
-"""A decode engine that ends a handed-off chat with an error. Only an engine that has found the state
-of another prompt may prefill the chat itself; any other failure is prefilled again elsewhere."""
+"""A decode engine that ends a handed-off chat with an error. Only an engine that has found the
+state of another prompt may prefill the chat itself; after any other failure the chat is prefilled
+again elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from prfaas.config.gateway import DEFAULTS, GatewaySection
-from prfaas.contracts.kvd_api import TransferStatus
+from prfaas.contracts.kvd_api import OTHER_PROMPT, TransferStatus
 from prfaas.errors import RequestError
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -107,7 +108,6 @@ LOST = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="any 500 of a chat makes it decode-only")
 @pytest.mark.parametrize(("code", "found"), LOST)
 async def test_a_failure_without_a_proven_mismatch_never_makes_a_decode_node_prefill(
     code: int, found: Any
@@ -120,7 +120,6 @@ async def test_a_failure_without_a_proven_mismatch_never_makes_a_decode_node_pre
         assert all(one.with_state)
 
 
-@pytest.mark.xfail(strict=True, reason="any 500 of a chat makes it decode-only")
 async def test_a_kvd_that_does_not_answer_proves_nothing() -> None:
     async with case(with_timeouts(kvd_call_s=0.2)) as one:
         one.kvd.silence(STATUS)
@@ -133,7 +132,7 @@ async def test_a_kvd_that_does_not_answer_proves_nothing() -> None:
 
 async def test_a_proven_mismatch_is_the_decode_engines_alone() -> None:
     async with case() as one:
-        await one.kvd.script(STATUS, status("released", "other_prompt"))
+        await one.kvd.script(STATUS, status("released", OTHER_PROMPT))
         await one.fail()
         await one.end()
         assert one.with_state == [True, False]

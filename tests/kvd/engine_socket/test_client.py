@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import (
     Flush,
@@ -149,6 +150,17 @@ def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
             engine.attach(TransferId("unknown"))
         with pytest.raises(TransferFailed, match="not committed yet"):
             engine.attach(host.grant(PROMPT).transfer_id)
+
+
+@pytest.mark.parametrize("problem", ["", OTHER_PROMPT])
+def test_the_status_has_why_an_engine_could_not_use_a_transfer(host: Host, problem: str) -> None:
+    keep(host, PROMPT)
+    with host.engine() as engine:
+        grant = host.grant(PROMPT)  # the pool has every byte: it is committed at once
+        engine.attach(grant.transfer_id).release(problem)  # type: ignore[arg-type]
+        found = host.transfer(grant)
+        assert (found["state"], found["reason"]) == ("released", problem)
+    assert host.in_use() == (0, 0)
 
 
 def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:

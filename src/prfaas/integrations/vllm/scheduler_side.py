@@ -24,6 +24,7 @@ from prfaas.contracts.kv_transfer_params import (
     encode,
     prefill_error,
 )
+from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import InputError, PrfaasError
 from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
@@ -291,7 +292,7 @@ class SchedulerSide:
             raise
         held = (lease.ticket.hashes, lease.ticket.tail)
         if lease.tokens >= request.num_prompt_tokens or named != held:
-            lease.release()
+            lease.release(OTHER_PROMPT)  # vLLM's response cannot say it
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return

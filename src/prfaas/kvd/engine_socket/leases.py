@@ -21,6 +21,7 @@ from prfaas.kvd.engine_socket.messages import (
     Call,
     Commit,
     LeaseTicket,
+    ReadProblem,
     Release,
     SegmentName,
     table_of,
@@ -73,13 +74,14 @@ class ReadLease:
     def views(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._table)
 
-    def release(self) -> None:
+    def release(self, problem: ReadProblem = "") -> None:
         """Called when no process of this engine reads any more. Idempotent. A kvd that has exited
-        has released the lease already."""
+        has released the lease already. `problem` tells gateways why the engine did not use the
+        state of an attached transfer."""
         if not self._ended:
             self._ended = True
             try:
-                self._kvd.call(Release(self.ticket.lease_id))
+                self._kvd.call(Release(self.ticket.lease_id, problem))
             except ConnectionLost:
                 pass
 

@@ -22,6 +22,7 @@ from prfaas.types import Compat, Grant, NotNow, TransferId
 
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
+ReadProblem: TypeAlias = Literal["", "other_prompt"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -102,7 +103,10 @@ class Pin(msgspec.Struct, frozen=True, tag="pin"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
+    """`problem`: why the engine could not use an attached transfer. Its status then has it."""
+
     lease_id: int
+    problem: ReadProblem = ""
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):

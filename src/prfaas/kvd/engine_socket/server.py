@@ -98,9 +98,9 @@ class EngineSocketServer:
             if all(r.engine_id != register.engine_id for r in self.connected.values()):
                 self.store.events.forget_engine(NodeId(register.engine_id))
 
-    def release(self, lease_id: int) -> None:
+    def release(self, lease_id: int, problem: str = "") -> None:
         """Ends a lease for reading: an attached transfer, or a pinned prefix."""
-        if not self.incoming.release(lease_id):
+        if not self.incoming.release(lease_id, problem):
             self.pins.release(lease_id)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
             case Abort():
                 server.outgoing.abort(call.lease_id, call.reason)
             case Release():
-                server.release(call.lease_id)
+                server.release(call.lease_id, call.problem)
         return Done()
 
     def _register(self, number: int, call: Register) -> None:

@@ -72,9 +72,10 @@ class IncomingState:
             case _:
                 raise TransferFailed("an engine has already attached the transfer")
 
-    def release(self) -> None:
+    def release(self, problem: str = "") -> None:
         assert self.stage is IncomingStage.ATTACHED, self.stage
         self.stage = IncomingStage.RELEASED
+        self.reason = problem
 
 
 class WriteStage(enum.Enum):
