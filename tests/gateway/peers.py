@@ -31,6 +31,10 @@ class Peer:
             self._scripts[what] = (status, response)
             self._changed.notify_all()
 
+    def silence(self, what: str) -> None:
+        """Requests of this path wait again, until it is scripted."""
+        self._scripts.pop(what, None)
+
     def lose(self, what: str) -> None:
         """The peer closes the connection instead of sending a response."""
         self._lost.add(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from prfaas.contracts.kvd_api import PushPrefix
+from prfaas.errors import TransferFailed
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import TlsFiles, TlsIdentity
@@ -185,3 +188,50 @@ def test_many_at_once_with_shared_prefixes_and_aborts(pair: tuple[Host, Host]) -
         outcomes = Counter(threads.map(one, range(50)))
         assert outcomes == {"read": 40, "failed": 10}
         wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def test_a_grant_that_comes_twice_harms_no_lease_of_the_engine(pair: tuple[Host, Host]) -> None:
+    """The connection of the engine lives on, and so do its other leases."""
+    here, there = pair
+    prompt, other = prompt_of(40), prompt_of(40, seed=1)
+    with here.engine() as prefill, there.engine() as decode:
+        bystander = begun(prefill.begin(names(other), 40))
+        grant = there.grant(prompt)
+        lease = begun(prefill.begin(names(prompt), 40, grant=grant))
+        before = here.in_use()
+        with pytest.raises(TransferFailed, match="is being sent"):
+            prefill.begin(names(prompt), 40, grant=grant)
+        assert here.in_use() == before
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        with decode.attach(grant.transfer_id) as state:
+            assert_holds(state, prompt, 40)
+        lease.sent.result(PATIENCE_S)
+        with pytest.raises(TransferFailed, match="has ended"):
+            prefill.begin(names(prompt), 40, grant=grant)
+        fill(bystander, other)
+        bystander.commit()
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def test_a_push_that_a_proxy_repeats_is_answered_twice_and_sent_once(
+    pair: tuple[Host, Host],
+) -> None:
+    here, there = pair
+    prompt = prompt_of(40)
+    with here.engine() as prefill, there.engine():
+        lease = begun(prefill.begin(names(prompt), 40, checkpoint_tokens=()))
+        fill(lease, prompt)
+        lease.commit()
+        with socket.create_server(("127.0.0.1", 0)) as mute:  # the transfer stays under way
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+            grant = msgspec.structs.replace(there.grant(prompt), data_address=address)
+            push = PushPrefix(tuple(names(prompt)), COMPAT, grant)
+            for _ in range(3):
+                assert here.post("/v1/push", push) == (200, b'{"type":"pushing"}')
+                assert here.in_use()[1] == 1
+            other = msgspec.structs.replace(push, hashes=push.hashes[:5])
+            status, body = here.post("/v1/push", other)
+            assert status == 502 and b"is being sent" in body
+            assert here.in_use()[1] == 1

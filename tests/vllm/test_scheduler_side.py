@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.types import Grant
 from tests.vllm import kvds
@@ -114,6 +115,7 @@ def test_what_is_loaded_is_what_was_computed(pair: Pair, tokens: int) -> None:
     pair.decode.run(name)
     assert pair.decode.resumed[name] == pair.prefill.left[name]
     assert request.num_prompt_tokens == tokens + TAIL
+    assert pair.target.status(params["transfer_id"]).reason == ""
     pair.idle()
 
 
@@ -197,6 +199,9 @@ def test_a_transfer_of_another_prompt_is_no_answer(pair: Pair) -> None:
     params = pair.hand_off("mine", prompt_of(256, seed=8), 255)
     pair.decode.add("mine", prompt_of(256, seed=9), params)
     assert pair.decode.run("mine") == FAILED
+    # vLLM's response is the same for any failure; the kvd's status has the reason for gateways.
+    status = pair.target.status(params["transfer_id"])
+    assert (status.state, status.reason) == ("released", OTHER_PROMPT)
     pair.idle()
 
 

@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,9 @@ from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
 
 LONGEST_WAIT_S = 60.0  # the upper bound of ?wait_s=
 PULL_S = 300.0  # the longest time that a pull may take
+# The reason of a released transfer whose engine found that it is not of its prompt, and read none
+# of it. Only this proves to a gateway that engine and gateway tokenise a request differently.
+OTHER_PROMPT: Final = "other_prompt"
 SNAPSHOT = -1  # ?since= that requests a snapshot
 # The window of `KvdReport.late_s`: a gateway that polls twice a second misses nothing within it.
 LATE_WINDOW_S = 2.0
@@ -59,7 +62,7 @@ class TransferStatus(msgspec.Struct, frozen=True):
     transfer_id: TransferId
     # Incoming: granted, committed, attached, released, failed. Outgoing: sending, sent, failed.
     state: str
-    reason: str  # of a failure
+    reason: str  # of a failure; of a released transfer OTHER_PROMPT, or empty
     nbytes: int
 
 

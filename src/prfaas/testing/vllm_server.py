@@ -79,6 +79,10 @@ class VllmServer:
     def complete(self, prompt: list[int], max_tokens: int, **more: object) -> VllmResponse:
         return self._request("POST", "/v1/completions", _body(prompt, max_tokens, more))
 
+    def post(self, path: str, body: Mapping[str, object]) -> VllmResponse:
+        """A request with exactly these fields."""
+        return self._request("POST", path, json.dumps(body))
+
     @contextmanager
     def streaming(
         self, prompt: list[int], max_tokens: int, **more: object

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import (
     Flush,
@@ -19,7 +20,7 @@ from prfaas.kvd.engine_socket.messages import (
 from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
-from prfaas.types import NotNow, TransferId
+from prfaas.types import Grant, NotNow, TransferId
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
     COMPAT,
@@ -151,6 +152,17 @@ def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
             engine.attach(host.grant(PROMPT).transfer_id)
 
 
+@pytest.mark.parametrize("problem", ["", OTHER_PROMPT])
+def test_the_status_has_why_an_engine_could_not_use_a_transfer(host: Host, problem: str) -> None:
+    keep(host, PROMPT)
+    with host.engine() as engine:
+        grant = host.grant(PROMPT)  # the pool has every byte: it is committed at once
+        engine.attach(grant.transfer_id).release(problem)  # type: ignore[arg-type]
+        found = host.transfer(grant)
+        assert (found["state"], found["reason"]) == ("released", problem)
+    assert host.in_use() == (0, 0)
+
+
 def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:
     with host.engine() as engine:
         lease = begun(engine.begin(names(PROMPT), 40))
@@ -162,6 +174,17 @@ def test_a_segment_outside_the_lease_has_no_place(host: Host) -> None:
             Segment("full0", 99, 0, 4)
         )  # not a layer of this model: the kvd logs it and ignores it
         engine.flush()
+
+
+def test_a_call_that_no_frame_can_carry_fails_alone(host: Host) -> None:
+    grant = Grant(TransferId("t"), "token", "h:1", {}, 1 << 70, 60.0)
+    with host.engine() as engine:
+        lease = begun(engine.begin(names(PROMPT), 40))
+        with pytest.raises(InputError, match="cannot be sent to the kvd"):
+            engine.begin(names(PROMPT), 40, grant=grant)
+        fill(lease, PROMPT)
+        lease.commit()
+    assert host.in_use() == (0, 0)
 
 
 def test_without_a_kvd(tmp_path: Path) -> None:

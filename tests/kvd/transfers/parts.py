@@ -104,6 +104,10 @@ class _Direct:
     def __init__(self, outgoing: OutgoingTransfers) -> None:
         self._outgoing = outgoing
 
+    @property
+    def gone(self) -> bool:
+        return False
+
     def call(self, call: Call) -> Answer:
         return Done()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
@@ -20,7 +20,9 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
 from prfaas.gateway.dispatch.handoff import (
@@ -31,6 +33,7 @@ from prfaas.gateway.dispatch.handoff import (
     raise_client_error,
 )
 from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.membership import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.long_term.traffic import TrafficHistory
@@ -187,7 +190,7 @@ class Dispatcher:
                 )
             )
         except PeerError as error:
-            if hand_off is not None and _may_be_tokenised_differently(request, error):
+            if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(
                     "%s refused the state of a chat (%s); the request is retried without a "
                     "hand-off. Check that [gateway] tokenizer is the engines' tokenizer.",
@@ -207,6 +210,31 @@ class Dispatcher:
             hand_off.mark_taken()
         return answer
 
+    async def _is_of_another_prompt(
+        self,
+        request: GatewayRequest,
+        error: PeerError,
+        decode: Member,
+        transfer: Mapping[str, Any],
+    ) -> bool:
+        """Whether the engine has rendered the messages to another prompt than the one that was
+        prefilled. It must be proven: the decode engine prefills such a request itself, and no
+        other. `prfaas node` says so in its response, by a field that chats lack; a vLLM tells its
+        kvd. A kvd that does not answer in time proves nothing."""
+        if request.path != "/v1/chat/completions" or not isinstance(error, PeerHttpError):
+            return False
+        if error.status == 400:
+            return error.param == "prompt"
+        if error.status != 500:
+            return False
+        kvd = KvdClient(self._http, decode.kvd_url, self._fleet.timeouts)
+        try:
+            status = await kvd.transfer(transfer["kv_transfer_params"]["transfer_id"])
+        except PeerError as unanswered:
+            _LOG.info("the transfer of a failed chat: %s", unanswered)
+            return False
+        return status.state == "released" and status.reason == OTHER_PROMPT
+
     def _close(self, booking: Booking) -> None:
         booking.close(self._clock.now())
 
@@ -220,14 +248,6 @@ class Dispatcher:
                 max(1, answer.output_tokens),
                 trace.waited_s,
             )
-
-
-def _may_be_tokenised_differently(request: GatewayRequest, error: PeerError) -> bool:
-    """Whether the engine may have rendered the messages to another prompt than the one that was
-    prefilled. vLLM does not report the reason; a `prfaas node` names a field that chats lack."""
-    if request.path != "/v1/chat/completions" or not isinstance(error, PeerHttpError):
-        return False
-    return error.status == 500 or (error.status == 400 and error.param == "prompt")
 
 
 def routed_request(request: GatewayRequest, number: int, arrived_s: float) -> Request:

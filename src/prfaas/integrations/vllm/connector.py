@@ -1,4 +1,5 @@
-"""PrfaasConnector: forwards vLLM's hooks to the scheduler's or the worker's side. Decides nothing.
+"""PrfaasConnector: forwards vLLM's hooks to the scheduler's or the worker's side. Decides nothing,
+but contains what they raise: an exception in a hook would end the engine and all its requests.
 
 vLLM makes one object in the scheduler's process and one in each worker's process. Both register
 with the host's kvd. The scheduler's side owns leases, the workers join them.
@@ -6,7 +7,10 @@ with the host's kvd. The scheduler's side owns leases, the workers join them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,6 +41,27 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_LOG = logging.getLogger(__name__)
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def _contained(default: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
+    """A hook that logs what it raises and returns `default()` instead."""
+
+    def contain(hook: _Hook) -> _Hook:
+        @functools.wraps(hook)
+        def contained(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                _LOG.exception("%s failed", hook.__name__)
+                return default()
+
+        return cast(_Hook, contained)
+
+    return contain
+
+
 # limits: vLLM's interface dictates the methods.
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
@@ -64,27 +89,37 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.completes_divergent_hits
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler_side.accept(request)
+        try:
+            self._scheduler_side.accept(request)
+        except Exception as error:
+            self._scheduler_side.fail(request, error)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler_side.count_loadable_tokens(request, num_computed_tokens)
+        try:
+            return self._scheduler_side.count_loadable_tokens(request, num_computed_tokens)
+        except Exception as error:
+            return self._scheduler_side.fail(request, error)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids  # type: ignore[no-any-return]
 
+    @_contained(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler_side.plan_load(request, blocks, num_external_tokens)
 
+    @_contained(StepOrders)  # what this step lacks is in the next step's orders
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         return self._scheduler_side.take_orders(scheduler_output)
 
+    @_contained(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.take_results(connector_output)
 
+    @_contained(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -97,22 +132,30 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker_side.begin_step(connector_metadata)
+        self._begin_step(connector_metadata)
 
+    @_contained(lambda: None)
+    def _begin_step(self, orders: StepOrders) -> None:
+        self._worker_side.begin_step(orders)
+
+    @_contained(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker_side.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads end before a request's first step."""
 
+    @_contained(lambda: None)
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         self._worker_side.save_layer(layer_name)
 
+    @_contained(lambda: None)
     def wait_for_save(self) -> None:
         self._worker_side.end_step()
 
+    @_contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker_side.take_results(finished_req_ids)
         return KVConnectorTransferResults(
@@ -123,6 +166,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both -----------------------------------------------------------------------------------------
 
+    @_contained(lambda: None)
     def get_kv_connector_stats(self) -> PrfaasStats | None:
         counts = (self._scheduler or self._worker_side).take_counts()
         return PrfaasStats(data=counts) if counts else None
@@ -146,6 +190,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM calls `save_kv_layer` only between the pieces of a graph."""
         return True
 
+    @_contained(lambda: None)
     def shutdown(self) -> None:
         if self._relay is not None:
             self._relay.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 import zmq
 
-from prfaas.errors import PrfaasError
 from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.kvd.engine_socket.client import KvdClient
 
@@ -60,5 +59,5 @@ class EventRelay:
     def _pass_on(self, payload: bytes) -> None:
         try:
             self._kvd.publish(payload, self._names)
-        except PrfaasError as error:
-            _LOG.warning("lost cache events: %s", error)
+        except Exception as error:  # the next payload may be readable
+            _LOG.warning("lost cache events: %r", error)

@@ -3,14 +3,15 @@
 A prefill reserves room at its kvd when it arrives. When the kvd refuses, the prompt is cut to one
 token and the response has the reason, so that nothing is computed in vain. A decode attaches to its
 committed transfer when it arrives, and loads it asynchronously: vLLM can report the failure of such
-loads only. Hooks do not raise: an exception here would end the engine and all its requests.
+loads only. An exception in a hook would end the engine and all its requests: what can fail for one
+request is contained here, and `connector.py` passes anything else to `fail`.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -23,7 +24,8 @@ from prfaas.contracts.kv_transfer_params import (
     encode,
     prefill_error,
 )
-from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.contracts.kvd_api import OTHER_PROMPT
+from prfaas.errors import InputError, PrfaasError
 from prfaas.integrations.vllm.layout import NativeLayout
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
@@ -38,7 +40,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOG = logging.getLogger(__name__)
+_MAX_MESSAGE = 1_000  # characters of an error message: parts of it may be the client's
+_KVD_GONE = "the kvd has exited, and the pages of this request with it"
+_NOT_TEXT = "only text prompts can be handed off"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class Problem(NamedTuple):
+    """Why a prefill's transfer cannot be completed: see `contracts.kv_transfer_params`."""
+
+    code: str
+    message: str
 
 
 @dataclass(slots=True)
@@ -49,7 +61,7 @@ class PrefillState:
     ticket_sent: bool = False  # the workers have the lease's ticket
     loading: bool = False
     ended: bool = False  # the request has ended; a worker may still use the pages
-    problem: str | None = None  # why the transfer cannot be completed
+    problem: Problem | None = None  # why the transfer cannot be completed
 
 
 @dataclass(slots=True)
@@ -82,10 +94,16 @@ class SchedulerSide:
     # Hooks, in the order of a request -------------------------------------------------------------
 
     def accept(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if params is not None and not isinstance(params, dict):
+            request.kv_transfer_params = None  # vLLM reads it as an object, too
+            problem = "kv_transfer_params is not an object"
+            self._refuse(request, _refused("invalid_request", problem))
+            return
         try:
-            asked = decode(request.kv_transfer_params, request.num_prompt_tokens)
+            asked = decode(params, request.num_prompt_tokens)
         except InputError as error:
-            if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            if (params or {}).get("do_remote_prefill"):
                 self._lost(request, str(error))
             else:
                 self._refuse(request, _refused("invalid_request", str(error)))
@@ -101,9 +119,15 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's `computed_tokens` the kvd serves."""
         match self._requests.get(request.request_id):
+            case PrefillState(ticket_sent=False) as state if state.lease.lost:
+                # No worker has the ticket yet, so the prompt need not be computed. vLLM asks again,
+                # with the hits of the prompt as it has been cut.
+                del self._requests[request.request_id]
+                self._refuse(request, _refused("transfer_lost", _KVD_GONE))
+                return None, False
             case DecodeState(done=False, lease=None):
                 return 1, True  # vLLM fails a request only through a load
-            case DecodeState(done=False, lease=ReadLease() as lease):
+            case DecodeState(done=False, lease=lease) if lease is not None:
                 reach = lease.tokens
             case PrefillState() as state if state.lease.match_tokens < state.progress.tokens:
                 reach = state.lease.match_tokens
@@ -125,7 +149,7 @@ class SchedulerSide:
                 self._give_back(state)  # vLLM's cache has as many tokens
             return
         state.loading = True
-        if state.lease is None:
+        if state.lease is None or state.lease.lost:
             self._orders.failed.append(request.request_id)
             return
         tokens = state.lease.match_tokens if isinstance(state, PrefillState) else state.lease.tokens
@@ -133,8 +157,8 @@ class SchedulerSide:
             moves = moves_to_load(
                 self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
             )
-        except EngineError as error:
-            _LOG.error("request %s: cannot load its state: %s", request.request_id, error)
+        except Exception as error:
+            _log_failure(f"request {request.request_id}: cannot load its state", error)
             self._orders.failed.append(request.request_id)
             return
         self._orders.loads.append(LoadOrder(request.request_id, state.lease.ticket, moves))
@@ -147,9 +171,15 @@ class SchedulerSide:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
+            if isinstance(state, PrefillState) and state.lease.lost and state.problem is None:
+                state.problem = Problem("transfer_lost", _KVD_GONE)
             if isinstance(state, PrefillState) and state.problem is None:
-                tables = output.kv_connector_block_state.get_block_ids(request_id)
-                self._save(request_id, state, computed[request_id], scheduled, tables)
+                try:
+                    tables = output.kv_connector_block_state.get_block_ids(request_id)
+                    self._save(request_id, state, computed[request_id], scheduled, tables)
+                except Exception as error:
+                    _log_failure(f"request {request_id}: cannot save its state", error)
+                    state.problem = Problem("engine_failed", str(error))
         orders, self._orders = self._orders, StepOrders()
         return orders
 
@@ -188,6 +218,24 @@ class SchedulerSide:
         self._end(request_id)
         return False, None
 
+    def fail(self, request: Request, error: Exception) -> tuple[int | None, bool]:
+        """A hook has raised for this request: ends it with an error, and nothing else. Returns what
+        `count_loadable_tokens` returns for it from now on."""
+        _log_failure(f"request {request.request_id}", error)
+        self._reconciling.discard(request.request_id)
+        state = self._requests.get(request.request_id)
+        if state is not None and (state.loading or getattr(state, "ticket_sent", False)):
+            if isinstance(state, PrefillState):  # a worker uses its pages: its end follows
+                state.problem = state.problem or Problem("engine_failed", str(error))
+            return 0, False
+        self._end(request.request_id)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and not params.get("do_remote_prefill"):
+            self._refuse(request, _refused("engine_failed", str(error)))
+            return None, False
+        self._lost(request, str(error))
+        return 1, True
+
     def close(self) -> None:
         self._kvd.close()
 
@@ -198,14 +246,13 @@ class SchedulerSide:
     # Inside ---------------------------------------------------------------------------------------
 
     def _begin(self, request: Request, asked: RemoteDecode) -> None:
-        if request.prompt_token_ids is None or request.mm_features:
-            problem = "only text prompts can be handed off"
-            self._refuse(request, _refused("invalid_request", problem))
+        if not _is_text(request):
+            self._refuse(request, _refused("invalid_request", _NOT_TEXT))
             return
         tokens = asked.handoff_tokens
         _cut(request, tokens)
         try:
-            hashes, tail = self._names(request, tokens)
+            hashes, tail = names_of(request, tokens, self._layout.block_tokens)
             lease = self._kvd.begin(
                 hashes, tokens, checkpoint_tokens=(), grant=asked.grant, tail=tail
             )
@@ -216,48 +263,52 @@ class SchedulerSide:
             answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
-        progress = PrefillProgress(
-            self._layout,
-            tokens,
-            match_tokens=lease.match_tokens,
-            skip_tokens=lease.skip_tokens,
-            checkpoint_tokens=lease.checkpoint_tokens,
-        )
+        try:
+            progress = PrefillProgress(
+                self._layout,
+                tokens,
+                match_tokens=lease.match_tokens,
+                skip_tokens=lease.skip_tokens,
+                checkpoint_tokens=lease.checkpoint_tokens,
+            )
+        except BaseException:
+            lease.abort("the prefill could not be planned")
+            raise
         self._requests[request.request_id] = PrefillState(asked, lease, progress)
 
     def _attach(self, request: Request, asked: RemotePrefill) -> None:
+        if not _is_text(request):
+            self._lost(request, _NOT_TEXT)
+            return
         try:
             lease = self._kvd.attach(asked.transfer_id)
         except PrfaasError as error:
             self._lost(request, str(error))
             return
-        held = (lease.ticket.hashes, lease.ticket.tail)
-        if lease.tokens >= request.num_prompt_tokens or self._names(request, lease.tokens) != held:
+        try:
+            named = names_of(request, lease.tokens, self._layout.block_tokens)
+        except BaseException:
             lease.release()
+            raise
+        held = (lease.ticket.hashes, lease.ticket.tail)
+        if lease.tokens >= request.num_prompt_tokens or named != held:
+            lease.release(OTHER_PROMPT)  # vLLM's response cannot say it
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = DecodeState(lease)
 
-    def _names(self, request: Request, tokens: int) -> tuple[tuple[BlockHash, ...], bytes]:
-        """The hashes of the whole blocks of the first `tokens` tokens, and of the tokens after
-        them."""
-        ids, block_tokens = (request.prompt_token_ids or [])[:tokens], self._layout.block_tokens
-        salt = request.cache_salt or ""
-        adapter = request.lora_request.lora_name if request.lora_request else ""
-        hashes = block_hashes(ids, block_tokens, salt=salt, adapter=adapter)
-        return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
-
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
-        _LOG.warning(
-            "request %s: not handed off: %s", request.request_id, answer["error"]["message"]
-        )
+        message = answer["error"]["message"]
+        _LOG.warning("request %s: not handed off: %s", request.request_id, message)
         self._count("refusals", 1)
         self._refusals[request.request_id] = answer
         _cut(request, 1)
 
     def _lost(self, request: Request, reason: str) -> None:
-        _LOG.warning("request %s: no state to continue from: %s", request.request_id, reason)
+        _LOG.warning(
+            "request %s: no state to continue from: %s", request.request_id, _plain(reason)
+        )
         self._count("lost", 1)
         self._requests[request.request_id] = DecodeState(None)
 
@@ -270,7 +321,7 @@ class SchedulerSide:
         try:
             moves = state.progress.step(start, stop, tables)
         except PrfaasError as error:
-            state.problem = str(error)
+            state.problem = Problem("engine_failed", str(error))
             return
         last = stop >= state.progress.tokens
         if moves or last:
@@ -281,11 +332,14 @@ class SchedulerSide:
     def _commit(self, state: PrefillState) -> dict[str, Any]:
         try:
             if state.problem is not None:
-                state.lease.abort(state.problem)
-                return _refused("engine_failed", state.problem)
+                state.lease.abort(state.problem.message)
+                return _refused(*state.problem)
             state.lease.commit()
         except PrfaasError as error:
             return _refused("transfer_lost", str(error))
+        except Exception as error:
+            _log_failure("a lease could not be committed", error)
+            return _refused("engine_failed", str(error))
         self._count("handoffs", 1)
         return encode(
             ResponseParams(
@@ -299,15 +353,21 @@ class SchedulerSide:
         """Ends the lease: no worker uses the request's pages any more."""
         match self._requests.pop(request_id, None):
             case PrefillState() as state:
-                state.lease.abort("the request was aborted")
+                try:
+                    state.lease.abort("the request was aborted")
+                except Exception as error:  # the kvd ends the lease with this process
+                    _log_failure(f"request {request_id}: its lease could not be ended", error)
             case DecodeState() as state:
                 self._give_back(state)
 
     def _give_back(self, state: DecodeState) -> None:
         state.done = True
-        if state.lease is not None:
-            state.lease.release()
-            state.lease = None
+        lease, state.lease = state.lease, None
+        if lease is not None:
+            try:
+                lease.release()
+            except Exception as error:  # the kvd ends the lease with this process
+                _log_failure("a lease could not be released", error)
 
     def _count(self, what: str, n: int) -> None:
         self._counts[what] = self._counts.get(what, 0) + n
@@ -317,8 +377,12 @@ def _cut(request: Request, tokens: int) -> None:
     """Cuts the prompt to its first `tokens` tokens and the answer to one token, which is not used.
     A linear state is usable at exactly its length, so vLLM must compute nothing beyond the
     hand-off."""
-    assert request.prompt_token_ids is not None
-    del request.prompt_token_ids[tokens:]
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[tokens:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:tokens]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:tokens]
     del request._all_token_ids[tokens:]
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
@@ -326,4 +390,30 @@ def _cut(request: Request, tokens: int) -> None:
 
 def _refused(code: str, message: str, retry_after_s: float | None = None) -> dict[str, Any]:
     """vLLM answers with HTTP 200: the error travels in the response's parameters."""
-    return encode(prefill_error(code, message, retry_after_s))
+    return encode(prefill_error(code, _plain(message), retry_after_s))
+
+
+def _is_text(request: Request) -> bool:
+    """Whether token ids are the whole prompt. Only then do their hashes name its state."""
+    ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    return ids is not None and embeds is None and not request.mm_features
+
+
+def names_of(
+    request: Request, tokens: int, block_tokens: int
+) -> tuple[tuple[BlockHash, ...], bytes]:
+    """The hashes of the whole blocks of the first `tokens` tokens, and of the tokens after them."""
+    ids = (request.prompt_token_ids or [])[:tokens]
+    salt = request.cache_salt or ""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    hashes = block_hashes(ids, block_tokens, salt=salt, adapter=adapter)
+    return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
+
+
+def _plain(text: str) -> str:
+    """A text that a log line and a response can carry, whatever a client has put into it."""
+    return text[:_MAX_MESSAGE].encode("utf-8", "replace").decode()
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    _LOG.error("%s: %s", what, _plain(repr(error)), exc_info=error)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from prfaas.errors import InputError
+from prfaas.errors import EngineError, InputError
 
 
 def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -49,7 +49,11 @@ def _pieces(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of ranges that are contiguous on both sides: pages may end inside a block."""
     block_bytes = blocks.shape[1]
-    assert sum(page.nbytes for page in pages) == block_bytes * len(block_ids)
+    page_bytes = sum(page.nbytes for page in pages)
+    if page_bytes != block_bytes * len(block_ids):
+        raise EngineError(
+            f"{len(block_ids)} blocks of {block_bytes} bytes do not fit into {page_bytes} bytes"
+        )
     at = 0
     for view in pages:
         page = torch.frombuffer(view, dtype=torch.uint8)

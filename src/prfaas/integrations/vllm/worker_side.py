@@ -5,6 +5,9 @@ step. Where vLLM calls the hook of a layer, its blocks are copied when the layer
 of all other layers (linear layers have no hook) are copied at the end of the step, states last.
 Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Of a request,
 the worker has only the id.
+
+Whatever fails for one request is logged and stays its own: a segment that was not copied is not
+ready, so the kvd refuses the commit; a load that failed is reported as failed.
 """
 
 from __future__ import annotations
@@ -71,18 +74,20 @@ class WorkerSide:
         self._flush = False
         self._ended.update(orders.ended)
         for order in orders.saves:
-            self._plan(order)
+            try:
+                self._plan(order)
+            except Exception:  # the commit will report the segments as missing
+                _LOG.exception("request %s: cannot save its state", order.request_id)
 
     def save_layer(self, layer: str) -> None:
-        blocks = self._blocks[layer]
         for save in self._due.pop(layer, ()):
             try:
+                blocks = self._blocks[layer]
                 tensors.save(blocks, save.block_ids, save.lease.buffers(save.segment))
-            except PrfaasError as error:  # the commit will report the segment as missing
-                _LOG.error("cannot save segment %s: %s", save.segment.name, error)
-            else:
                 save.lease.ready(save.segment)
                 self._count("saved_bytes", len(save.block_ids) * blocks.shape[1])
+            except Exception:  # the commit will report the segment as missing
+                _LOG.exception("cannot save segment %s", save.segment.name)
 
     def end_step(self) -> None:
         """Copies everything due in this step before it returns."""
@@ -95,15 +100,18 @@ class WorkerSide:
         if self._flush:
             try:
                 self._kvd.flush()  # the scheduler commits on another connection
-            except PrfaasError as error:
-                _LOG.warning("lost saved blocks: %s", error)
+            except Exception as error:
+                _LOG.warning("lost saved blocks: %r", error)
 
     def start_loads(self, orders: StepOrders) -> None:
         with self._lock:
             self._loaded.update(orders.failed)
             self._failed.update(orders.failed)
         for order in orders.loads:
-            self._threads.submit(self._load, order)
+            try:
+                self._threads.submit(self._load, order)
+            except Exception as error:  # the thread has been shut down
+                self._end_load(order, error)
 
     def take_results(self, finished: set[str]) -> WorkerResults:
         """`finished` requests have no unfinished step, because steps run in order."""
@@ -128,6 +136,7 @@ class WorkerSide:
 
     def _plan(self, order: SaveOrder) -> None:
         if order.ticket is not None:
+            self._writing.pop(order.request_id, None)  # never the lease of an older ticket
             try:
                 self._writing[order.request_id] = self._kvd.join_write(order.ticket)
             except PrfaasError as error:
@@ -155,10 +164,15 @@ class WorkerSide:
                     blocks = self._blocks[layer]
                     tensors.load(blocks, move.block_ids, lease.views(segment))
                     self._count("loaded_bytes", len(move.block_ids) * blocks.shape[1])
-            problem = None
-        except PrfaasError as error:
-            problem = error
-            _LOG.warning("request %s: cannot load its state: %s", order.request_id, error)
+        except Exception as error:
+            self._end_load(order, error)
+        else:
+            self._end_load(order, None)
+
+    def _end_load(self, order: LoadOrder, problem: Exception | None) -> None:
+        """vLLM waits for the result of every load, the failed ones included."""
+        if problem is not None:
+            _LOG.warning("request %s: cannot load its state: %r", order.request_id, problem)
         with self._lock:
             self._loaded.add(order.request_id)
             if problem is not None:

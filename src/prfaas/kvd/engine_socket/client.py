@@ -18,11 +18,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from prfaas.cache.storage.arena import Arena
 from prfaas.contracts.kvd_api import shapes_of
 from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
 from prfaas.kvd.engine_socket.leases import MappedArena, ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import (
+    MAX_FRAME_BYTES,
     Answer,
     Attach,
     Begin,
@@ -136,16 +139,13 @@ class KvdClient:
 
     def join_write(self, ticket: LeaseTicket) -> WriteLease:
         """Writes into the lease of another process, which commits or aborts it. Call `flush` before
-        reporting to the owner that this process has finished."""
-        connection = self._connected()
-        connection.call(Join(ticket.lease_id))
-        return connection.write_lease(ticket, Future())
+        reporting to the owner that this process has finished. TransferFailed when the lease has
+        ended, or is of another kvd process than the one that this client is connected to."""
+        return self._joined(ticket).write_lease(ticket, Future())
 
     def join_read(self, ticket: LeaseTicket) -> ReadLease:
         """Reads from the lease of another process, which releases it."""
-        connection = self._connected()
-        connection.call(Join(ticket.lease_id))
-        return connection.read_lease(ticket)
+        return self._joined(ticket).read_lease(ticket)
 
     def flush(self) -> None:
         """Returns when the kvd has handled every earlier message of this connection."""
@@ -163,6 +163,16 @@ class KvdClient:
             self._closed.set()
             self._connection.close()
         self._reconnector.join()
+
+    def _joined(self, ticket: LeaseTicket) -> _Connection:
+        """The connection to the kvd that made the ticket, which has accepted the join. Lease ids
+        and page numbers begin anew with every kvd process: to any other process the ticket would
+        name another request's pages."""
+        connection = self._connected()
+        if not ticket.instance or ticket.instance != connection.registered.instance:
+            raise TransferFailed(f"the kvd that made lease {ticket.lease_id} has exited")
+        connection.call(Join(ticket.lease_id, ticket.instance))
+        return connection
 
     def _reconnect_loop(self) -> None:
         """Connects and registers again whenever the connection has ended."""
@@ -234,8 +244,13 @@ class _Connection:
                 raise ConnectionLost("the kvd has exited")
             self._numbers += 1
             number = self._numbers
+        # Encoded before anything is sent: a call that cannot be encoded fails alone.
+        encoded = _frame(NumberedCall(number, call))
+        with self._lock:
+            if self.ended.is_set():
+                raise ConnectionLost("the kvd has exited")
             self._waiting[number] = future
-        self._send(NumberedCall(number, call))
+        self._send(encoded)
         try:
             reply = future.result(ANSWER_S)
         except FutureTimeout:
@@ -253,6 +268,10 @@ class _Connection:
             self._ready.setdefault(lease_id, []).append(segment)
         self._send(None)
 
+    @property
+    def gone(self) -> bool:
+        return self.ended.is_set()
+
     def write_lease(self, ticket: LeaseTicket, sent: Future[None]) -> WriteLease:
         return WriteLease(ticket, self._arena, self, sent)
 
@@ -262,16 +281,19 @@ class _Connection:
     def close(self) -> None:
         self._end()
         self._reader.join()
-        self._socket.close()
+        # A thread that is about to send must not find that its descriptor's number has become that
+        # of the next connection.
+        with self._sending:
+            self._socket.close()
 
-    def _send(self, message: NumberedCall | None) -> None:
-        """Sends pending `Ready`s before the message: a commit must not overtake them."""
+    def _send(self, encoded: bytes | None) -> None:
+        """Sends pending `Ready`s before the call: a commit must not overtake them."""
         with self._sending:
             with self._lock:
                 ready, self._ready = self._ready, {}
             frames = [frame(NumberedCall(0, Ready(i, tuple(names)))) for i, names in ready.items()]
-            if message is not None:
-                frames.append(frame(message))
+            if encoded is not None:
+                frames.append(encoded)
             try:
                 if frames:
                     self._socket.sendall(b"".join(frames))
@@ -352,6 +374,20 @@ def _connect(path: str) -> socket.socket:
         sock.close()
         raise ConnectionLost(f"no kvd at {path}: {error.strerror or error}") from None
     return sock
+
+
+def _frame(call: NumberedCall) -> bytes:
+    """InputError when the call has a value that no frame can carry."""
+    try:
+        encoded = frame(call)
+    except (msgspec.MsgspecError, OverflowError, UnicodeError, TypeError) as error:
+        raise InputError(f"the call cannot be sent to the kvd: {error}") from None
+    if len(encoded) > MAX_FRAME_BYTES:  # the kvd would close the connection, with all its leases
+        raise InputError(
+            f"the call has {len(encoded)} bytes, the limit is {MAX_FRAME_BYTES}",
+            fix="send a shorter prompt",
+        )
+    return encoded
 
 
 def _settle(sent: Future[None], reason: str) -> None:

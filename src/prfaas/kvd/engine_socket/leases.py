@@ -21,6 +21,7 @@ from prfaas.kvd.engine_socket.messages import (
     Call,
     Commit,
     LeaseTicket,
+    ReadProblem,
     Release,
     SegmentName,
     table_of,
@@ -29,7 +30,12 @@ from prfaas.kvspec import KVSpec, Segment
 
 
 class KvdConnection(Protocol):
-    """A connection to the kvd."""
+    """A connection to the kvd. A lease belongs to the connection on which it was made."""
+
+    @property
+    def gone(self) -> bool:
+        """The connection has ended, and every lease of it."""
+        ...
 
     def call(self, call: Call) -> Answer: ...
 
@@ -60,16 +66,22 @@ class ReadLease:
         self._kvd = kvd
         self._ended = False
 
+    @property
+    def lost(self) -> bool:
+        """The kvd has exited, or the connection to it has ended, and the lease with it."""
+        return self._kvd.gone
+
     def views(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._table)
 
-    def release(self) -> None:
+    def release(self, problem: ReadProblem = "") -> None:
         """Called when no process of this engine reads any more. Idempotent. A kvd that has exited
-        has released the lease already."""
+        has released the lease already. `problem` tells gateways why the engine did not use the
+        state of an attached transfer."""
         if not self._ended:
             self._ended = True
             try:
-                self._kvd.call(Release(self.ticket.lease_id))
+                self._kvd.call(Release(self.ticket.lease_id, problem))
             except ConnectionLost:
                 pass
 
@@ -106,6 +118,12 @@ class WriteLease:
         self._writable = table_of(ticket.writable)
         self._kvd = kvd
         self._ended = False
+
+    @property
+    def lost(self) -> bool:
+        """The kvd has exited, or the connection to it has ended, and the lease with it: it cannot
+        be committed any more."""
+        return self._kvd.gone
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._writable)

@@ -22,6 +22,7 @@ from prfaas.types import Compat, Grant, NotNow, TransferId
 
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
+ReadProblem: TypeAlias = Literal["", "other_prompt"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -77,9 +78,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """This process, too, will use the pages of the lease."""
+    """This process, too, will use the pages of the lease. `instance` is the ticket's: lease ids
+    begin anew with every kvd process, so the id alone may be another request's."""
 
     lease_id: int
+    instance: str = ""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -100,7 +103,10 @@ class Pin(msgspec.Struct, frozen=True, tag="pin"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
+    """`problem`: why the engine could not use an attached transfer. Its status then has it."""
+
     lease_id: int
+    problem: ReadProblem = ""
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -133,6 +139,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     data_address: str
     page_bytes: int
     pages: int
+    instance: str = ""  # identifies the kvd's process: after a restart it is another one
 
 
 class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
@@ -148,6 +155,7 @@ class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
     sending: bool = False  # a `TransferEnded` follows
     hashes: tuple[bytes, ...] = ()  # of an attached transfer: its whole blocks,
     tail: bytes = b""  # and the hash of the tokens after the last whole block
+    instance: str = ""  # of the kvd that made the lease: the ids and pages mean nothing to another
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

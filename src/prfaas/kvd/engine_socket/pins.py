@@ -23,18 +23,23 @@ class PinnedPrefixes:
             return NO_ENGINE
         names = [BlockHash(name) for name in hashes]
         lease = storage.pool.pin(names, now=self._clock.now())
-        self._store.publish_changes()
         if isinstance(lease, NotNow):
+            self._store.publish_changes()
             return lease
-        return LeaseTicket(
-            lease_id=lease.id,
-            tokens=lease.tokens,
-            match_tokens=lease.match.tokens,
-            skip_tokens=dict(lease.skip_tokens),
-            checkpoint_tokens=(),
-            readable=units_of(storage.pool.tables(lease.id).readable),
-            writable=(),
-        )
+        try:
+            self._store.publish_changes()
+            return LeaseTicket(
+                lease_id=lease.id,
+                tokens=lease.tokens,
+                match_tokens=lease.match.tokens,
+                skip_tokens=dict(lease.skip_tokens),
+                checkpoint_tokens=(),
+                readable=units_of(storage.pool.tables(lease.id).readable),
+                writable=(),
+            )
+        except BaseException:  # the engine gets no ticket, so it could never release the pin
+            storage.pool.release(lease.id, self._clock.now())
+            raise
 
     def release(self, lease_id: int) -> None:
         if self._store.storage is not None:

@@ -16,8 +16,10 @@ from contextlib import AbstractAsyncContextManager
 from itertools import count
 from typing import cast
 
+import msgspec
+
 from prfaas.errors import InputError, PeerError, WireError
-from prfaas.kvd.engine_socket.lease_holders import LeaseHolders
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders, LeaseKind
 from prfaas.kvd.engine_socket.messages import (
     Abort,
     Answer,
@@ -47,7 +49,7 @@ from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
-from prfaas.types import NodeId
+from prfaas.types import NodeId, NotNow
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +103,9 @@ class EngineSocketServer:
             if all(r.engine_id != register.engine_id for r in self.connected.values()):
                 self.store.events.forget_engine(NodeId(register.engine_id))
 
-    def release(self, lease_id: int) -> None:
+    def release(self, lease_id: int, problem: str = "") -> None:
         """Ends a lease for reading: an attached transfer, or a pinned prefix."""
-        if not self.incoming.release(lease_id):
+        if not self.incoming.release(lease_id, problem):
             self.pins.release(lease_id)
 
     def close(self) -> None:
@@ -193,6 +195,9 @@ class _Connection(asyncio.Protocol):
             answer = Refused("input", str(error))
         except PeerError as error:
             answer = Refused("transfer", str(error))
+        except Exception as error:  # a defect ends this call, not the engine's other leases
+            log.exception("engine process %d: %s failed", self._process, type(call).__name__)
+            answer = Refused("transfer", f"the kvd failed: {error!r}")
         if numbered.number:
             self._send(NumberedAnswer(numbered.number, answer))
         elif isinstance(answer, Refused):
@@ -207,20 +212,16 @@ class _Connection(asyncio.Protocol):
                 if holders.uses(call.lease_id, process):
                     server.outgoing.ready(call.lease_id, [s.segment for s in call.segments])
             case Begin():
-                answer = server.outgoing.begin(call, self._notify_transfer_ended)
-                if isinstance(answer, LeaseTicket):
-                    holders.add(answer.lease_id, "write", process)
-                return answer
+                return self._hold(server.outgoing.begin(call, self._notify_transfer_ended), "write")
             case Attach():
-                ticket = server.incoming.attach(call.transfer_id)
-                holders.add(ticket.lease_id, "read", process)
-                return ticket
+                return self._hold(server.incoming.attach(call.transfer_id), "read")
             case Pin():
-                answer = server.pins.pin(call.hashes)
-                if isinstance(answer, LeaseTicket):
-                    holders.add(answer.lease_id, "read", process)
-                return answer
+                return self._hold(server.pins.pin(call.hashes), "read")
             case Join():
+                if call.instance != server.store.events.instance:
+                    return Refused(
+                        "transfer", f"lease {call.lease_id} is of another instance of the kvd"
+                    )
                 if not holders.join(call.lease_id, process):
                     return Refused("transfer", f"lease {call.lease_id} has ended")
             case Commit() | Abort() | Release():
@@ -233,6 +234,13 @@ class _Connection(asyncio.Protocol):
             case Register():
                 raise AssertionError("handled in _handle")
         return Done()
+
+    def _hold(self, answer: LeaseTicket | NotNow, kind: LeaseKind) -> LeaseTicket | NotNow:
+        """From now on this process owns the lease; its ticket names this kvd's instance."""
+        if isinstance(answer, NotNow):
+            return answer
+        self._server.holders.add(answer.lease_id, kind, self._process)
+        return msgspec.structs.replace(answer, instance=self._server.store.events.instance)
 
     def _end(self, call: Commit | Abort | Release) -> Answer:
         server = self._server
@@ -247,7 +255,7 @@ class _Connection(asyncio.Protocol):
             case Abort():
                 server.outgoing.abort(call.lease_id, call.reason)
             case Release():
-                server.release(call.lease_id)
+                server.release(call.lease_id, call.problem)
         return Done()
 
     def _register(self, number: int, call: Register) -> None:
@@ -262,6 +270,7 @@ class _Connection(asyncio.Protocol):
             data_address=self._server.data_address,
             page_bytes=arena.page_bytes,
             pages=arena.pages,
+            instance=store.events.instance,
         )
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.

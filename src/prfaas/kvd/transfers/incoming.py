@@ -189,13 +189,14 @@ class IncomingTransfers:
             tail=transfer.receiver.tail if transfer.receiver is not None else b"",
         )
 
-    def release(self, lease_id: int) -> bool:
-        """The engine has finished reading. False when the lease is not an attached transfer."""
+    def release(self, lease_id: int, problem: str = "") -> bool:
+        """The engine has finished reading. False when the lease is not an attached transfer.
+        `problem`: why the engine could not use it, for the status."""
         transfer_id = self._attached.pop(lease_id, None)
         if transfer_id is None:
             return False
         transfer = self._transfers[transfer_id]
-        transfer.state.release()
+        transfer.state.release(problem)
         self._free(transfer)
         return True
 

@@ -3,7 +3,8 @@
 Runs on the event loop that owns the pool. A segment that is ready and that the receiver lacks is
 handed to the link at once, straight from the arena's pages; what the pool already had is sent
 before the engine computes anything. Pages are released when the engine has finished and the link
-no longer reads them.
+no longer reads them, also when a call fails half-way. A grant is for one transfer: one that comes
+again is refused, and harms neither the transfer under way nor any lease.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from prfaas.cache.lease import Lease
 from prfaas.cache.storage.places import LeaseTables, segment_ranges
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import TransferStatus
-from prfaas.errors import InputError, PrfaasError, TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import Begin, LeaseTicket, TransferEnded, units_of
 from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE
@@ -34,6 +35,7 @@ from prfaas.kvd.transfers.manifest import (
 from prfaas.kvd.transfers.states import OutgoingState
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.transport.buffers import FileSlice
+from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
 from prfaas.types import BlockHash, Grant, NotNow, TransferId
 
@@ -87,10 +89,13 @@ class _OutgoingLease:
     storage: Storage
     lease: Lease
     state: OutgoingState
-    coverage: Coverage
+    grant: Grant | None
     notify: Callable[[TransferEnded], None]
-    transfer_id: TransferId | None
+    pushed: tuple[BlockHash, ...] = ()  # the prefix, when another kvd pulls it
+    nbytes: int = 0  # of the transfer
+    transfer: Transfer | None = None  # from when the link may read the pages
     sender: SegmentSender | None = None
+    coverage: Coverage = field(init=False)
 
 
 class OutgoingTransfers:
@@ -100,7 +105,9 @@ class OutgoingTransfers:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._leases: dict[int, _OutgoingLease] = {}
-        self._statuses: dict[TransferId, TransferStatus] = {}  # oldest first
+        # By the id's bytes: an id may be written in several ways.
+        self._sending: dict[bytes, _OutgoingLease] = {}
+        self._ended: dict[bytes, TransferStatus] = {}  # oldest first
 
     # For engines ----------------------------------------------------------------------------------
 
@@ -108,50 +115,49 @@ class OutgoingTransfers:
         self, request: Begin, notify: Callable[[TransferEnded], None]
     ) -> LeaseTicket | NotNow:
         """Reserves pages for a prefill, and starts the transfer when the request has a grant.
-        `notify` is called when that transfer has ended."""
-        storage = self._store.storage
+        `notify` is called when that transfer has ended. Whatever is raised, nothing stays
+        reserved."""
+        storage, grant = self._store.storage, request.grant
         if storage is None:
             return NO_ENGINE
+        if grant is not None:
+            self._check_unused(grant)
+            check_grant(storage, grant, request.tokens)
         lease = self._reserve(storage, request)
-        self._store.publish_changes()
         if isinstance(lease, NotNow):
+            self._store.publish_changes()
             return lease
-        tables = storage.pool.tables(lease.id)
-        lengths = {*lease.checkpoint_tokens} | (
-            {lease.tokens} if lease.tokens > lease.match.tokens else set()
-        )
-        required = required_state(
-            storage.spec,
-            lease.tokens,
-            skip_tokens=lease.skip_tokens,
-            lengths=lengths,
-            whole=storage.whole,
-        )
-        outgoing = _OutgoingLease(
-            storage,
-            lease,
-            OutgoingState(sending=request.grant is not None),
-            Coverage(storage.spec, required),
-            notify,
-            request.grant.transfer_id if request.grant is not None else None,
-        )
-        self._leases[lease.id] = outgoing
-        if request.grant is not None:
-            try:
-                self._start_transfer(outgoing, tables, request.grant, HANDOFF, request.tail)
-            except PrfaasError:
-                self._release(outgoing)
-                raise
-        return LeaseTicket(
-            lease_id=lease.id,
-            tokens=lease.tokens,
-            match_tokens=lease.match.tokens,
-            skip_tokens=dict(lease.skip_tokens),
-            checkpoint_tokens=lease.checkpoint_tokens,
-            readable=units_of(tables.readable),
-            writable=units_of(tables.writable),
-            sending=request.grant is not None,
-        )
+        state = OutgoingState(sending=grant is not None)
+        outgoing = self._leases[lease.id] = _OutgoingLease(storage, lease, state, grant, notify)
+        try:
+            self._store.publish_changes()
+            tables = storage.pool.tables(lease.id)
+            lengths = {*lease.checkpoint_tokens} | (
+                {lease.tokens} if lease.tokens > lease.match.tokens else set()
+            )
+            required = required_state(
+                storage.spec,
+                lease.tokens,
+                skip_tokens=lease.skip_tokens,
+                lengths=lengths,
+                whole=storage.whole,
+            )
+            outgoing.coverage = Coverage(storage.spec, required)
+            if grant is not None:
+                self._start_transfer(outgoing, tables, grant, HANDOFF, request.tail)
+            return LeaseTicket(
+                lease_id=lease.id,
+                tokens=lease.tokens,
+                match_tokens=lease.match.tokens,
+                skip_tokens=dict(lease.skip_tokens),
+                checkpoint_tokens=lease.checkpoint_tokens,
+                readable=units_of(tables.readable),
+                writable=units_of(tables.writable),
+                sending=grant is not None,
+            )
+        except BaseException:
+            self._discard(outgoing)
+            raise
 
     def ready(self, lease_id: int, segments: Sequence[Segment]) -> None:
         """The engine has written these segments: what the receiver lacks of them is sent."""
@@ -170,7 +176,7 @@ class OutgoingTransfers:
         """Keeps what was written as a prefix. When a required segment is missing, the lease is
         aborted and InputError is raised: state that is not complete is never kept."""
         outgoing = self._leases.get(lease_id)
-        if outgoing is None:
+        if outgoing is None or not outgoing.state.writing:
             raise TransferFailed(f"lease {lease_id} has ended")
         missing = outgoing.coverage.missing()
         if missing is not None:
@@ -180,14 +186,16 @@ class OutgoingTransfers:
                 fix="commit after every required segment is ready",
             )
         outgoing.state.commit_write()
-        outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
-        self._store.publish_changes()
-        self._release_if_free(outgoing)
+        try:
+            outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
+            self._store.publish_changes()
+        finally:
+            self._release_if_free(outgoing)
 
     def abort(self, lease_id: int, reason: str) -> None:
-        """The engine no longer writes to the lease."""
+        """The engine no longer writes to the lease. Without effect when it has ended."""
         outgoing = self._leases.get(lease_id)
-        if outgoing is None:
+        if outgoing is None or not outgoing.state.writing:
             return
         if outgoing.state.abort_write() and outgoing.sender is not None:
             outgoing.sender.transfer.abort(reason)
@@ -202,46 +210,68 @@ class OutgoingTransfers:
     # For other kvds -------------------------------------------------------------------------------
 
     def push(self, grant: Grant, hashes: Sequence[BlockHash], tokens: int) -> NotNow | None:
-        """Sends a prefix of the pool to the kvd that made the grant, after all hand-offs."""
+        """Sends a prefix of the pool to the kvd that made the grant, after all hand-offs. A push
+        that comes again while it is being sent pins nothing. Whatever is raised, nothing stays
+        pinned."""
         storage = self._store.storage
         if storage is None:
             return NO_ENGINE
+        running = self._sending.get(transfer_key(grant.transfer_id))
+        if running is not None and (running.grant, running.pushed) == (grant, tuple(hashes)):
+            return None
+        self._check_unused(grant)
+        check_grant(storage, grant, tokens)
         lease = storage.pool.pin(hashes, now=self._clock.now())
         if isinstance(lease, NotNow):
+            self._store.publish_changes()
             return lease
         state = OutgoingState(sending=True)
         state.commit_write()
-        required = required_state(storage.spec, tokens, skip_tokens={}, lengths=())
-        outgoing = _OutgoingLease(
-            storage,
-            lease,
-            state,
-            Coverage(storage.spec, required),
-            lambda _: None,
-            grant.transfer_id,
+        outgoing = self._leases[lease.id] = _OutgoingLease(
+            storage, lease, state, grant, lambda _: None, tuple(hashes)
         )
-        self._leases[lease.id] = outgoing
         try:
+            self._store.publish_changes()
+            required = required_state(storage.spec, tokens, skip_tokens={}, lengths=())
+            outgoing.coverage = Coverage(storage.spec, required)
             if lease.tokens != tokens:
                 raise TransferFailed(
                     f"the pull needs {tokens} tokens, this kvd has {lease.tokens} of them"
                 )
             tables = storage.pool.tables(lease.id)
             self._start_transfer(outgoing, tables, grant, PREFIX_COPY, b"")
-        except PrfaasError:
-            self._release(outgoing)
+        except BaseException:
+            self._discard(outgoing)
             raise
         return None
 
     def status(self, transfer_id: TransferId) -> TransferStatus | None:
-        return self._statuses.get(transfer_id)
+        try:
+            key = transfer_key(transfer_id)
+        except InputError:
+            return None
+        sending = self._sending.get(key)
+        if sending is not None:
+            return TransferStatus(transfer_id, "sending", "", sending.nbytes)
+        return self._ended.get(key)
 
     def counts(self) -> dict[str, int]:
         writing = sum(1 for outgoing in self._leases.values() if not outgoing.state.free)
-        sending = sum(1 for s in self._statuses.values() if s.state == "sending")
-        return {"writing": writing, "sending": sending}
+        return {"writing": writing, "sending": len(self._sending)}
 
     # Inside ---------------------------------------------------------------------------------------
+
+    def _check_unused(self, grant: Grant) -> None:
+        """TransferFailed when the grant's transfer is under way, or has ended here."""
+        key = transfer_key(grant.transfer_id)
+        if key in self._sending:
+            raise TransferFailed(
+                f"transfer {grant.transfer_id} is being sent already: a grant is for one transfer"
+            )
+        ended = self._ended.get(key)
+        if ended is not None:
+            how = f"{ended.state}: {ended.reason}" if ended.reason else ended.state
+            raise TransferFailed(f"transfer {grant.transfer_id} has ended ({how})")
 
     def _reserve(self, storage: Storage, request: Begin) -> Lease | NotNow:
         """The lease includes the checkpoints of the grant where the prefill computes them."""
@@ -274,7 +304,9 @@ class OutgoingTransfers:
         tail: bytes,
     ) -> None:
         storage, lease = outgoing.storage, outgoing.lease
+        key = transfer_key(grant.transfer_id)
         if not grant.max_bytes:  # the receiver has every byte
+            self._sending[key] = outgoing
             # On the next turn of the loop: the caller first returns the ticket.
             self._loop.call_soon(self._transfer_ended, outgoing, "")
             return
@@ -291,9 +323,11 @@ class OutgoingTransfers:
         sizes = {p.segment.name: segment_bytes(storage.spec, p.segment) for p in planned}
         link = self._links.to(grant.data_address)
         transfer = link.open(grant, sizes, priority=priority, label=tail)
-        self._set_status(TransferStatus(grant.transfer_id, "sending", "", sum(sizes.values())))
-        outgoing.sender = SegmentSender(storage, tables, planned, transfer)
+        outgoing.nbytes = sum(sizes.values())
+        outgoing.transfer = transfer
+        self._sending[key] = outgoing
         transfer.done.add_done_callback(partial(self._signal_end, outgoing))
+        outgoing.sender = SegmentSender(storage, tables, planned, transfer)
 
     def _signal_end(self, outgoing: _OutgoingLease, done: Future[None]) -> None:
         """Called from a thread of the link."""
@@ -302,21 +336,30 @@ class OutgoingTransfers:
         self._loop.call_soon_threadsafe(self._transfer_ended, outgoing, reason)
 
     def _transfer_ended(self, outgoing: _OutgoingLease, reason: str) -> None:
+        assert outgoing.grant is not None
+        transfer_id, nbytes = outgoing.grant.transfer_id, outgoing.nbytes
         outgoing.state.end_send(reason)
-        assert outgoing.transfer_id is not None
-        before = self._statuses.get(outgoing.transfer_id)
-        nbytes = before.nbytes if before is not None else 0
         state = "failed" if reason else "sent"
-        self._set_status(TransferStatus(outgoing.transfer_id, state, reason, nbytes))
-        log.info("transfer %s %s: %d bytes %s", outgoing.transfer_id, state, nbytes, reason)
-        outgoing.notify(TransferEnded(outgoing.lease.id, reason))
-        self._release_if_free(outgoing)
+        key = transfer_key(transfer_id)
+        self._sending.pop(key, None)
+        self._ended[key] = TransferStatus(transfer_id, state, reason, nbytes)
+        if len(self._ended) > REMEMBERED_TRANSFERS:
+            del self._ended[next(iter(self._ended))]
+        log.info("transfer %s %s: %d bytes %s", transfer_id, state, nbytes, reason)
+        try:
+            outgoing.notify(TransferEnded(outgoing.lease.id, reason))
+        finally:
+            self._release_if_free(outgoing)
 
-    def _set_status(self, status: TransferStatus) -> None:
-        self._statuses.pop(status.transfer_id, None)
-        self._statuses[status.transfer_id] = status
-        if len(self._statuses) > REMEMBERED_TRANSFERS:
-            del self._statuses[next(iter(self._statuses))]
+    def _discard(self, outgoing: _OutgoingLease) -> None:
+        """The lease, or its transfer, could not be started. Pages that the link may read are
+        released when it has let go of them."""
+        if outgoing.transfer is None:
+            self._release(outgoing)
+            return
+        if outgoing.state.writing:
+            outgoing.state.abort_write()
+        outgoing.transfer.abort("the transfer could not be started")
 
     def _release_if_free(self, outgoing: _OutgoingLease) -> None:
         if outgoing.state.free:
@@ -326,3 +369,28 @@ class OutgoingTransfers:
         if self._leases.pop(outgoing.lease.id, None) is not None:
             outgoing.storage.pool.release(outgoing.lease.id, self._clock.now())
             self._store.publish_changes()
+
+
+def check_grant(storage: Storage, grant: Grant, tokens: int) -> None:
+    """InputError when no receiver of this model can have made the grant. A grant comes from another
+    host: without this check a number in it could keep the event loop busy for hours."""
+    names = {group.name for group in storage.spec.groups}
+    for name, skip in grant.skip_tokens.items():
+        if name not in names or not 0 <= skip <= tokens:
+            raise InputError(
+                f"skip_tokens has {skip} tokens of group {name!r}, the prompt has {tokens}",
+                where="grant",
+                fix="send the grant as the receiver made it",
+            )
+    for length in grant.checkpoint_tokens:
+        if not 0 < length <= tokens or length % storage.block_tokens:
+            raise InputError(
+                f"checkpoint_tokens has {length}, the prompt has {tokens} tokens in blocks of "
+                f"{storage.block_tokens}",
+                where="grant",
+                fix="send the grant as the receiver made it",
+            )
+    if grant.max_bytes < 0:
+        raise InputError(
+            f"max_bytes is {grant.max_bytes}", where="grant", fix="send the receiver's grant"
+        )

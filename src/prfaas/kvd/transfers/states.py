@@ -72,9 +72,10 @@ class IncomingState:
             case _:
                 raise TransferFailed("an engine has already attached the transfer")
 
-    def release(self) -> None:
+    def release(self, problem: str = "") -> None:
         assert self.stage is IncomingStage.ATTACHED, self.stage
         self.stage = IncomingStage.RELEASED
+        self.reason = problem
 
 
 class WriteStage(enum.Enum):
@@ -101,6 +102,11 @@ class OutgoingState:
     def free(self) -> bool:
         """Neither the engine nor a link uses the pages any more."""
         return self.write is not WriteStage.WRITING and self.send is not SendStage.SENDING
+
+    @property
+    def writing(self) -> bool:
+        """The engine may still write to the pages."""
+        return self.write is WriteStage.WRITING
 
     def commit_write(self) -> None:
         assert self.write is WriteStage.WRITING, self.write
