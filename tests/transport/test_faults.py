@@ -359,6 +359,23 @@ def test_a_push_without_a_grant_gets_no_answer(listener: Listener) -> None:
     listener.cancel(grant.transfer_id, "over")
 
 
+def test_a_grant_that_the_receiver_does_not_know_fails_one_transfer(listener: Listener) -> None:
+    """As after a restart of the receiver. The sender's other transfers keep their connection."""
+    owner = Owner()
+    options = replace(FRAMES, connections=1)
+    with Proxy(listener.address) as proxy, TransferLink(proxy.address, options=options) as link:
+        sizes = {name: len(content) for name, content in CONTENTS.items()}
+        kept = link.open(expect(listener, CONTENTS, owner), sizes)
+        wait_until(lambda: kept.opened)
+        unknown = send(link, grant_for(CONTENTS), CONTENTS)
+        with pytest.raises(TransferFailed, match="the receiver knows no such grant"):
+            unknown.done.result(PATIENCE_S)
+        kept.ready_all({name: [memoryview(content)] for name, content in CONTENTS.items()})
+        kept.done.result(PATIENCE_S)
+        assert owner.memory == CONTENTS
+        assert proxy.connections == 1
+
+
 def test_a_manifest_that_asks_for_a_terabyte(listener: Listener) -> None:
     grant, owner = grant_for(CONTENTS), Owner()
     listener.expect(grant, owner)

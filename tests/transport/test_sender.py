@@ -259,6 +259,24 @@ def test_a_receiver_that_answers_only_probes_is_stalled() -> None:
         transfer.done.result(0)
 
 
+def test_a_new_connection_is_proved_by_a_grant_that_the_receiver_answers() -> None:
+    sender = make_sender()
+    assert sender.take_proof(0.0) is None
+    unknown, known = make_transfer(1, [10]), make_transfer(2, [10])
+    begin(sender, unknown)
+    begin(sender, known)
+    sender.mark_lost(SendProbe(unknown))
+    for now in range(20):
+        assert sender.take_proof(now) == SendProbe(known)
+        sender.release(known)
+    for _ in range(2):
+        sender.mark_lost(SendProbe(known))
+    assert sender.take_proof(0.0) == SendProbe(unknown)
+    sender.release(unknown)
+    sender.responses.on_alive(known.transfer_id, 0.0)
+    assert sender.take_proof(0.0) == SendProbe(known)
+
+
 def test_done_waits_for_the_last_reader() -> None:
     sender, transfer = make_sender(), make_transfer(1, [2 * QUANTUM])
     begin(sender, transfer)

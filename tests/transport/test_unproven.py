@@ -129,6 +129,23 @@ def test_path_checks_are_few_and_leave_room_for_senders(clock: FakeClock) -> Non
         deliver(listener)
 
 
+def test_a_peer_without_a_grant_cannot_fill_the_log(
+    listener: Listener, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cut_off(times: int) -> None:
+        for _ in range(times):
+            with Raw(listener) as peer:
+                peer.send(encode_message(Kind.PROBE))
+                peer.assert_cut_off()
+        wait_until(lambda: listener.connections == 0)
+
+    cut_off(5)
+    clock.advance(1)
+    cut_off(1)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 2 and lines[1].endswith("(4 similar lines left out)")
+
+
 def test_one_hello_is_enough(listener: Listener) -> None:
     with Raw(listener) as peer:
         peer.send(GREETING)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import socket
 import ssl
 import threading
@@ -26,7 +27,7 @@ from itertools import chain
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
-from prfaas.errors import ConnectionLost, InputError, PrfaasError, WireError
+from prfaas.errors import ConnectionLost, InputError, PeerError, PrfaasError, WireError
 from prfaas.transport.channel import (
     TICK_S,
     Channel,
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 _ACK_DELAY_S = 5e-3
 _PROGRESS_EVERY_S = 0.1  # for a frame that takes longer than a tick to arrive
 _DISCARD_BYTES = 1 << 20  # at a time
+_UNKNOWN = Ended(False, "the receiver knows no such grant")
 _FROM_SENDERS = {Kind.OPEN, Kind.DATA, Kind.PROBE, Kind.ABORT}  # frames that show a grant
 
 
@@ -99,6 +101,7 @@ class Listener:
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
         self._closing = threading.Event()
         self._slots = _Slots(self._options)
+        self._warnings = _Warnings(self._clock)
         self._lock = threading.Lock()  # guards the set below
         self._threads: set[threading.Thread] = set()
         self._server = _listen(host, port)
@@ -169,13 +172,13 @@ class Listener:
                 continue
             slot = _Slot(self._slots, sock, peer[0], self._clock.now())
             if not self._slots.admit(slot):
-                log.warning("refused a connection: too many others are being closed")
+                self._warnings.log("refused a connection: too many others are being closed")
                 sock.close()
                 continue
             try:
                 self._start(partial(self._serve, slot, str(Address(*peer[:2]))))
             except RuntimeError as error:  # the system has no thread left
-                log.warning("cannot serve a connection: %s", error)
+                self._warnings.log(f"cannot serve a connection: {error}")
                 self._slots.remove(slot)
                 sock.close()
 
@@ -197,15 +200,35 @@ class Listener:
                 channel, slot, self._transfers, self._measure, self._options, self._clock
             ).run(self._closing)
         except ssl.SSLError as error:
-            log.warning("closed the connection of %s: %s", peer, error)
+            self._warnings.log(f"closed the connection of {peer}: {error}")
         except (ConnectionLost, OSError) as error:
             log.debug("connection of %s ended: %s", peer, error)
         except PrfaasError as error:
-            log.warning("closed the connection of %s: %s", peer, error)
+            self._warnings.log(f"closed the connection of {peer}: {error}")
         finally:
             self._slots.remove(slot)
             shut_down(slot.sock)
             slot.sock.close()
+
+
+class _Warnings:
+    """Log lines that any peer can cause, without a grant: at most one per second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next_s = -math.inf
+        self._left_out = 0
+
+    def log(self, what: str) -> None:
+        with self._lock:
+            now = self._clock.now()
+            if now < self._next_s:
+                self._left_out += 1
+                return
+            self._next_s = now + 1.0
+            left_out, self._left_out = self._left_out, 0
+        log.warning("%s%s", what, f" ({left_out} similar lines left out)" if left_out else "")
 
 
 class _Stage(enum.Enum):
@@ -226,7 +249,8 @@ class _Slot:
         self.leaving = False  # it was shut down to make room, and its thread is ending
 
     def move(self, stage: _Stage) -> None:
-        """Raises ConnectionLost when there is no room in that stage."""
+        """Raises PeerError when too many connections are in that stage, or when this one had to
+        leave."""
         if self.stage is not stage:
             self._slots.move(self, stage)
 
@@ -271,8 +295,7 @@ class _Slots:
             if slot.leaving:
                 raise ConnectionLost("the connection had to make room for another one")
             if len(self._in(stage)) >= self._limits[stage]:
-                log.warning("no room for another connection: %d are open", self._limits[stage])
-                raise ConnectionLost(f"{self._limits[stage]} connections are {stage.value}")
+                raise PeerError(f"{self._limits[stage]} connections are {stage.value} already")
             slot.stage = stage
 
     def use_tls(self, slot: _Slot, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -378,7 +401,10 @@ class _ReceiverConnection:
             raise WireError(f"a sender must not send {header.kind.name}")
         found = self._transfers.find(header)
         if found is None:
-            raise WireError("no grant for this transfer")
+            if self._slot.stage is not _Stage.PROVEN:
+                raise WireError("no grant for this transfer")
+            # For example a grant from before a restart. The sender's other transfers go on.
+            found = _UNKNOWN
         if isinstance(found, Ended):
             # A late frame. It proves nothing: an old grant does not keep a connection open.
             self._discard(header.body_bytes)

@@ -130,8 +130,10 @@ class SenderTransfers:
             known = [t for t in self._state.transfers.values() if t.ended is None]
             if not known:
                 return None
-            # The receiver may refuse the grant of a transfer that it has not opened.
-            transfer = random.choice([t for t in known if t.opened] or known)
+            # A receiver closes a new connection for a grant that it does not know, such as one from
+            # before its restart. The other transfers must not wait for that one to fail.
+            fewest = min(t.lost_probes for t in known)
+            transfer = random.choice([t for t in known if t.lost_probes == fewest])
             transfer.readers += 1
             transfer.probed_s = now
             return SendProbe(transfer)
@@ -157,6 +159,8 @@ class SenderTransfers:
                 state.in_flight_bytes -= before - transfer.in_flight_bytes
             elif isinstance(work, SendOpen):
                 transfer.opening = False
+            elif isinstance(work, SendProbe):
+                transfer.lost_probes += 1
 
     def abort(self, transfer: SenderTransfer, reason: str, now: float) -> None:
         state = self._state

@@ -52,8 +52,10 @@ class ResponseHandler:
         state = self._state
         with state.lock:
             transfer = state.transfers.get(transfer_id)
-            if transfer is not None and not transfer.outstanding_bytes:
-                transfer.progress_s = now
+            if transfer is not None:
+                transfer.lost_probes = 0
+                if not transfer.outstanding_bytes:
+                    transfer.progress_s = now
 
     def on_round_trip(self, seconds: float, now: float) -> None:
         """The receiver answered a small message after `seconds`."""

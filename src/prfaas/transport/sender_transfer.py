@@ -40,6 +40,7 @@ class SenderTransfer:
         self.total_bytes = manifest.total_bytes
         self.opening = False  # an OPEN was sent and not answered
         self.opened = False
+        self.lost_probes = 0  # since the latest answer: the receiver may not know the grant
         self.began_s = self.progress_s = self.probed_s = now
         self.readers = 0  # connections that read its buffers, and frames that the kernel reads
         self.ended: str | None = None  # why it failed; "" after a commit
