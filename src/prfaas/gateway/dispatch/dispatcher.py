@@ -33,7 +33,7 @@ from prfaas.gateway.dispatch.handoff import (
     raise_client_error,
 )
 from prfaas.gateway.fleet.booking import Booking
-from prfaas.gateway.fleet.membership import Member
+from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.scheduler.long_term.traffic import TrafficHistory
