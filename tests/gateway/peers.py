@@ -20,6 +20,7 @@ class Peer:
     def __init__(self) -> None:
         self.url = ""
         self.bodies: dict[str, list[Any]] = {}  # by `METHOD /path`, in the order of arrival
+        self.queries: dict[str, list[dict[str, str]]] = {}
         self._scripts: dict[str, tuple[int, Any]] = {}
         self._lost: set[str] = set()
         self._changed = asyncio.Condition()
@@ -53,6 +54,7 @@ class Peer:
     async def respond(self, request: web.Request) -> web.StreamResponse:
         what = f"{request.method} {request.path}"
         body = await request.read()
+        self.queries.setdefault(what, []).append(dict(request.query))
         async with self._changed:
             self.bodies.setdefault(what, []).append(msgspec.json.decode(body) if body else None)
             self._changed.notify_all()

@@ -192,6 +192,13 @@ REPORTS: dict[str, dict[str, Any]] = {
     "a group without layers": {"pool": {**POOL, "groups": [["full", "full", [], 64, 0]]}},
     "a window of no tokens": {"pool": {**POOL, "groups": [["window", "w", [0], 64, 0]]}},
     "pages below zero": {"pool": {**POOL, "page_bytes": -4096}},
+    "pages beyond 64 bits": {
+        "pool": {
+            **POOL,
+            "page_bytes": 2**50,
+            "occupancy": {**POOL["occupancy"], "used_pages": 2**50},
+        }
+    },
     "many event names": {"next_seq": {f"n{n}": 0 for n in range(50_000)}},
 }
 
@@ -246,6 +253,39 @@ async def test_a_member_cannot_speak_for_another_members_cache(claimed: str) -> 
         await bad.requested(EVENTS, len(bad.bodies[EVENTS]) + 2)
         assert fleet.manager.match(PROMPT).node_tokens(NodeId("a")) == 2 * 64
         await one.check_alive()
+
+
+async def test_a_gap_in_the_events_is_filled_from_a_snapshot() -> None:
+    async with gateway() as one:
+        fleet, hashes, bad = one.backend.fleet, PROMPT.at(64), one.hostile.kvd
+
+        def cached() -> int:
+            return fleet.manager.match(PROMPT).node_tokens(NodeId("bad"))
+
+        held = {"full": hashes[:2], "state": hashes[1:2]}
+        await bad.script(EVENTS, page("bad", 7, snapshot=held))
+        await until(lambda: cached() == 2 * 64)
+        asked = len(bad.queries[EVENTS])
+        await bad.script(EVENTS, page("bad", 9))  # without events 7 and 8
+        await until(lambda: "-1" in [query["since"] for query in bad.queries[EVENTS][asked:]])
+        held = {"full": hashes[:5], "state": hashes[4:5]}
+        await bad.script(EVENTS, page("bad", 9, snapshot=held))
+        await until(lambda: cached() == 5 * 64)
+
+
+async def test_the_state_shows_the_format_in_use_and_what_differs() -> None:
+    async with gateway() as one:
+        upgraded = report("a", instance="second", revision="2")
+        await one.pair("a").kvd.script(STATS, upgraded)
+        await until(lambda: not one.state("a")["in_use"])
+        assert one.backend.state()["reference"]["revision"] == "1"
+        assert one.state("a")["incompatible"] == ["revision: 1 here, 2 there"]
+        assert one.state("b")["in_use"] and one.state("bad")["in_use"]
+        for name in ("b", "bad"):
+            upgraded = report(name, instance="second", revision="2")
+            await one.pair(name).kvd.script(STATS, upgraded)
+        await until(lambda: len(in_use(one.backend)) == 3)
+        assert one.backend.state()["reference"]["revision"] == "2"
 
 
 URLS = {

@@ -32,6 +32,7 @@ from prfaas.types import Grant, NodeId, NotNow, TransferId
 REPORT_BYTES = 2 << 20
 EVENTS_BYTES = 64 << 20  # a snapshot of 1.4 million block hashes
 SMALL_BYTES = 64 << 10  # the other responses
+_MOST_TOKENS, _MOST_BYTES = 2**31, 2**44  # of one prefix
 _ASK_AGAIN_S = 0.1  # after a long poll that ended without news
 _SLACK_S = 5.0  # added to a request's timeout for the time after a long poll has ended
 _Opened: TypeAlias = Grant | NotNow
@@ -103,8 +104,8 @@ class KvdClient:
             max_bytes=SMALL_BYTES,
         )
         if isinstance(answer, PrefixPulled):
-            count(answer.tokens, "tokens")
-            count(answer.granted_bytes, "granted_bytes")
+            count(answer.tokens, "tokens", _MOST_TOKENS)
+            count(answer.granted_bytes, "granted_bytes", _MOST_BYTES)
         return answer
 
     async def stats(self) -> KvdReport:

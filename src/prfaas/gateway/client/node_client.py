@@ -27,6 +27,7 @@ _ERROR = b'data: {"error"'
 _LOAD = re.compile(rb"^vllm:num_requests_(running|waiting)(?:{[^}\n]*})? (\S+)$", re.MULTILINE)
 METRICS_BYTES = 4 << 20
 CARD_BYTES = 1 << 20
+HEALTH_BYTES = 64 << 10
 PREFILL_BYTES = 16 << 20
 ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
 _MOST_REQUESTS = 10**6  # at one node
@@ -117,7 +118,10 @@ class NodeClient:
         """Whether the node takes no new requests because it was asked to stop."""
         try:
             await self._http.request(
-                "GET", f"{self.url}/health", timeout_s=self._timeouts.node_poll_timeout_s
+                "GET",
+                f"{self.url}/health",
+                timeout_s=self._timeouts.node_poll_timeout_s,
+                max_bytes=HEALTH_BYTES,
             )
         except PeerHttpError as error:
             return error.code == _DRAINING

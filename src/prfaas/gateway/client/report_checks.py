@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from prfaas.config.address import parse_address
-from prfaas.contracts.kvd_api import LATE_WINDOW_S, EventPage, GroupShape, KvdReport
+from prfaas.contracts.kvd_api import LATE_WINDOW_S, EventPage, GroupShape, KvdReport, PoolReport
 from prfaas.errors import InputError, MalformedResponse
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.types import NodeId
@@ -25,6 +25,8 @@ LONGEST_TEXT = 512
 LONGEST_NAME = 128
 LONGEST_HASH = 64  # bytes
 LARGEST_BLOCK = 1 << 20  # tokens
+LARGEST_PAGE = 1 << 30  # bytes
+MOST_PAGES = 1 << 33  # with the largest page, their bytes are a 64-bit number
 # Entries of each collection. An engine that restarts leaves its name in `next_seq`.
 MOST_ENTRIES = {"links": 1024, "next_seq": 4096, "layers": 4096}
 MOST_OTHER_ENTRIES = 256
@@ -48,6 +50,7 @@ def check_report(report: KvdReport) -> KvdReport:
             _check_block(report.pool.block_tokens, "pool.block_tokens")
             _check_block(report.pool.compat.block_tokens, "pool.compat.block_tokens")
             _check_groups(report.pool.groups)
+            _check_pages(report.pool)
     except InputError as error:
         raise MalformedResponse(f"malformed report: {error}") from None
     return report
@@ -143,6 +146,14 @@ def _check_groups(groups: tuple[GroupShape, ...]) -> None:
             raise InputError(f"{group.name} has no layers", where=where)
         if group.kind == "window" and not group.window:
             raise InputError(f"{group.name} has a window of 0 tokens", where=where)
+
+
+def _check_pages(pool: PoolReport) -> None:
+    if pool.page_bytes > LARGEST_PAGE:
+        raise InputError(f"is more than {LARGEST_PAGE}", where="pool.page_bytes")
+    used = pool.occupancy
+    if max(used.capacity_pages or 0, used.used_pages, used.idle_pages) > MOST_PAGES:
+        raise InputError(f"has more than {MOST_PAGES} pages", where="pool.occupancy")
 
 
 def _check_hashes(hashes: tuple[bytes, ...], where: str) -> None:

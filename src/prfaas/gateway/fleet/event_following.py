@@ -78,6 +78,9 @@ class EventFollower:
         elif not fleet.prefixes.owns(self._member, self._name):
             self._since = SNAPSHOT
             return False
+        elif page.next_seq != self._since + len(page.events):
+            self._since = SNAPSHOT  # events are missing, and a snapshot replaces them
+            return True
         for event in page.events:
             number = len(event.hashes)
             self._count(number if event.action == "stored" else -number)
