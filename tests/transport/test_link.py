@@ -150,13 +150,16 @@ def test_the_budget_is_shared_and_the_first_connection_is_free() -> None:
             TransferLink(a.address, options=options, budget=budget) as one,
             TransferLink(b.address, options=options, budget=budget) as two,
         ):
-            for link, listener, connections in ((one, a, 3), (two, b, 1)):
-                # A transfer that waits for its bytes: a link without transfers opens nothing.
-                transfer = link.open(expect(listener, contents, Owner()), {"full0/0/0-64": 1000})
-                wait_until(lambda: link.stats().connections == connections)  # noqa: B023
+            # Transfers that wait for their bytes: a link without transfers opens no connections.
+            sizes = dict.fromkeys(contents, 1000)
+            first = one.open(expect(a, contents, Owner()), sizes)
+            wait_until(lambda: one.stats().connections == 3)
+            second = two.open(expect(b, contents, Owner()), sizes)
+            wait_until(lambda: second.opened)
+            assert (one.stats().connections, two.stats().connections) == (3, 1)
+            for transfer in (first, second):
                 transfer.ready_all({name: [memoryview(c)] for name, c in contents.items()})
                 transfer.done.result(PATIENCE_S)
-            assert (one.stats().connections, two.stats().connections) == (3, 1)
         assert budget.take() and budget.take() and not budget.take()  # all given back
 
 

@@ -225,6 +225,7 @@ def test_a_path_check_may_take_longer_than_a_connection_without_a_grant(
     frame = encode_message(Kind.MEASURE, bytes(1000))
     with Raw(listener) as peer:
         peer.send(frame)
+        assert peer.answer().header.kind is Kind.ACK
         for _ in range(7):  # more than a minute, the longest check of `prfaas doctor`
             clock.advance(OPTIONS.unproven_s)
             peer.send(frame)

@@ -257,7 +257,7 @@ class TransferLink:
         try:
             self._start_maintainer()
         except RuntimeError as error:  # the system has no thread left
-            self.transfers.abort(transfer, str(error), self.clock.now())
+            self.transfers.remove(transfer, str(error))
             raise TransferFailed(f"cannot start a thread: {error}") from None
         self.add_connections()
         self.wake()
@@ -451,6 +451,9 @@ class _SenderConnection:
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
         # Frames sent from a file and not answered: the kernel may still read those pages.
         self._in_kernel: set[tuple[bytes, int]] = set()
+        # Transfers that have ended and have frames in `_sent`: when this was first seen.
+        self._ended_s: dict[bytes, float] = {}
+        self._checked_s = 0.0
         # When the unanswered OPEN and PROBE messages were sent.
         self._sent_s: dict[tuple[bytes, Kind], float] = {}
         self._decoder = Decoder()
@@ -569,7 +572,8 @@ class _SenderConnection:
                 self._clear_wakeups()
             if channel.fileno() in readable:
                 self._receive_responses(channel)
-            elif not self._sent:
+            self._check_ended(now)
+            if not self._sent:
                 self._received_s = now
             elif now - self._received_s >= options.silence_s:
                 raise ConnectionLost(f"the peer did not answer for {options.silence_s:g} s")
@@ -587,6 +591,7 @@ class _SenderConnection:
             # frame and of earlier ones has arrived.
             if channel.fileno() in channel.wait(0):
                 self._receive_responses(channel)
+            self._check_ended(self._link.clock.now())
 
         def send(kind: Kind, body: bytes = b"") -> None:
             whole = encode_message(kind, body, transfer_id=transfer.transfer_id, auth=transfer.auth)
@@ -657,6 +662,21 @@ class _SenderConnection:
                 self._responses.on_opened(transfer_id, now)
             elif header.kind is Kind.ALIVE:
                 self._responses.on_alive(transfer_id, now)
+
+    def _check_ended(self, now: float) -> None:
+        """Raises ConnectionLost when a transfer has ended and its frames on this connection stay
+        unanswered: its owner waits for the memory that they are sent from. A peer that answers
+        other frames, or that accepts a frame byte by byte, is not silent."""
+        if now - self._checked_s < TICK_S:
+            return
+        self._checked_s = now
+        ended = {
+            w.transfer.transfer_id for w in self._sent.values() if w.transfer.ended is not None
+        }
+        self._ended_s = {one: self._ended_s.get(one, now) for one in ended}
+        silence_s = self._link.options.silence_s
+        if any(now - since_s >= silence_s for since_s in self._ended_s.values()):
+            raise ConnectionLost(f"frames of an ended transfer: no answer for {silence_s:g} s")
 
     def _settle(self, transfer_id: bytes, sequence: int, expected: Kind) -> Work | None:
         """Returns the answered work, if any. The kernel no longer reads the bytes of that work."""

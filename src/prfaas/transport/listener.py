@@ -68,7 +68,7 @@ _FROM_SENDERS = {Kind.OPEN, Kind.DATA, Kind.PROBE, Kind.ABORT}  # frames that sh
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
     max_connections: int = 256  # that have shown a grant
-    max_unproven: int = 64  # for one more, the oldest of the host with the most of them is closed
+    max_unproven: int = 128  # for one more, the oldest of the host with the most of them is closed
     max_measuring: int = 64  # of path checks, `prfaas doctor`
     silence_s: float = 10.0  # timeout of a peer in the middle of a frame
     # These three count whatever the peer sends meanwhile. The first two count from the moment when

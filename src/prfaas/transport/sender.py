@@ -171,6 +171,12 @@ class SenderTransfers:
                 finished = state.end(transfer, f"aborted: {reason}")
         set_done(finished)
 
+    def remove(self, transfer: SenderTransfer, reason: str) -> None:
+        """Fails a transfer of which nothing has been sent; the receiver is not told."""
+        with self._state.lock:
+            finished = self._state.end(transfer, reason)
+        set_done(finished)
+
     def fail_stalled(self, now: float) -> None:
         """Fails transfers that are stalled, and drops aborts that could not be sent in time."""
         state = self._state
