@@ -15,6 +15,7 @@ import pytest
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.contracts.kvd_api import OTHER_PROMPT, TransferStatus
 from prfaas.errors import RequestError
+from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher
@@ -30,13 +31,20 @@ from tests.gateway.fleets import LONG, fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
-OPEN, STATUS, ABORT = "POST /v1/open", "GET /v1/transfers/t-1", "POST /v1/transfers/t-1/abort"
-GRANT = Grant(TransferId("t-1"), "token", "b:7400", {}, 1000, 60.0)
+ID = TransferId("7f0c8a5e-2f8e-4d8c-9d0b-5a1f3f6f0001")  # every transfer's, see `same_id`
+OPEN, STATUS, ABORT = "POST /v1/open", f"GET /v1/transfers/{ID}", f"POST /v1/transfers/{ID}/abort"
+GRANT = Grant(ID, "token", "b:7400", {}, 1000, 60.0)
 FAILED = {"error": {"message": "Internal server error", "type": "Internal Server Error"}}
 
 
 def status(state: str, reason: str = "") -> TransferStatus:
-    return TransferStatus(TransferId("t-1"), state, reason, 1000)
+    return TransferStatus(ID, state, reason, 1000)
+
+
+@pytest.fixture(autouse=True)
+def same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts of a peer name the path of a transfer."""
+    monkeypatch.setattr(handoff, "new_transfer_id", lambda: ID)
 
 
 @dataclass(slots=True)
