@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
-from prfaas.contracts.kvd_api import GroupShape, spec_of
+from prfaas.contracts.kvd_api import spec_of
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
@@ -36,7 +36,6 @@ from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, Compat, NodeId
 
 _DEFAULTS = KvdSection()
-MAX_LAYER_BYTES = 1 << 40  # of a token or a state; a larger number is not a model's
 # How long a request waits for the SSD. A gateway waits 5 s for the answer to an open.
 SSD_WAIT_S = 3.0
 
@@ -81,9 +80,7 @@ class Store:
         self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
 
     def register(self, register: Register) -> Storage:
-        """The storage; the first call makes it. InputError when the engine does not match it, or
-        describes no model."""
-        _check_groups(register.groups)
+        """The storage; the first call makes it. InputError when the engine does not match it."""
         if self.storage is None:
             self.storage = self._build(register)
             return self.storage
@@ -159,8 +156,9 @@ class Store:
             self._worker = None
 
     def _build(self, register: Register) -> Storage:
+        if not register.groups:
+            raise InputError("the model has no KV groups", where="groups")
         spec = spec_of(register.groups)
-        checkpoints = checkpoint_policy(self.options.checkpoints, register.block_tokens)
         layout = choose_layout(unit_bytes(spec, register.block_tokens))
         pages = self.options.memory_bytes // layout.page_bytes
         if not pages:
@@ -169,30 +167,25 @@ class Store:
                 where="--memory",
                 fix="give more memory",
             )
-        with ExitStack() as undo:
-            fd = _memory(pages * layout.page_bytes)
-            undo.callback(os.close, fd)
-            arena = Arena(fd, layout.page_bytes, pages)
-            ssd, ssd_fd = None, None
-            if self.options.ssd is not None:
-                ssd_fd = _spill_file(self.options.ssd)
-                undo.callback(os.close, ssd_fd)
-                ssd_pages = self.options.ssd_bytes // layout.page_bytes
-                ssd = SpillFile(ssd_fd, layout.page_bytes, ssd_pages)
-            pool = HybridPrefixPool(
-                spec,
-                register.block_tokens,
-                PoolStorage(layout, pages, arena, ssd),
-                eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
-                checkpoints=checkpoints,
-                journal=self._journal,
-                # A lease of an earlier process must not be valid here. Below 2**53, which every
-                # message format can represent.
-                first_lease_id=1 + secrets.randbelow(1 << 52),
-            )
-            if ssd is not None:
-                self._worker = SsdWorker(self._clock, self.publish_changes)
-            undo.pop_all()  # `close` does it
+        fd = _memory(pages * layout.page_bytes)
+        arena = Arena(fd, layout.page_bytes, pages)
+        ssd, ssd_fd = None, None
+        if self.options.ssd is not None:
+            ssd_fd = _spill_file(self.options.ssd)
+            ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
+        pool = HybridPrefixPool(
+            spec,
+            register.block_tokens,
+            PoolStorage(layout, pages, arena, ssd),
+            eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
+            checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
+            journal=self._journal,
+            # A lease of an earlier process must not be valid here. Below 2**53, which every
+            # message format can represent.
+            first_lease_id=1 + secrets.randbelow(1 << 52),
+        )
+        if ssd is not None:
+            self._worker = SsdWorker(self._clock, self.publish_changes)
         return Storage(
             spec,
             register.block_tokens,
@@ -203,30 +196,6 @@ class Store:
             pool,
             ssd_fd,
         )
-
-
-def _check_groups(groups: Sequence[GroupShape]) -> None:
-    """InputError when no engine can have such groups."""
-    if not groups:
-        raise InputError("the model has no KV groups", where="groups")
-    names: set[str] = set()
-    for index, group in enumerate(groups):
-        problem = None
-        if not group.name or group.name in names:
-            problem = f"the name {group.name[:40]!r} is empty, or two groups have it"
-        elif not group.layers or min(group.layers) < 0:
-            problem = f"group {group.name[:40]!r} has no layers, or a negative one"
-        elif len(set(group.layers)) != len(group.layers):
-            problem = f"group {group.name[:40]!r} has a layer twice"
-        elif not 0 < group.nbytes <= MAX_LAYER_BYTES:
-            problem = f"group {group.name[:40]!r} has {group.nbytes} bytes in a layer"
-        elif group.kind == "window" and group.window < 1:
-            problem = f"group {group.name[:40]!r} has a window of {group.window} tokens"
-        if problem is not None:
-            raise InputError(
-                problem, where=f"groups[{index}]", fix="register the groups of the model"
-            )
-        names.add(group.name)
 
 
 def _in_proportion(new_tokens: int, cached_tokens: int) -> float:
