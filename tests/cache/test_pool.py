@@ -326,6 +326,24 @@ def test_two_requests_share_one_read(bytes_pool: HybridPrefixPool) -> None:
     pool.check()
 
 
+def test_a_hash_that_is_sent_twice_finds_one_block_twice(bytes_pool: HybridPrefixPool) -> None:
+    """No prompt has such hashes, but a caller may send them."""
+    pool = bytes_pool
+    twice = hashes_of(prompt("a")) * 2
+    for hashes in (twice, hashes_of(prompt("xyz")), twice, hashes_of(prompt("xyz")), twice):
+        tokens = len(hashes) * BLOCK
+        preparation = prepare_now(pool, hashes, tokens)
+        assert preparation is not None
+        lease = pool.reserve(hashes, tokens, now=0.0)
+        assert isinstance(lease, Lease)
+        preparation.end(0.0)
+        pool.check()
+        pool.commit(lease.id, 0.0)
+        pool.release(lease.id, 0.0)
+        pool.check()
+    assert pool.stats.spilled_blocks and pool.stats.promoted_blocks
+
+
 def test_a_failed_write_costs_its_block_only(bytes_pool: HybridPrefixPool) -> None:
     pool = bytes_pool
     fill(pool, "abc")

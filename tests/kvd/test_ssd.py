@@ -21,6 +21,7 @@ from prfaas.kvd.engine_socket.messages import (
     LeaseTicket,
     NumberedAnswer,
     NumberedCall,
+    Ready,
     Register,
     decode_answer,
     frame,
@@ -177,6 +178,24 @@ def test_later_calls_of_a_connection_wait_for_the_call_that_uses_the_ssd(
         assert [one.number for one in answers] == [2, 3, 4]
         assert isinstance(answers[0].answer, LeaseTicket)
         assert answers[1].answer == answers[2].answer == Done()
+    wait_until(lambda: host.in_use() == (0, 0))
+
+
+def test_the_calls_that_wait_are_bounded_and_all_answered(host: Host, gate: Gate) -> None:
+    engine = RawEngine(host)
+    calls = 300_000  # more than the server keeps, and more than a socket's buffers hold
+    with engine.socket, ThreadPoolExecutor(1) as sender:
+        gate.close()
+        engine.socket.sendall(frame(NumberedCall(2, Begin(tuple(names(SECOND)), TOKENS))))
+        assert gate.reached.wait(PATIENCE_S)
+        # Ready gets no answer. The flush at the end is answered after all of them.
+        ready = frame(NumberedCall(0, Ready(0, ()))) * calls
+        sending = sender.submit(engine.socket.sendall, ready + frame(NumberedCall(3, Flush())))
+        assert_others_are_answered(host)
+        assert not sending.done(), "the kvd has read everything"
+        gate.open()
+        assert [engine.answer().number for _ in range(2)] == [2, 3]
+        sending.result(PATIENCE_S)
     wait_until(lambda: host.in_use() == (0, 0))
 
 

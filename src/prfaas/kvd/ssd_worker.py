@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from prfaas.clock import Clock
 log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0  # for the job that runs when the kvd ends
+REPORT_S = 60.0  # between two log lines about a slow SSD
 _BATCH = 32  # jobs that the loop finishes together
 
 
@@ -33,6 +35,8 @@ class SsdWorker:
         # Submitted and not finished, oldest first; a future where a request waits for the job.
         self._waiting: dict[SsdJob, asyncio.Future[None] | None] = {}
         self._closing = threading.Event()
+        self._late = 0  # requests that have not been reported yet
+        self._report_s = -math.inf  # not before
         self._thread = threading.Thread(target=self._run, name="prfaas-kvd-ssd", daemon=True)
         self._thread.start()
 
@@ -48,7 +52,16 @@ class SsdWorker:
                     self._submit([job for job in jobs if job not in self._waiting])
                     await self._finished(jobs[-1])
         except TimeoutError:
-            log.warning("the SSD was not ready within %g s; blocks may be dropped", within_s)
+            self._late += 1
+            now = self._clock.now()
+            if now >= self._report_s:
+                log.warning(
+                    "%d requests did not wait longer than %g s for the SSD tier: blocks were "
+                    "dropped or not read back",
+                    self._late,
+                    within_s,
+                )
+                self._late, self._report_s = 0, now + REPORT_S
 
     def close(self) -> bool:
         """Ends the thread after its present job. False when that job does not end in time: the

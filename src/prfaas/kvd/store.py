@@ -173,7 +173,6 @@ class Store:
         if self.options.ssd is not None:
             ssd_fd = _spill_file(self.options.ssd)
             ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
-            self._worker = SsdWorker(self._clock, self.publish_changes)
         pool = HybridPrefixPool(
             spec,
             register.block_tokens,
@@ -185,6 +184,8 @@ class Store:
             # message format can represent.
             first_lease_id=1 + secrets.randbelow(1 << 52),
         )
+        if ssd is not None:
+            self._worker = SsdWorker(self._clock, self.publish_changes)
         return Storage(
             spec,
             register.block_tokens,

@@ -96,7 +96,8 @@ class Preparation:
     def _hold(self, now: float) -> int:
         """Looks the prefix up again, because it may have changed, and holds what it consists of."""
         found, new_pages = self._survey()
-        before, self.held = self.held, list(found)
+        # A caller may send one hash twice, which finds one block twice.
+        before, self.held = self.held, list(dict.fromkeys(found))
         for block in self.held:
             self._promises.tiers.hold(block)
         self._promises.blocks.release(in_prompt_order(before), now)

@@ -119,6 +119,7 @@ class _Connection(asyncio.Protocol):
         self._process = process
         self._frames = FrameReader()
         self._waiting: asyncio.Task[None] | None = None  # a call that waits for the SSD
+        self._paused = False  # reading is, because too many calls wait
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -133,6 +134,7 @@ class _Connection(asyncio.Protocol):
         if self._waiting is not None:
             # Reading goes on for a while, so that the server learns when the process exits.
             if self._frames.add(data) > _WAITING_BYTES:
+                self._paused = True
                 self._transport.pause_reading()
             return
         try:
@@ -180,7 +182,9 @@ class _Connection(asyncio.Protocol):
             return
         self._waiting = None
         if not self._transport.is_closing():
-            self._transport.resume_reading()
+            if self._paused:
+                self._paused = False
+                self._transport.resume_reading()
             self.data_received(b"")
 
     def _handle(self, numbered: NumberedCall) -> None:
