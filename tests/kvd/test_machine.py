@@ -18,7 +18,6 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -414,7 +413,6 @@ class KvdMachine(RuleBasedStateMachine):
             content.check(segment, self.parts.mapped.views(segment, table))
 
 
-@pytest.mark.xfail(strict=True, reason="a call of the wrong kind forgets the lease")
 def test_the_kvd_keeps_its_promises_whatever_comes_in_any_order() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         KvdMachine,

@@ -155,7 +155,6 @@ def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
             engine.attach(host.grant(PROMPT).transfer_id)
 
 
-@pytest.mark.xfail(strict=True, reason="a call of the wrong kind forgets the lease")
 def test_a_call_for_the_other_kind_of_lease_ends_nothing(host: Host) -> None:
     """The lease would be held by no process, and its pages by nothing that could release them."""
     keep(host, PROMPT)
