@@ -434,7 +434,7 @@ class KvdMachine(RuleBasedStateMachine):
 
 
 def test_the_kvd_keeps_its_promises_whatever_comes_in_any_order() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         KvdMachine,
         settings=settings(
             SEEDED,
