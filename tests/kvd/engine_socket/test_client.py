@@ -10,10 +10,13 @@ import pytest
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import (
+    Abort,
+    Commit,
     Flush,
     FrameReader,
     NumberedCall,
     Refused,
+    Release,
     decode_answer,
     frame,
 )
@@ -150,6 +153,20 @@ def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
             engine.attach(TransferId("unknown"))
         with pytest.raises(TransferFailed, match="not committed yet"):
             engine.attach(host.grant(PROMPT).transfer_id)
+
+
+def test_a_call_for_the_other_kind_of_lease_ends_nothing(host: Host) -> None:
+    """The lease would be held by no process, and its pages by nothing that could release them."""
+    keep(host, PROMPT)
+    with host.engine() as engine:
+        read, written = begun(engine.pin(names(PROMPT))), begun(engine.begin(names(PROMPT), 40))
+        connection = engine._connected()
+        read_id, written_id = read.ticket.lease_id, written.ticket.lease_id
+        for call in (Commit(read_id), Abort(read_id, "wrong"), Release(written_id)):
+            with pytest.raises(TransferFailed, match="has ended, or another"):
+                connection.call(call)
+        assert host.stats()["held_leases"] == 2
+    wait_until(lambda: host.in_use() == (0, 0))
 
 
 @pytest.mark.parametrize("problem", ["", OTHER_PROMPT])

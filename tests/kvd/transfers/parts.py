@@ -129,13 +129,15 @@ def segments_of(grant: Grant, tokens: int) -> list[Segment]:
 
 
 @asynccontextmanager
-async def transfer_parts(*, memory_bytes: int = MEMORY_BYTES) -> AsyncIterator[Parts]:
+async def transfer_parts(
+    *, memory_bytes: int = MEMORY_BYTES, link: LinkOptions | None = None
+) -> AsyncIterator[Parts]:
     """No engine has registered yet."""
     clock = FakeClock()
     store = Store(
         NodeId("pool"), StoreOptions(memory_bytes=memory_bytes), EventLog("instance"), clock
     )
-    links = Links(LinkOptions(), tls=None, budget=ConnectionBudget(8))
+    links = Links(link or LinkOptions(), tls=None, budget=ConnectionBudget(8))
     with Listener(clock=clock) as listener:
         address = str(Address(*listener.address))
         incoming = IncomingTransfers(store, listener, address, OPTIONS, clock)

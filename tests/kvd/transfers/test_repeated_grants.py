@@ -9,15 +9,16 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from prfaas.errors import PrfaasError, TransferFailed
+from prfaas.errors import InputError, PrfaasError, TransferFailed
 from prfaas.kvd.engine_socket.messages import Begin, LeaseTicket, TransferEnded
 from prfaas.kvd.transfers.outgoing import REMEMBERED_TRANSFERS
+from prfaas.kvspec import segment_bytes
 from prfaas.transport.grants import new_grant
 from prfaas.transport.listener import Listener
 from prfaas.transport.sender import SenderTransfers
 from prfaas.types import Grant, TransferId
 from tests.kvd.hosts import SPEC, fill, names, prompt_of
-from tests.kvd.transfers.parts import Parts, transfer_parts
+from tests.kvd.transfers.parts import Parts, segments_of, transfer_parts
 from tests.kvd.transfers.test_outgoing import PROMPT, TOKENS, Receiver, begin, until
 
 OTHER = prompt_of(TOKENS, seed=1)
@@ -127,6 +128,13 @@ async def test_a_transfer_under_way_is_never_forgotten(parts: Parts, receiver: R
         parts.outgoing.begin(request, lambda ended: None)
 
 
+async def test_a_transfer_without_a_segment_is_refused(parts: Parts, receiver: Receiver) -> None:
+    """Its manifest would break the connection, and with it the frames of other transfers."""
+    with pytest.raises(InputError, match="is left to send"):
+        parts.outgoing.push(receiver.grant(), [], 0)
+    assert parts.in_use() == (0, 0)
+
+
 def closed_link(parts: Parts, grant: Grant) -> Grant:
     parts.links.to(grant.data_address).close()
     return grant
@@ -134,7 +142,8 @@ def closed_link(parts: Parts, grant: Grant) -> Grant:
 
 def being_sent(parts: Parts, grant: Grant) -> Grant:
     """The link has a transfer of this id, and this part of the kvd does not know it."""
-    parts.send(grant, PROMPT)
+    sizes = {one.name: segment_bytes(SPEC, one) for one in segments_of(grant, TOKENS)}
+    parts.links.to(grant.data_address).open(grant, sizes)  # and nothing is ready to be sent
     return grant
 
 

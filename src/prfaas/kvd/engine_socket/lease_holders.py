@@ -52,13 +52,14 @@ class LeaseHolders:
         holders = self._holders.get(lease_id)
         return holders is not None and (process == holders.owner or process in holders.joined)
 
-    def end(self, lease_id: int, process: ProcessId) -> LeaseKind | None:
-        """Ends the lease for all processes. None when `process` does not own it."""
+    def end(self, lease_id: int, process: ProcessId, kind: LeaseKind) -> bool:
+        """Ends the lease for all processes. False, and nothing changes, when `process` does not own
+        a lease of this kind by that id."""
         holders = self._holders.get(lease_id)
-        if holders is None or holders.owner != process:
-            return None
+        if holders is None or holders.owner != process or holders.kind != kind:
+            return False
         del self._holders[lease_id]
-        return holders.kind
+        return True
 
     def process_exited(self, process: ProcessId) -> LeasesAfterExit:
         ended: list[tuple[int, LeaseKind]] = []

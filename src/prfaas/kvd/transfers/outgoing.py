@@ -320,6 +320,13 @@ class OutgoingTransfers:
             found_tokens=lease.skip_tokens,
             whole=storage.whole,
         )
+        if not planned:  # a manifest without segments breaks the connection for all transfers
+            raise InputError(
+                f"nothing of {lease.tokens} tokens is left to send, but max_bytes is "
+                f"{grant.max_bytes}",
+                where="grant",
+                fix="send the grant as the receiver made it",
+            )
         sizes = {p.segment.name: segment_bytes(storage.spec, p.segment) for p in planned}
         link = self._links.to(grant.data_address)
         transfer = link.open(grant, sizes, priority=priority, label=tail)
