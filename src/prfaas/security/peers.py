@@ -27,7 +27,7 @@ class PeerRules:
             try:
                 self._networks.append(ipaddress.ip_network(entry))
             except ValueError:
-                if not _is_host_name(entry):
+                if not is_host_name(entry):
                     raise InputError(
                         f"{entry!r} is not a host name, an address or a network",
                         where="kvd.peers",
@@ -81,12 +81,12 @@ def parse_origin(url: str, where: str) -> Address:
         or any(character in url for character in "?#@ ")
     ):
         raise problem
-    if ":" not in parts.hostname and not _is_host_name(parts.hostname):
+    if ":" not in parts.hostname and not is_host_name(parts.hostname):
         raise problem
     return Address(parts.hostname, port or (443 if parts.scheme == "https" else 80))
 
 
-def _is_host_name(text: str) -> bool:
+def is_host_name(text: str) -> bool:
     """Labels as DNS allows them: at most 63 characters each, 253 in all."""
     labels = text.removesuffix(".").split(".")
     return len(text) <= 253 and all(
