@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
+from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context, trust_context
 from tests.cli.runner import run
 from tests.waiting import PATIENCE_S, wait_until
@@ -108,8 +109,8 @@ class RunningDeployment:
         return Path(self.summary["folder"])
 
     def key(self, name: str) -> dict[str, str]:
-        """The header with a key of `client/`."""
-        return {"Authorization": f"Bearer {(self.folder / 'client' / name).read_text().strip()}"}
+        """The header with the key that is in this file of the folder."""
+        return bearer((self.folder / name).read_text().strip())
 
     def outcome(self, request_id: str) -> RequestOutcome:
         """The line of a request in the gateway's log."""
@@ -241,7 +242,7 @@ def complete(
         trust_context(deployment.folder / "client" / "ca.pem"),
         method="POST",
         body=completion(prompt, max_tokens),
-        headers=deployment.key("tenant.key"),
+        headers=deployment.key("client/tenant.key"),
     )
     assert answer is not None and answer.status == 200, answer
     return (
@@ -270,7 +271,7 @@ def wait_until_served(deployment: RunningDeployment, nodes: int) -> None:
             deployment.summary["gateway"],
             "/prfaas/v1/state",
             ca,
-            headers=deployment.key("operator.key"),
+            headers=deployment.key("operator/operator.key"),
         )
         assert answer is not None and answer.status == 200, answer
         members = [one for cluster in answer.json["clusters"] for one in cluster["nodes"]]

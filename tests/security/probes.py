@@ -72,7 +72,8 @@ def assert_nothing_is_open(deployment: RunningDeployment, scratch: Path) -> None
     ca = deployment.folder / "client" / "ca.pem"
     stranger, foreign = trust_context(ca), foreign_context(scratch, ca)
     host = member_context(Path(deployment.summary["hosts"][0]["folder"]))
-    tenant, operator = deployment.key("tenant.key"), deployment.key("operator.key")
+    monitor = member_context(deployment.folder / "operator")
+    tenant, operator = deployment.key("client/tenant.key"), deployment.key("operator/operator.key")
     for service, url in deployment.services:
         for method, path in paths(service):
             where = f"{method} {url}{path}"
@@ -88,8 +89,12 @@ def assert_nothing_is_open(deployment: RunningDeployment, scratch: Path) -> None
                     else:
                         _check_gateway(method, path, key, tenant, operator, answer)
             if service != "gateway":
-                for key in (NO_HEADERS, tenant, operator):
-                    _check_member_service(service, method, path, ask(host, key))
+                for certificate in (host, monitor):
+                    for key in (NO_HEADERS, tenant, operator):
+                        is_open = (method, path) in OPEN[service]
+                        if key == operator and path == "/metrics":
+                            is_open = True
+                        _check_member_service(where, ask(certificate, key), is_open=is_open)
     for address in data_addresses(deployment):
         for tls in (None, stranger, foreign):
             for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
@@ -141,11 +146,12 @@ def _check_gateway(
         _assert_refused(answer, where)
 
 
-def _check_member_service(service: str, method: str, path: str, answer: Answer | None) -> None:
-    where = f"{service} {method} {path}: {answer}"
+def _check_member_service(where: str, answer: Answer | None, *, is_open: bool) -> None:
     assert answer is not None, where
-    if (method, path) not in OPEN[service]:
-        _assert_refused(answer, where)
+    if is_open:
+        assert answer.status == 200, f"{where}: {answer}"
+    else:
+        _assert_refused(answer, f"{where}: {answer}")
 
 
 def _assert_refused(answer: Answer, where: str) -> None:

@@ -60,14 +60,15 @@ def local_answer(deployment: RunningDeployment, name: str) -> list[int]:
 def test_the_printed_commands_serve_and_nothing_else_is_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every address of 127.0.0.0/8 is a host."""
+    """Every address of 127.0.0.0/8 is a host. Other test runs use other addresses."""
+    net = f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
     summary = init(
         capsys,
         monkeypatch,
         tmp_path / "deploy",
         *("--engine", "emulated", "--model", "toy", "--catalog", write_catalog(tmp_path)),
-        *("--pd", "pd=127.77.0.1,127.77.0.2", "--prfaas", "far=127.77.1.1"),
-        *("--gateway", "127.77.0.9", "--gbps", 10, "--memory", "64MiB", "--policy", "remote"),
+        *("--pd", f"pd={net}.1,{net}.2", "--prfaas", f"far={net}.11"),
+        *("--gateway", f"{net}.9", "--gbps", 10, "--memory", "64MiB", "--policy", "remote"),
     )
     with running(summary, tmp_path) as deployment:
         wait_until_served(deployment, 3)

@@ -36,6 +36,7 @@ from prfaas.launch.new_deployment.deployment_file import catalog_files
 from prfaas.launch.new_deployment.host_files import (
     MODEL_FOLDER,
     HostSummary,
+    copy_certificate_command,
     request_command,
     state_command,
     summarise_host,
@@ -172,6 +173,9 @@ class Summary(msgspec.Struct, frozen=True):
     metavar="CLUSTER=HOST",
     help="Add a host to the deployment in DIR; it registers at the gateway.",
 )
+@click.option(
+    "--renew", is_flag=True, help="Issue new certificates for the hosts of the deployment in DIR."
+)
 @click.option("--force", is_flag=True, help="Replace the deployment in DIR, its keys and its CA.")
 @click.option("--json", "as_json", is_flag=True, help="Print the hosts and commands as JSON.")
 @click.pass_context
@@ -202,6 +206,7 @@ def init(
     kvd_port: int,
     all_addresses: bool,
     add_host: str | None,
+    renew: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -210,8 +215,9 @@ def init(
 
     Copy each folder of DIR/hosts to its host and run the printed commands there. The hosts then
     serve requests over mutual TLS; nothing else needs to be configured. DIR/ca.key stays with you:
-    with it, hosts can be added. DIR/client is for people: the CA, a tenant key for /v1/*, and the
-    operator key for state and metrics. docs/security.md explains the files.
+    with it, hosts can be added. DIR/client is for tenants: the CA and API keys for /v1/*.
+    DIR/operator is for you and Prometheus: a certificate, and the key for state and metrics.
+    docs/security.md explains the credentials.
 
     On a terminal the command asks for the answers that are missing.
 
@@ -220,11 +226,11 @@ def init(
              --pd pd=10.0.0.1,10.0.0.2 --prfaas far=10.1.0.1 --gbps 100 --rtt-ms 20
       prfaas init deploy --plan my.toml --engine vllm --pd pd=d1,d2 --prfaas prfaas=p1 --gateway gw
       prfaas init deploy --add-host pd=10.0.0.3
+      prfaas init deploy --renew
     """
-    if add_host is not None:
+    if add_host is not None or renew:
         _refuse_other_options(ctx)
-        answers, added = _add(folder, add_host)
-        _show(_summary(folder, answers, [added]), as_json=as_json, is_new=False)
+        _change(folder, add_host, as_json=as_json)
         return
     flags = DeploymentFlags(
         plan=plan,
@@ -276,25 +282,33 @@ def init(
     _show(_summary(folder, answers, answers.instances), as_json=as_json, is_new=True)
 
 
-def _add(folder: Path, text: str) -> tuple[Answers, Instance]:
-    from prfaas.launch.new_deployment.folder import add_host
+def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
+    """Adds a host to a deployment, or renews the certificates of all hosts."""
+    from prfaas.launch.new_deployment.folder import add_host, renew_certificates
 
-    cluster, equals, host = text.partition("=")
+    if added_host is None:
+        answers = renew_certificates(folder)
+        _show_renewed(folder, answers, as_json=as_json)
+        return
+    cluster, equals, host = added_host.partition("=")
     if not equals:
         raise InputError(
-            f"{text!r} does not name a cluster", where="--add-host", fix="write CLUSTER=HOST"
+            f"{added_host!r} does not name a cluster", where="--add-host", fix="write CLUSTER=HOST"
         )
-    return add_host(folder, cluster.strip(), parse_host(host, "--add-host"))
+    answers, added = add_host(folder, cluster.strip(), parse_host(host, "--add-host"))
+    _show(_summary(folder, answers, [added]), as_json=as_json, is_new=False)
 
 
 def _refuse_other_options(ctx: click.Context) -> None:
-    allowed = {"folder", "add_host", "as_json"}
+    """`--add-host` and `--renew` change a deployment whose answers are known."""
+    allowed = {"folder", "as_json"}
+    alone = "--renew" if ctx.params["renew"] else "--add-host"
     for parameter in ctx.command.params:
         name = parameter.name or ""
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and name not in allowed:
+        if given and name not in allowed and parameter.opts[0] != alone:
             raise InputError(
-                "does not go with --add-host: the new host gets the deployment's settings",
+                f"does not go with {alone}: the settings are those of the deployment in DIR",
                 where=parameter.opts[0],
                 fix="remove the option",
             )
@@ -342,3 +356,13 @@ def _show(summary: Summary, *, as_json: bool, is_new: bool) -> None:
         click.echo(f"\nShow the state of the deployment:\n  {summary.state}")
     else:
         click.echo(f"\nThe host registers at {summary.gateway}; show it:\n  {summary.state}")
+
+
+def _show_renewed(folder: Path, answers: Answers, *, as_json: bool) -> None:
+    copies = [copy_certificate_command(host, str(folder)) for host in answers.hosts]
+    if as_json:
+        print_json({"folder": str(folder), "copy": copies})
+        return
+    click.echo("Copy the new certificates, then send SIGHUP to every kvd, node and gateway:\n")
+    for line in copies:
+        click.echo(f"  {line}")

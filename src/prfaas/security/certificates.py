@@ -79,12 +79,11 @@ class _Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCertificate:
+class IssuedCertificate:
     """A certificate and its private key, as PEM files hold them."""
 
     pem: bytes
     key_pem: bytes
-    not_after: datetime.datetime
 
 
 class CertificateAuthority:
@@ -125,19 +124,35 @@ class CertificateAuthority:
     def key_pem(self) -> bytes:
         return self._own.key_pem
 
-    def issue(self, host: str, days: int, now: datetime.datetime | None = None) -> HostCertificate:
+    def issue(
+        self, host: str, days: int, now: datetime.datetime | None = None
+    ) -> IssuedCertificate:
         """A certificate for a host as server and as client. Clients accept it for `host` and for
         ALWAYS_HOSTS. It does not outlive the CA."""
-        now = now or datetime.datetime.now(datetime.UTC)
-        not_after = min(
-            now + datetime.timedelta(days=days), self._own.certificate.not_valid_after_utc
-        )
         names = [_general_name(name) for name in dict.fromkeys((host, *ALWAYS_HOSTS))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        issued = _issue(
-            self._own, f"prfaas {host}"[:64], usages, names, (now - _CLOCK_SKEW, not_after)
-        )
-        return HostCertificate(issued.pem, issued.key_pem, not_after)
+        return self._issue(f"prfaas {host}"[:64], usages, names, days, now)
+
+    def issue_client(
+        self, name: str, days: int, now: datetime.datetime | None = None
+    ) -> IssuedCertificate:
+        """A certificate for a client that is not a host, such as Prometheus. No client accepts it
+        as that of a server."""
+        return self._issue(f"prfaas {name}"[:64], [ExtendedKeyUsageOID.CLIENT_AUTH], [], days, now)
+
+    def _issue(
+        self,
+        common_name: str,
+        usages: Sequence[x509.ObjectIdentifier],
+        names: list[x509.GeneralName],
+        days: int,
+        now: datetime.datetime | None,
+    ) -> IssuedCertificate:
+        now = now or datetime.datetime.now(datetime.UTC)
+        wanted = now + datetime.timedelta(days=days)
+        not_after = min(wanted, self._own.certificate.not_valid_after_utc)
+        issued = _issue(self._own, common_name, usages, names, (now - _CLOCK_SKEW, not_after))
+        return IssuedCertificate(issued.pem, issued.key_pem)
 
 
 def make_certificates(

@@ -3,7 +3,8 @@
     DIR/ca.pem, ca.key           the CA; ca.key stays with the operator
     DIR/init.json                the answers, for --add-host
     DIR/hosts/HOST/              everything that one host needs
-    DIR/client/                  for people: the CA, a tenant key, the operator key
+    DIR/client/                  for tenants: the CA, API keys
+    DIR/operator/                for operators and Prometheus: the CA, a certificate, operator.key
 
 Only the owner can read secrets and enter the folders.
 """
@@ -15,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,21 +28,29 @@ from prfaas.launch.new_deployment.deployment_file import catalog_files, finish_d
 from prfaas.launch.new_deployment.host_files import (
     CA,
     CERT,
+    CLIENT,
     DEPLOYMENT,
     KEY,
     MEMBER_KEY,
+    OPERATOR,
     OPERATOR_KEY,
     SALT,
     host_file,
     host_file_name,
     tenant_key_file,
 )
-from prfaas.security.certificates import CertificateAuthority
+from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
 
 ANSWERS = "init.json"
 _CA_KEY = "ca.key"
 _KEY_BYTES = 32
-_PUBLIC, _SECRET = 0o644, 0o600
+
+
+class _SharedKeys(NamedTuple):
+    """Keys that every host has, as their files hold them."""
+
+    member: bytes
+    operator: bytes
 
 
 def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, force: bool) -> None:
@@ -49,7 +59,7 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
     _check_replaceable(folder, force=force)
     folder = folder.resolve()
     authority = CertificateAuthority.new()
-    member, operator, salt = _new_key(), _new_key(), _new_key()
+    shared = _SharedKeys(_new_key(), _new_key())
     tenants = {tenant_key_file(answers, tenant): _new_key() for tenant in answers.tenants}
     finished, copied = finish_deployment(designed, answers)
     catalogs = catalog_files(designed) if answers.engine == "emulated" else {}
@@ -57,25 +67,26 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tree = _Tree(unfinished)
-        tree.write(CA, authority.pem, _PUBLIC)
-        tree.write(_CA_KEY, authority.key_pem, _SECRET)
-        tree.write(ANSWERS, msgspec.json.format(msgspec.json.encode(answers)) + b"\n", _PUBLIC)
+        tree.write(CA, authority.pem)
+        tree.write(_CA_KEY, authority.key_pem, secret=True)
+        tree.write(ANSWERS, _encode(answers))
         for host in answers.hosts:
             at = f"hosts/{folder_name(host)}"
-            _write_credentials(tree, at, host, authority, member, answers.days)
+            _write_credentials(tree, at, authority, authority.issue(host, answers.days), shared)
             for instance in answers.instances:
                 if instance.host == host:
                     _write_instance(tree, at, answers, instance, catalogs)
         gateway = f"hosts/{folder_name(answers.gateway)}"
-        tree.write(f"{gateway}/{DEPLOYMENT}", deployment_toml(finished).encode(), _PUBLIC)
+        tree.write(f"{gateway}/{DEPLOYMENT}", deployment_toml(finished).encode())
         for name, source in copied.items():
-            tree.write(f"{gateway}/{name}", source.read_bytes(), _PUBLIC)
-        tree.write(f"{gateway}/{SALT}", salt, _SECRET)
-        tree.write("client/" + CA, authority.pem, _PUBLIC)
-        for at in (gateway, "client"):
-            tree.write(f"{at}/{OPERATOR_KEY}", operator, _SECRET)
+            tree.write(f"{gateway}/{name}", source.read_bytes())
+        tree.write(f"{gateway}/{SALT}", _new_key(), secret=True)
+        for at in (gateway, CLIENT):
             for name, key in tenants.items():
-                tree.write(f"{at}/{name}", key, _SECRET)
+                tree.write(f"{at}/{name}", key, secret=True)
+        tree.write(f"{CLIENT}/{CA}", authority.pem)
+        issued = authority.issue_client(OPERATOR, answers.days)
+        _write_credentials(tree, OPERATOR, authority, issued, shared, is_member=False)
         _put_in_place(unfinished, folder)
     except OSError as error:
         raise InputError(
@@ -91,28 +102,51 @@ def add_host(folder: Path, cluster: str, host: str) -> tuple[Answers, Instance]:
     answers = read_answers(folder)
     changed, added = with_host(answers, cluster, host)
     at = f"hosts/{folder_name(host)}"
-    old = f"hosts/{folder_name(answers.hosts[0])}"
+    gateway = folder / "hosts" / folder_name(answers.gateway)
     try:
-        ca, key = (folder / CA).read_bytes(), (folder / _CA_KEY).read_bytes()
-        member = (folder / old / MEMBER_KEY).read_bytes()
         tree = _Tree(folder)
         if not (folder / at / CERT).exists():
-            try:
-                authority = CertificateAuthority.parse(ca, key)
-            except InputError as error:
-                raise error.in_file(folder / _CA_KEY) from None
-            _write_credentials(tree, at, host, authority, member, answers.days)
-        gateway = folder / "hosts" / folder_name(answers.gateway)
+            authority = _read_authority(folder)
+            keys = ((gateway / name).read_bytes() for name in (MEMBER_KEY, OPERATOR_KEY))
+            issued = authority.issue(host, answers.days)
+            _write_credentials(tree, at, authority, issued, _SharedKeys(*keys))
         catalogs = {name: gateway / name for name in answers.catalogs}
         _write_instance(tree, at, changed, added, catalogs)
-        tree.write(ANSWERS, msgspec.json.format(msgspec.json.encode(changed)) + b"\n", _PUBLIC)
+        tree.write(ANSWERS, _encode(changed))
     except OSError as error:
-        raise InputError(
-            f"cannot be read or written: {error.strerror}",
-            file=error.filename or folder,
-            fix="restore the file of `prfaas init`",
-        ) from None
+        raise _lost(error, folder) from None
     return changed, added
+
+
+def renew_certificates(folder: Path) -> Answers:
+    """Issues a new certificate of the deployment's CA for every host and for the operator. The keys
+    stay as they are. Raises InputError."""
+    answers = read_answers(folder)
+    try:
+        authority = _read_authority(folder)
+        tree = _Tree(folder)
+        for host in answers.hosts:
+            _write_pair(tree, f"hosts/{folder_name(host)}", authority.issue(host, answers.days))
+        _write_pair(tree, OPERATOR, authority.issue_client(OPERATOR, answers.days))
+    except OSError as error:
+        raise _lost(error, folder) from None
+    return answers
+
+
+def _read_authority(folder: Path) -> CertificateAuthority:
+    ca, key = (folder / CA).read_bytes(), (folder / _CA_KEY).read_bytes()
+    try:
+        return CertificateAuthority.parse(ca, key)
+    except InputError as error:
+        raise error.in_file(folder / _CA_KEY) from None
+
+
+def _lost(error: OSError, folder: Path) -> InputError:
+    return InputError(
+        f"cannot be read or written: {error.strerror}",
+        file=error.filename or folder,
+        fix="restore the file that `prfaas init` wrote",
+    )
 
 
 def read_answers(folder: Path) -> Answers:
@@ -160,21 +194,36 @@ def _put_in_place(made: Path, folder: Path) -> None:
 
 
 def _write_credentials(
-    tree: _Tree, at: str, host: str, authority: CertificateAuthority, member: bytes, days: int
+    tree: _Tree,
+    at: str,
+    authority: CertificateAuthority,
+    issued: IssuedCertificate,
+    keys: _SharedKeys,
+    *,
+    is_member: bool = True,
 ) -> None:
-    issued = authority.issue(host, days)
-    tree.write(f"{at}/{CA}", authority.pem, _PUBLIC)
-    tree.write(f"{at}/{CERT}", issued.pem, _PUBLIC)
-    tree.write(f"{at}/{KEY}", issued.key_pem, _SECRET)
-    tree.write(f"{at}/{MEMBER_KEY}", member, _SECRET)
+    tree.write(f"{at}/{CA}", authority.pem)
+    _write_pair(tree, at, issued)
+    tree.write(f"{at}/{OPERATOR_KEY}", keys.operator, secret=True)
+    if is_member:
+        tree.write(f"{at}/{MEMBER_KEY}", keys.member, secret=True)
+
+
+def _write_pair(tree: _Tree, at: str, issued: IssuedCertificate) -> None:
+    tree.write(f"{at}/{KEY}", issued.key_pem, secret=True)
+    tree.write(f"{at}/{CERT}", issued.pem)
 
 
 def _write_instance(
     tree: _Tree, at: str, answers: Answers, instance: Instance, catalogs: Mapping[str, Path]
 ) -> None:
-    tree.write(f"{at}/{host_file_name(instance)}", host_file(answers, instance).encode(), _PUBLIC)
+    tree.write(f"{at}/{host_file_name(instance)}", host_file(answers, instance).encode())
     for name, source in catalogs.items():
-        tree.write(f"{at}/{name}", source.read_bytes(), _PUBLIC)
+        tree.write(f"{at}/{name}", source.read_bytes())
+
+
+def _encode(answers: Answers) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(answers)) + b"\n"
 
 
 def _new_key() -> bytes:
@@ -187,8 +236,9 @@ class _Tree:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, name: str, content: bytes, mode: int) -> None:
+    def write(self, name: str, content: bytes, *, secret: bool = False) -> None:
         """Replaces a file. No reader sees a partial file."""
+        mode = 0o600 if secret else 0o644
         path = self._root / name
         for folder in reversed(path.relative_to(self._root.parent).parents[:-1]):
             (self._root.parent / folder).mkdir(mode=0o700, exist_ok=True)

@@ -22,6 +22,7 @@ from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 MEMBER_KEY, OPERATOR_KEY, SALT = "member.key", "operator.key", "salt.key"
 DEPLOYMENT = "deployment.toml"
+CLIENT, OPERATOR = "client", "operator"  # folders for people
 MODEL_FOLDER = "model"  # of the gateway: the model's configuration and tokenizer
 TLS = TlsSection(ca=CA, cert=CERT, key=KEY)
 _CERT_REQUIRED = "2"  # ssl.CERT_REQUIRED, as vLLM takes it
@@ -74,6 +75,7 @@ def _host_config(answers: Answers, instance: Instance) -> HostConfig:
             cluster=instance.cluster,
             gateways=[answers.gateway_url],
             member_key_file=MEMBER_KEY,
+            operator_key_file=OPERATOR_KEY,
             tls=TLS,
         ),
         node=NodeSection()
@@ -88,6 +90,7 @@ def _host_config(answers: Answers, instance: Instance) -> HostConfig:
             kvd_socket=socket,
             kvd_url=f"https://{http}",
             member_key_file=MEMBER_KEY,
+            operator_key_file=OPERATOR_KEY,
             block_tokens=answers.block_tokens,
             tls=TLS,
             emulated=_emulated(answers, instance),
@@ -150,7 +153,8 @@ def summarise_host(
     answers: Answers, host: str, folder: str, instances: Sequence[Instance]
 ) -> HostSummary:
     """The commands of these instances on a host; with all instances also that of the gateway.
-    `folder` holds the files of the deployment."""
+    `folder` holds the files of the deployment. Where the host has had its files before, only those
+    of the instances are copied."""
     commands = [
         command
         for one in instances
@@ -162,8 +166,25 @@ def summarise_host(
             HostCommand("gateway", f"prfaas gateway {DEPLOYMENT}", url=answers.gateway_url)
         )
     at = f"{folder}/hosts/{folder_name(host)}"
-    target = f"[{host}]:prfaas" if ":" in host else f"{host}:prfaas"
-    return HostSummary(host, at, shlex.join(["scp", "-rp", at, target]), commands)
+    copy = shlex.join(["scp", "-rp", at, _copied(host)])
+    new = [host_file_name(one) for one in instances if one.host == host]
+    has_others = any(one.host == host and one not in instances for one in answers.instances)
+    if has_others or (host == answers.gateway and list(instances) != answers.instances):
+        # `scp -r` would put the folder into the one that is there.
+        files = [f"{at}/{name}" for name in (*new, *answers.catalogs)]
+        copy = shlex.join(["scp", "-p", *files, f"{_copied(host)}/"])
+    return HostSummary(host, at, copy, commands)
+
+
+def copy_certificate_command(host: str, folder: str) -> str:
+    """The command that copies a renewed certificate to its host."""
+    at = f"{folder}/hosts/{folder_name(host)}"
+    return shlex.join(["scp", "-p", f"{at}/{CERT}", f"{at}/{KEY}", f"{_copied(host)}/"])
+
+
+def _copied(host: str) -> str:
+    """The folder on the host, as `scp` names it."""
+    return f"[{host}]:prfaas" if ":" in host else f"{host}:prfaas"
 
 
 def request_command(answers: Answers, folder: str, *, text: bool) -> str:
@@ -171,17 +192,16 @@ def request_command(answers: Answers, folder: str, *, text: bool) -> str:
     prompt: str | list[int] = "Once upon a time" if text else [1, 2, 3, 4]
     body = json.dumps({"model": answers.name, "prompt": prompt, "max_tokens": 16})
     key = tenant_key_file(answers, answers.tenants[0])
-    line = _curl(folder, key, f"{answers.gateway_url}/v1/completions")
+    line = _curl(f"{folder}/{CLIENT}", key, f"{answers.gateway_url}/v1/completions")
     return f"{line} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def state_command(answers: Answers, folder: str) -> str:
     """A `curl` line that shows the deployment's state."""
-    return _curl(folder, OPERATOR_KEY, f"{answers.gateway_url}/prfaas/v1/state")
+    return _curl(f"{folder}/{OPERATOR}", OPERATOR_KEY, f"{answers.gateway_url}/prfaas/v1/state")
 
 
-def _curl(folder: str, key_file: str, url: str) -> str:
-    at = f"{folder}/client"
+def _curl(at: str, key_file: str, url: str) -> str:
     # A key file has one key per line; the first is the one to send.
     key = f'"Authorization: Bearer $(head -n 1 {shlex.quote(f"{at}/{key_file}")})"'
     # curl treats brackets as a pattern without -g.
