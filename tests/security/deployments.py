@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -95,7 +96,6 @@ def init(
 class RunningDeployment:
     summary: dict[str, Any]
     log: Path  # of the gateway
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def services(self) -> Iterator[tuple[str, str]]:
@@ -131,32 +131,30 @@ def running(
 ) -> Iterator[RunningDeployment]:
     """Runs the printed commands: every kvd, then every node, then the gateway. `prefix` goes before
     the commands of a host, such as `ip netns exec NAME`."""
-    deployment = RunningDeployment(summary, logs / "gateway-.log")
     with ExitStack() as stack:
         for service in ("kvd", "node", "gateway"):
-            started = [
-                (process, logs / f"{service}-{one['name']}.log")
-                for host in summary["hosts"]
-                for one in host["commands"]
-                if one["service"] == service
-                for process in [_start(stack, host, one, logs, prefix(host["host"]))]
-            ]
+            started = []
+            for host in summary["hosts"]:
+                for one in host["commands"]:
+                    if one["service"] == service:
+                        log = logs / f"{service}-{one['name']}.log"
+                        process = _start(stack, host, one, log, prefix(host["host"]))
+                        started.append((process, log))
             for process, log in started:
-                wait_until(lambda p=process, f=log: _is_ready(p, f))
-            deployment.processes += [process for process, _ in started]
-        yield deployment
+                wait_until(partial(_is_ready, process, log))
+        yield RunningDeployment(summary, logs / "gateway-.log")
 
 
 def _start(
     stack: ExitStack,
     host: dict[str, Any],
     one: dict[str, Any],
-    logs: Path,
+    log_file: Path,
     prefix: Sequence[str],
 ) -> subprocess.Popen[bytes]:
     program, *arguments = shlex.split(one["command"])
     assert program == "prfaas"
-    log = stack.enter_context((logs / f"{one['service']}-{one['name']}.log").open("wb"))
+    log = stack.enter_context(log_file.open("wb"))
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", "prfaas", *arguments],
         cwd=host["folder"],

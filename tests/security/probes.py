@@ -119,7 +119,7 @@ def _ask(
 def _body(method: str, path: str) -> Any:
     if method != "POST":
         return None
-    return {"challenge": "c"} if path == "/v1/prove" else BODY
+    return {"challenge": 32 * "0"} if path == "/v1/prove" else BODY
 
 
 def data_addresses(deployment: RunningDeployment) -> Iterator[tuple[str, int]]:

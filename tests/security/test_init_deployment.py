@@ -77,6 +77,9 @@ def test_the_printed_commands_serve_and_nothing_else_is_open(
         assert outcome.decode.startswith("pd-") and outcome.bytes > 0
         assert tokens == local_answer(deployment, outcome.decode)
         assert_nothing_is_open(deployment, tmp_path)
+        added = init(capsys, monkeypatch, tmp_path / "deploy", "--add-host", f"far={net}.12")
+        with running(added, tmp_path):
+            wait_until_served(deployment, 4)  # its kvd registers
 
 
 # One namespace per host ---------------------------------------------------------------------------
