@@ -6,12 +6,13 @@ import http.client
 import json
 import os
 import shlex
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from prfaas.launch.commands import VLLM_READY
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context, trust_context
 from tests.cli.runner import run
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import HANG_S, PATIENCE_S, wait_until
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ANSWER_S = 30.0  # for one response; only a process that hangs takes longer
@@ -127,10 +129,14 @@ class RunningDeployment:
 
 @contextmanager
 def running(
-    summary: dict[str, Any], logs: Path, prefix: Callable[[str], Sequence[str]] = lambda _: ()
+    summary: dict[str, Any],
+    logs: Path,
+    prefix: Callable[[str], Sequence[str]] = lambda _: (),
+    vllm: Callable[[str], str] = str,
 ) -> Iterator[RunningDeployment]:
     """Runs the printed commands: every kvd, then every node, then the gateway. `prefix` goes before
-    the commands of a host, such as `ip netns exec NAME`."""
+    the commands of a host, such as `ip netns exec NAME`. `vllm` changes the command of a vLLM
+    server for this machine."""
     with ExitStack() as stack:
         for service in ("kvd", "node", "gateway"):
             started = []
@@ -138,47 +144,52 @@ def running(
                 for one in host["commands"]:
                     if one["service"] == service:
                         log = logs / f"{service}-{one['name']}.log"
-                        process = _start(stack, host, one, log, prefix(host["host"]))
-                        started.append((process, log))
+                        line = _this_python(one["command"], vllm)
+                        command = [*prefix(host["host"]), "sh", "-c", line]
+                        started.append((_start(stack, command, host["folder"], log), log))
             for process, log in started:
-                wait_until(partial(_is_ready, process, log))
+                wait_until(partial(_is_ready, process, log), within_s=HANG_S)
         yield RunningDeployment(summary, logs / "gateway-.log")
 
 
+def _this_python(command: str, vllm: Callable[[str], str]) -> str:
+    """The command with this interpreter's `prfaas`, whatever PATH has."""
+    if not command.startswith("prfaas "):
+        return vllm(command)
+    return f"exec {shlex.quote(sys.executable)} -m {command}"
+
+
 def _start(
-    stack: ExitStack,
-    host: dict[str, Any],
-    one: dict[str, Any],
-    log_file: Path,
-    prefix: Sequence[str],
+    stack: ExitStack, command: Sequence[str], folder: str, log_file: Path
 ) -> subprocess.Popen[bytes]:
-    program, *arguments = shlex.split(one["command"])
-    assert program == "prfaas"
     log = stack.enter_context(log_file.open("wb"))
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "prfaas", *arguments],
-        cwd=host["folder"],
+        command,
+        cwd=folder,
         stdout=log,
         stderr=subprocess.STDOUT,
         env={**os.environ, **CALM},
+        start_new_session=True,
     )
     stack.callback(_end, process)
     return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
+    """Ends a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(PATIENCE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(PATIENCE_S)
 
 
 def _is_ready(process: subprocess.Popen[bytes], log: Path) -> bool:
-    text = log.read_text()
+    text = log.read_text(errors="replace")
     assert process.poll() is None, f"{log.name}:\n{text}"
-    return any(line.startswith('{"ready":') for line in text.splitlines())
+    return VLLM_READY in text or any(line.startswith('{"ready":') for line in text.splitlines())
 
 
 # Requests -----------------------------------------------------------------------------------------
