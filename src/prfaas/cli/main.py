@@ -25,6 +25,7 @@ COMMANDS = {
     "handoff": "Hand one request from a prefill node to a decode node and time every step.",
     "doctor": "Check whether the path to a receiver can carry KV, and advise what to change.",
     "wan": "Relay a TCP port with the rate, delay, jitter and failures of a WAN.",
+    "init": "Write the files of a deployment: host files, keys, certificates; print its commands.",
     "certs": "Make a test CA and certificates for mutual TLS.",
     "model": "Make a small model with random weights; nothing is downloaded.",
     "soak": "Serve traffic while a fault strikes every few seconds, and check every answer.",
@@ -66,6 +67,7 @@ def cli() -> None:
       prfaas kv                                 how much KV cache do models produce, and how fast?
       prfaas plan configs/case_study.toml       is it worth it, and with which threshold and split?
       prfaas simulate configs/case_study.toml   what would happen to every request?
+      prfaas init DIR                           files and commands for a deployment on many hosts
       prfaas doctor HOST:PORT                   can this path carry KV, and how fast?
     """
 

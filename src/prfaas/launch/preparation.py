@@ -111,7 +111,7 @@ def prepare_launch(
 ) -> LaunchPlan:
     """`deployment` was read from `file`. The other files that engines and gateway read are written
     into `folder`."""
-    deployment = _absolute(deployment, file.resolve().parent)
+    deployment = with_absolute_paths(deployment, file.resolve().parent)
     study = Study(file.resolve(), "exact")
     study.problem(deployment)  # raises for a mistake before any process is started
     if options.baseline is not None:
@@ -208,7 +208,7 @@ def _with_wan(deployment: Deployment, wan: Wan) -> Deployment:
     return msgspec.structs.replace(deployment, links=[changed(link) for link in deployment.links])
 
 
-def _absolute(deployment: Deployment, folder: Path) -> Deployment:
+def with_absolute_paths(deployment: Deployment, folder: Path) -> Deployment:
     """Makes paths absolute: they are relative to the file, and processes read a copy of it."""
 
     def at(name: str | None) -> str | None:

@@ -1,7 +1,8 @@
-"""Makes a test CA and the certificates of one deployment, for `security.tls`.
+"""Makes a CA and the certificates of one deployment, for `security.tls`.
 
-This is for tests and private networks. The CA's key lies in the same folder as the certificates; a
-host with that key can join the deployment.
+`CertificateAuthority` issues one certificate per host (`prfaas init`). `make_certificates` makes a
+test set, in which all hosts share one server and one client certificate (`prfaas certs`). A host
+with the CA's key can join the deployment.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from prfaas.errors import InputError
 from prfaas.security.tls import SERVICE_NAME
 
+CA_DAYS = 3650  # hosts get new certificates of the same CA
 ALWAYS_HOSTS = ("localhost", "127.0.0.1", "::1", SERVICE_NAME)
 # Clocks of two datacenters differ; a certificate must not be refused for being too new.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
@@ -67,6 +69,91 @@ class _Issued:
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        return _key_pem(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCertificate:
+    """A certificate and its private key, as PEM files hold them."""
+
+    pem: bytes
+    key_pem: bytes
+
+
+class CertificateAuthority:
+    """The CA of one deployment: it issues a certificate for each host."""
+
+    def __init__(self, own: _Issued) -> None:
+        self._own = own
+
+    @classmethod
+    def new(cls, now: datetime.datetime | None = None) -> CertificateAuthority:
+        now = now or datetime.datetime.now(datetime.UTC)
+        window = (now - _CLOCK_SKEW, now + datetime.timedelta(days=CA_DAYS))
+        return cls(_authority(window, "prfaas CA"))
+
+    @classmethod
+    def parse(cls, pem: bytes, key_pem: bytes) -> CertificateAuthority:
+        """The CA of an existing deployment. Raises InputError."""
+        try:
+            certificate = x509.load_pem_x509_certificate(pem)
+            key = serialization.load_pem_private_key(key_pem, password=None)
+        except (ValueError, TypeError):  # TypeError: the key has a passphrase
+            raise InputError(
+                "the CA's certificate or key is not a PEM file", fix="restore both files"
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or (
+            key.public_key() != certificate.public_key()
+        ):
+            raise InputError(
+                "the CA's key does not belong to its certificate", fix="restore both files"
+            )
+        return cls(_Issued(certificate, key))
+
+    @property
+    def pem(self) -> bytes:
+        return self._own.pem
+
+    @property
+    def key_pem(self) -> bytes:
+        return self._own.key_pem
+
+    def issue(
+        self, host: str, days: int, now: datetime.datetime | None = None
+    ) -> IssuedCertificate:
+        """A certificate for a host as server and as client. Clients accept it for `host` and for
+        ALWAYS_HOSTS. It does not outlive the CA."""
+        names = [_general_name(name) for name in dict.fromkeys((host, *ALWAYS_HOSTS))]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        return self._issue(f"prfaas {host}"[:64], usages, names, days, now)
+
+    def issue_client(
+        self, name: str, days: int, now: datetime.datetime | None = None
+    ) -> IssuedCertificate:
+        """A certificate for a client that is not a host, such as Prometheus. No client accepts it
+        as that of a server."""
+        return self._issue(f"prfaas {name}"[:64], [ExtendedKeyUsageOID.CLIENT_AUTH], [], days, now)
+
+    def _issue(
+        self,
+        common_name: str,
+        usages: Sequence[x509.ObjectIdentifier],
+        names: list[x509.GeneralName],
+        days: int,
+        now: datetime.datetime | None,
+    ) -> IssuedCertificate:
+        now = now or datetime.datetime.now(datetime.UTC)
+        wanted = now + datetime.timedelta(days=days)
+        not_after = min(wanted, self._own.certificate.not_valid_after_utc)
+        issued = _issue(self._own, common_name, usages, names, (now - _CLOCK_SKEW, not_after))
+        return IssuedCertificate(issued.pem, issued.key_pem)
+
 
 def make_certificates(
     folder: Path,
@@ -91,9 +178,9 @@ def make_certificates(
             fix="use --force to replace the whole set, or another folder",
         )
     window = (now - _CLOCK_SKEW, made.not_after)
-    ca = _authority(window)
-    server = _issue(ca, "prfaas server", ExtendedKeyUsageOID.SERVER_AUTH, names, window)
-    client = _issue(ca, "prfaas client", ExtendedKeyUsageOID.CLIENT_AUTH, [], window)
+    ca = _authority(window, "prfaas test CA")
+    server = _issue(ca, "prfaas server", [ExtendedKeyUsageOID.SERVER_AUTH], names, window)
+    client = _issue(ca, "prfaas client", [ExtendedKeyUsageOID.CLIENT_AUTH], [], window)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for issued, cert_path, key_path in (
@@ -101,16 +188,16 @@ def make_certificates(
             (server, made.server, made.server_key),
             (client, made.client, made.client_key),
         ):
-            _write(key_path, _key_pem(issued.key), 0o600)
-            _write(cert_path, issued.certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+            _write(key_path, issued.key_pem, 0o600)
+            _write(cert_path, issued.pem, 0o644)
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", file=folder) from None
     return made
 
 
-def _authority(window: tuple[datetime.datetime, datetime.datetime]) -> _Issued:
+def _authority(window: tuple[datetime.datetime, datetime.datetime], common_name: str) -> _Issued:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _name("prfaas test CA")
+    name = _name(common_name)
     certificate = (
         _builder(name, name, key, window)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -123,7 +210,7 @@ def _authority(window: tuple[datetime.datetime, datetime.datetime]) -> _Issued:
 def _issue(
     ca: _Issued,
     common_name: str,
-    usage: x509.ObjectIdentifier,
+    usages: Sequence[x509.ObjectIdentifier],
     names: list[x509.GeneralName],
     window: tuple[datetime.datetime, datetime.datetime],
 ) -> _Issued:
@@ -133,7 +220,7 @@ def _issue(
         _builder(_name(common_name), ca.certificate.subject, key, window)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(authority, critical=False)
     )
     if names:

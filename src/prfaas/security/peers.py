@@ -24,7 +24,7 @@ class PeerRules:
             try:
                 self._networks.append(ipaddress.ip_network(entry))
             except ValueError:
-                if not _is_host_name(entry):
+                if not is_host_name(entry):
                     raise InputError(
                         f"{entry!r} is not a host name, an address or a network",
                         where="kvd.peers",
@@ -54,7 +54,7 @@ class PeerRules:
 LOOPBACK_ONLY = PeerRules(trusted=False)
 
 
-def _is_host_name(text: str) -> bool:
+def is_host_name(text: str) -> bool:
     """Labels as DNS allows them: at most 63 characters each, 253 in all."""
     labels = text.removesuffix(".").split(".")
     return len(text) <= 253 and all(

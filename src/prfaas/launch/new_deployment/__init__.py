@@ -1,0 +1,1 @@
+"""The files of a new deployment: from answers to a folder for every host (`prfaas init`)."""
