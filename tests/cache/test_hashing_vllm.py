@@ -269,7 +269,6 @@ def test_holdings_are_the_sum_of_the_events(
     assert {group: set(hashes) for group, hashes in to.holdings().items()} == held
 
 
-@pytest.mark.xfail(strict=True, reason="raises")
 @pytest.mark.parametrize(
     "bad",
     [b"\x91" * 5_000 + b"\xc0", payload(stored([], []) | {"block_size": 2**62})],

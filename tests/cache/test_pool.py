@@ -282,15 +282,7 @@ def test_the_journal_tells_what_is_held() -> None:
     assert journal.take(NodeId("n"), BLOCK, 13) == []
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(spec, marks=pytest.mark.xfail(strict=True, reason="an empty node stays"))
-        if spec == "linear"
-        else spec
-        for spec in SPECS
-    ],
-)
+@pytest.mark.parametrize("spec", SPECS)
 def test_names_that_do_not_form_a_chain_leave_a_sound_pool(spec: str) -> None:
     """A client may name blocks in any order: under another parent than before, or twice."""
     pool = make_pool(SPECS[spec], pages=4_096)
