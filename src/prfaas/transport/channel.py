@@ -278,6 +278,8 @@ def connect(
         raise ConnectionLost(f"{host}:{port} did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise ConnectionLost(f"{host}:{port}: {error.strerror or error}") from None
+    except ValueError as error:  # not a host name: a label that is too long, or a null character
+        raise ConnectionLost(f"{host!r}:{port}: {error}") from None
     try:
         set_options(sock, congestion_control, buffer_bytes)
     except OSError as error:

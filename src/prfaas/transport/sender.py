@@ -127,7 +127,7 @@ class SenderTransfers:
         state = self._state
         with state.lock:
             transfer = work.transfer
-            if transfer.transfer_id not in state.transfers:
+            if not state.has(transfer):
                 return
             if isinstance(work, SendFrame):
                 before = transfer.in_flight_bytes
@@ -140,7 +140,7 @@ class SenderTransfers:
         state = self._state
         with state.lock:
             finished = None
-            if transfer.ended is None and transfer.transfer_id in state.transfers:
+            if transfer.ended is None and state.has(transfer):
                 self._aborts.append(SendAbort(transfer, reason))
                 finished = state.end(transfer, f"aborted: {reason}")
         set_done(finished)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from prfaas.errors import TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.transport.delivery import Delivery
 from prfaas.transport.sender_transfer import SenderTransfer
 
@@ -25,9 +25,17 @@ class SenderState:
         self.delivery = Delivery()
 
     def add(self, transfer: SenderTransfer) -> None:
-        assert transfer.transfer_id not in self.transfers
+        if transfer.transfer_id in self.transfers:
+            raise InputError(
+                "the grant is in use already", where="grant", fix="request another one"
+            )
         self.transfers[transfer.transfer_id] = transfer
         self.turns.setdefault(transfer.priority, deque()).append(transfer)
+
+    def has(self, transfer: SenderTransfer) -> bool:
+        """Whether this transfer has not been removed yet. Its id may be in use again: a grant that
+        is shown a second time makes another transfer."""
+        return self.transfers.get(transfer.transfer_id) is transfer
 
     def outstanding_bytes(self) -> int:
         return sum(t.outstanding_bytes for t in self.transfers.values() if t.ended is None)
@@ -43,8 +51,9 @@ class SenderState:
         that the caller passes it to `set_done` after it has released the lock."""
         if transfer.ended is None or transfer.readers:
             return None
-        if self.transfers.pop(transfer.transfer_id, None) is None:
+        if not self.has(transfer):
             return None
+        del self.transfers[transfer.transfer_id]
         self.turns[transfer.priority].remove(transfer)
         self.in_flight_bytes -= transfer.in_flight_bytes
         return transfer
