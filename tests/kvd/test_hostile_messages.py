@@ -96,7 +96,6 @@ def registration(**changes: Any) -> dict[str, Any]:
 # Engines -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the lease is refused and leaked")
 def test_a_lease_that_is_ended_with_the_wrong_call_stays_with_its_owner(
     host: Host, engine: RawEngine
 ) -> None:
@@ -107,7 +106,6 @@ def test_a_lease_that_is_ended_with_the_wrong_call_stays_with_its_owner(
     assert host.in_use() == (0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="asserts, or accepts the model")
 @pytest.mark.parametrize(
     "groups",
     [
@@ -130,7 +128,6 @@ def test_a_registration_without_a_possible_model_is_refused(host: Host, groups: 
         assert isinstance(engine.call(REGISTER), Registered)
 
 
-@pytest.mark.xfail(strict=True, reason="closes the connection")
 def test_an_invalid_call_does_not_end_the_other_leases_of_its_process(
     host: Host, engine: RawEngine
 ) -> None:
@@ -142,7 +139,6 @@ def test_an_invalid_call_does_not_end_the_other_leases_of_its_process(
     assert isinstance(engine.call(Release(ticket.lease_id)), Done)
 
 
-@pytest.mark.xfail(strict=True, reason="RecursionError")
 def test_a_frame_that_is_nested_too_deeply_closes_its_connection_only(
     host: Host, engine: RawEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,14 +149,12 @@ def test_a_frame_that_is_nested_too_deeply_closes_its_connection_only(
     assert [record.levelname for record in caplog.records if record.levelno >= 40] == []
 
 
-@pytest.mark.xfail(strict=True, reason="registers again")
 def test_a_process_registers_once(engine: RawEngine) -> None:
     again = engine.call(registration(engine_id="other"))
     assert isinstance(again, Refused) and "registered already" in again.problem
     assert isinstance(engine.call(Flush()), Done)
 
 
-@pytest.mark.xfail(strict=True, reason="RecursionError, MemoryError")
 @pytest.mark.parametrize(
     ("payload", "group_names"),
     [
@@ -187,7 +181,6 @@ def test_events_that_no_engine_publishes_harm_only_themselves(
     assert isinstance(engine.call(Flush()), Done)
 
 
-@pytest.mark.xfail(strict=True, reason="answers without a bound")
 def test_a_process_that_reads_no_answers_cannot_fill_the_memory_of_the_kvd(
     engine: RawEngine,
 ) -> None:
@@ -199,7 +192,6 @@ def test_a_process_that_reads_no_answers_cannot_fill_the_memory_of_the_kvd(
             engine.sock.sendall(calls)
 
 
-@pytest.mark.xfail(strict=True, reason="keeps the arena of each attempt")
 def test_a_failed_registration_leaves_no_descriptor(tmp_path: Path) -> None:
     options = StoreOptions(memory_bytes=1 << 16, ssd=tmp_path / "missing" / "file")
     store = Store(NodeId("pool"), options, EventLog("instance"))
@@ -210,7 +202,6 @@ def test_a_failed_registration_leaves_no_descriptor(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.xfail(strict=True, reason="OSError")
 def test_an_arena_that_the_machine_cannot_hold_is_refused() -> None:
     options = StoreOptions(memory_bytes=1 << 62)
     store = Store(NodeId("pool"), options, EventLog("instance"))
@@ -226,10 +217,7 @@ def test_an_arena_that_the_machine_cannot_hold_is_refused() -> None:
     [
         b'{"hashes":["\xff"]}',
         b'{"x":' + b"[" * 5_000 + b"]" * 5_000 + b"}",
-        pytest.param(
-            b'{"hashes":[""]}',
-            marks=pytest.mark.xfail(strict=True, reason="accepts an empty name"),
-        ),
+        b'{"hashes":[""]}',
     ],
     ids=["not UTF-8", "nested", "empty hash"],
 )
@@ -242,7 +230,6 @@ def test_a_body_that_cannot_be_read_is_a_bad_request(
         assert json.loads(answer)["code"] == "bad_request"
 
 
-@pytest.mark.xfail(strict=True, reason="OverflowError, or no limit")
 @pytest.mark.parametrize(
     "query",
     [f"since={-(2**70)}", f"since={2**70}", f"since={'9' * 5_000}", "since=1_0", "wait_s=nan"],
@@ -254,7 +241,6 @@ def test_a_number_that_is_not_one_is_a_bad_request(host: Host, query: str) -> No
     assert len(answer) < 500  # the message does not repeat a long value
 
 
-@pytest.mark.xfail(strict=True, reason="ValueError of int()")
 def test_a_grant_with_a_port_of_a_thousand_digits_is_a_bad_request(
     host: Host, engine: RawEngine
 ) -> None:
@@ -265,7 +251,6 @@ def test_a_grant_with_a_port_of_a_thousand_digits_is_a_bad_request(
     assert host.in_use() == (0, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="logs an error with a traceback")
 def test_a_request_that_is_not_http_is_one_line_of_the_log(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:

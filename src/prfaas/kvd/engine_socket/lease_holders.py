@@ -52,10 +52,13 @@ class LeaseHolders:
         holders = self._holders.get(lease_id)
         return holders is not None and (process == holders.owner or process in holders.joined)
 
-    def end(self, lease_id: int, process: ProcessId) -> LeaseKind | None:
-        """Ends the lease for all processes. None when `process` does not own it."""
+    def end(
+        self, lease_id: int, process: ProcessId, kind: LeaseKind | None = None
+    ) -> LeaseKind | None:
+        """Ends the lease for all processes. None, and the lease stays, when `process` does not own
+        it or it is not of the `kind` that is given."""
         holders = self._holders.get(lease_id)
-        if holders is None or holders.owner != process:
+        if holders is None or holders.owner != process or kind not in (None, holders.kind):
             return None
         del self._holders[lease_id]
         return holders.kind

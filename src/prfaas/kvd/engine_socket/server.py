@@ -14,7 +14,7 @@ from itertools import count
 from typing import cast
 
 from prfaas.errors import InputError, PeerError, WireError
-from prfaas.kvd.engine_socket.lease_holders import LeaseHolders
+from prfaas.kvd.engine_socket.lease_holders import LeaseHolders, LeaseKind
 from prfaas.kvd.engine_socket.messages import (
     Abort,
     Answer,
@@ -25,6 +25,7 @@ from prfaas.kvd.engine_socket.messages import (
     Done,
     Flush,
     FrameReader,
+    InvalidCall,
     Join,
     LeaseTicket,
     NumberedAnswer,
@@ -119,6 +120,13 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.process_exited(self._process)
 
+    def pause_writing(self) -> None:
+        """The process does not read its answers: it gets no further ones until it does."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.feed(data):
@@ -130,6 +138,8 @@ class _Connection(asyncio.Protocol):
     def _handle(self, numbered: NumberedCall) -> None:
         call = numbered.call
         try:
+            if isinstance(call, InvalidCall):  # refused alone: other leases of the process stay
+                raise InputError(call.problem)
             if isinstance(call, Register):
                 self._register(numbered.number, call)
                 return
@@ -176,14 +186,14 @@ class _Connection(asyncio.Protocol):
                 server.store.events.publish(engine, call.payload, call.group_names)
             case Flush():
                 pass
-            case Register():
+            case Register() | InvalidCall():
                 raise AssertionError("handled in _handle")
         return Done()
 
     def _end(self, call: Commit | Abort | Release) -> Answer:
         server = self._server
-        wanted = "read" if isinstance(call, Release) else "write"
-        if server.holders.end(call.lease_id, self._process) != wanted:
+        kind: LeaseKind = "read" if isinstance(call, Release) else "write"
+        if server.holders.end(call.lease_id, self._process, kind) is None:
             return Refused(
                 "transfer", f"lease {call.lease_id} has ended, or another process owns it"
             )
@@ -198,6 +208,10 @@ class _Connection(asyncio.Protocol):
 
     def _register(self, number: int, call: Register) -> None:
         store = self._server.store
+        if self._process in self._server.connected:
+            raise InputError(
+                "this process has registered already", fix="register once on each connection"
+            )
         storage = store.register(call)
         self._server.connected[self._process] = call
         log.info("engine %s has registered: %r", call.engine_id, storage.arena)
@@ -212,8 +226,12 @@ class _Connection(asyncio.Protocol):
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.
         descriptor = self._transport.get_extra_info("socket").fileno()
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            socket.send_fds(sock, [answer], [storage.fd])
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as sock:
+                socket.send_fds(sock, [answer], [storage.fd])
+        except OSError as error:  # the process has exited in the meantime
+            log.warning("engine %s: the registration was not answered: %s", call.engine_id, error)
+            self._transport.abort()
 
     def _notify_transfer_ended(self, ended: TransferEnded) -> None:
         if not self._transport.is_closing():
