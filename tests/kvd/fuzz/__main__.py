@@ -1,50 +1,97 @@
 """python -m tests.kvd.fuzz [MESSAGES [SOCKET_MESSAGES [SEED [CASE]]]]
 
-MESSAGES in process, in cases that a failure names, and SOCKET_MESSAGES to a kvd's process. The
-cases begin with CASE.
+MESSAGES in process, on all cores, in cases that a failure names, and SOCKET_MESSAGES to a kvd's
+process. With CASE, MESSAGES go to the cases from that one on, on one core.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from typing import Any
 
 from prfaas.display.console import progress_bar
-from tests.kvd.fuzz.in_process import fuzz_in_process
+from tests.kvd.fuzz.in_process import Outcome, fuzz_in_process
 from tests.kvd.fuzz.sockets import fuzz_sockets
 
+CASES = 100_000  # of one core: each has other cases
 
-def main(messages: int, socket_messages: int, seed: int, case: int) -> None:
+
+def main(messages: int, socket_messages: int, seed: int, case: int | None) -> None:
     started_s = time.monotonic()
     if messages:
         with progress_bar("kvd messages in process", messages) as show:
-            done = fuzz_in_process(messages, seed, first_case=case, show=show)
-        took_s = time.monotonic() - started_s
+            if case is None:
+                done = fuzz_on_all_cores(messages, seed, show)
+            else:
+                done = fuzz_in_process(messages, seed, first_case=case, show=show)
         _say(
             f"{done.messages:,} mutated messages to {done.cases} kvds in process, and "
-            f"{done.valid:,} valid ones; seed {seed}, {took_s:.0f} s",
+            f"{done.valid:,} valid ones",
             done.answers,
+            seed,
+            time.monotonic() - started_s,
         )
     started_s = time.monotonic()
     if socket_messages:
         with progress_bar("kvd messages over sockets", socket_messages) as show:
             sent = fuzz_sockets(socket_messages, seed, show=show)
-        took_s = time.monotonic() - started_s
         _say(
-            f"{sent.messages:,} mutated messages to a kvd's process, and {sent.valid:,} valid "
-            f"ones; {sent.connections:,} connections ({sent.cut:,} cut); seed {seed}, {took_s:.0f} s",
+            f"{sent.messages:,} mutated messages to a kvd's process, and {sent.valid:,} valid ones "
+            f"on {sent.connections:,} connections, {sent.cut:,} of them cut",
             sent.answers,
+            seed,
+            time.monotonic() - started_s,
         )
 
 
-def _say(line: str, answers: Counter[str]) -> None:
+def fuzz_on_all_cores(messages: int, seed: int, show: Callable[[float], None]) -> Outcome:
+    cores = os.cpu_count() or 1
+    context = multiprocessing.get_context("spawn")
+    counts = context.Array("Q", cores)
+    total = Outcome()
+    with ProcessPoolExecutor(cores, context, _share, (counts,)) as pool:
+        parts = [pool.submit(_fuzz, -(-messages // cores), seed, core) for core in range(cores)]
+        waiting: set[Future[Outcome]] = set(parts)
+        while waiting:
+            ended, waiting = wait(waiting, timeout=0.5)
+            show(sum(counts[:]))
+            for part in ended:
+                outcome = part.result()  # raises FuzzFailure
+                total.messages += outcome.messages
+                total.valid += outcome.valid
+                total.cases += outcome.cases
+                total.answers += outcome.answers
+    return total
+
+
+_counts: Any = None  # in a process of the pool: the messages of each core
+
+
+def _share(counts: Any) -> None:
+    global _counts
+    _counts = counts
+
+
+def _fuzz(messages: int, seed: int, core: int) -> Outcome:
+    def show(done: float) -> None:
+        _counts[core] = int(done)
+
+    return fuzz_in_process(messages, seed, first_case=core * CASES, show=show)
+
+
+def _say(line: str, answers: Counter[str], seed: int, took_s: float) -> None:
     counts = ", ".join(f"{count:,} {name}" for name, count in answers.most_common())
-    sys.stdout.write(f"{line}\n  answers: {counts}\n")
+    sys.stdout.write(f"{line}; seed {seed}, {took_s:.0f} s\n  answers: {counts}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:]]
-    defaults = [1_000_000, 20_000, time.time_ns() % 10**9, 0]
+    defaults = (1_000_000, 20_000, time.time_ns() % 10**9, None)
     main(*given, *defaults[len(given) :])

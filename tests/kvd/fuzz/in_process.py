@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -281,7 +282,7 @@ async def _try_hand_over(
     world: World, model: Model, client: EngineClient, prompt: list[int]
 ) -> str:
     """Why it failed, or an empty string."""
-    rng = random.Random(len(prompt))
+    rng, numbers = random.Random(len(prompt)), count(1)
     storage = world.store.storage
     assert storage is not None
     traffic = Traffic(Sessions(model, world.memory, rng), rng)
@@ -289,11 +290,13 @@ async def _try_hand_over(
     size = model.block_tokens
     content = Content(model.spec, [*prompt, *[0] * size])
 
-    def answer(call: msgspec.Struct) -> object:
-        client.send(traffic.framed(call, 1_000))
-        return client.answers[-1].answer if client.answers else None
+    async def answer(call: msgspec.Struct) -> object:
+        number = next(numbers)
+        client.send(traffic.framed(call, number))
+        await _wait(lambda: client.closed or number in client.answers)
+        return client.answers.get(number)
 
-    answer(model.register("afterwards"))
+    await answer(model.register("afterwards"))
     gateway = HttpClientConnection(world)
     asked = traffic.sessions.open(prompt)
     world.memory.granted.clear()
@@ -303,7 +306,7 @@ async def _try_hand_over(
     if not world.memory.granted:
         return "no grant"
     grant: Grant = world.memory.granted[-1].grant
-    ticket = answer(Begin(model.hashes(prompt), len(prompt), None, grant))
+    ticket = await answer(Begin(model.hashes(prompt), len(prompt), None, grant))
     if not isinstance(ticket, LeaseTicket):
         return f"begin: {ticket}"
     writable = table_of(ticket.writable)
@@ -314,12 +317,12 @@ async def _try_hand_over(
         for part in _written(segment, size, getattr(group, "state_bytes", None) is not None):
             with suppress(Exception):  # not part of this lease: it was found in the pool
                 content.write(part, mapped.views(part, writable))
-    answer(about(Ready, ticket, segments=tuple(ready)))
-    answer(about(Commit, ticket))
+    await answer(about(Ready, ticket, segments=tuple(ready)))
+    await answer(about(Commit, ticket))
     await _wait(lambda: _state(world, grant) != "granted")
     if _state(world, grant) != "committed":
         return f"transfer: {world.incoming.status(grant.transfer_id)}"
-    attached = answer(Attach(grant.transfer_id))
+    attached = await answer(Attach(grant.transfer_id))
     if not isinstance(attached, LeaseTicket):
         return f"attach: {attached}"
     readable = table_of(attached.readable)

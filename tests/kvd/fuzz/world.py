@@ -23,7 +23,6 @@ from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.messages import (
     FrameReader,
     LeaseTicket,
-    NumberedAnswer,
     decode_answer,
 )
 from prfaas.kvd.engine_socket.pins import PinnedPrefixes
@@ -149,7 +148,8 @@ class EngineClient:
     def __init__(self, world: World) -> None:
         self.leases: dict[int, LeaseTicket] = {}
         self.closed = False
-        self.answers: deque[NumberedAnswer] = deque(maxlen=64)
+        self.paused = False  # the kvd does not read from this connection now
+        self.answers: dict[int, object] = {}  # by number
         self._world = world
         self._frames = FrameReader()
         # The kvd passes the arena's descriptor on a real socket.
@@ -160,7 +160,7 @@ class EngineClient:
         self._protocol.connection_made(_EngineTransport(self, self._there))
 
     def send(self, data: bytes) -> None:
-        if not self.closed:
+        if not self.closed and not self.paused:
             self._protocol.data_received(data)
             if b"register" in data:
                 self._receive_descriptors()
@@ -169,7 +169,7 @@ class EngineClient:
         """The kvd has written this."""
         for body in self._frames.feed(data):
             numbered = decode_answer(body)
-            self.answers.append(numbered)
+            self.answers[numbered.number] = numbered.answer
             self._world.answers[type(numbered.answer).__name__] += 1
             if isinstance(numbered.answer, LeaseTicket):
                 self.leases[numbered.answer.lease_id] = numbered.answer
@@ -211,10 +211,10 @@ class _EngineTransport(asyncio.Transport):
         asyncio.get_running_loop().call_soon(self._client.close)
 
     def pause_reading(self) -> None:
-        pass
+        self._client.paused = True
 
     def resume_reading(self) -> None:
-        pass
+        self._client.paused = False
 
 
 class HttpClientConnection(asyncio.Transport):
