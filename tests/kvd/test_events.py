@@ -80,8 +80,8 @@ def test_engines_that_have_exited_are_forgotten_in_time() -> None:
         log.publish(node, stored(number), {0: "full0"})
         log.forget_engine(node)
     assert len(log.nodes) < 500
-    last = log.page(node, 1, None).events
-    assert [(one.seq, one.action) for one in last] == [(1, "removed")]
+    last = log.page(node, log.next_seq(node) - 1, None).events
+    assert [one.action for one in last] == ["removed"]
 
 
 def test_a_reader_of_a_forgotten_engine_gets_a_snapshot_when_it_returns() -> None:
