@@ -27,8 +27,9 @@ def test_a_lease_ends_once_and_never_while_a_process_uses_it(
                 if joined:
                     using[lease].add(process)
             case "end":
-                ended = holders.end(lease, process)
-                assert (ended is not None) == (lease in using and owner[lease] == process)
+                assert not holders.end(lease, process, "read"), "it is a lease of the other kind"
+                ended = holders.end(lease, process, "write")
+                assert ended == (lease in using and owner[lease] == process)
                 if ended:
                     del using[lease]  # the owner ends it for the processes that joined
             case "exit":

@@ -52,16 +52,14 @@ class LeaseHolders:
         holders = self._holders.get(lease_id)
         return holders is not None and (process == holders.owner or process in holders.joined)
 
-    def end(
-        self, lease_id: int, process: ProcessId, kind: LeaseKind | None = None
-    ) -> LeaseKind | None:
-        """Ends the lease for all processes. None, and the lease stays, when `process` does not own
-        it or it is not of the `kind` that is given."""
+    def end(self, lease_id: int, process: ProcessId, kind: LeaseKind) -> bool:
+        """Ends the lease for all processes. False, and nothing changes, when `process` does not own
+        a lease of this kind by that id."""
         holders = self._holders.get(lease_id)
-        if holders is None or holders.owner != process or kind not in (None, holders.kind):
-            return None
+        if holders is None or holders.owner != process or holders.kind != kind:
+            return False
         del self._holders[lease_id]
-        return holders.kind
+        return True
 
     def process_exited(self, process: ProcessId) -> LeasesAfterExit:
         ended: list[tuple[int, LeaseKind]] = []

@@ -193,7 +193,7 @@ class _Connection(asyncio.Protocol):
     def _end(self, call: Commit | Abort | Release) -> Answer:
         server = self._server
         kind: LeaseKind = "read" if isinstance(call, Release) else "write"
-        if server.holders.end(call.lease_id, self._process, kind) is None:
+        if not server.holders.end(call.lease_id, self._process, kind):
             return Refused(
                 "transfer", f"lease {call.lease_id} has ended, or another process owns it"
             )
