@@ -5,7 +5,8 @@
 # make test-vllm   the connector against real vLLM servers, in its own environment
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
-# make fuzz        mutated frames through the wire format (FRAMES=1000000)
+# make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
+#                  and over sockets (FRAMES=1000000 MESSAGES=1000000 SOCKET_MESSAGES=20000)
 # make soak        traffic with a fault every 10 s (MINUTES=30)
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
@@ -138,8 +139,11 @@ bench: setup
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 
 FRAMES ?= 1000000
+MESSAGES ?= $(FRAMES)
+SOCKET_MESSAGES ?= 20000
 fuzz: setup
 	$(BIN)/python -m tests.transport.fuzz $(FRAMES)
+	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) out

@@ -267,3 +267,14 @@ def test_holdings_are_the_sum_of_the_events(
                 held[group] | set(hashes) if action == "stored" else held[group] - set(hashes)
             )
     assert {group: set(hashes) for group, hashes in to.holdings().items()} == held
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"\x91" * 5_000 + b"\xc0", payload(stored([], []) | {"block_size": 2**62})],
+    ids=["nested too deeply", "an empty block of any size"],
+)
+def test_hostile_payloads_leave_a_gap_as_well(bad: bytes) -> None:
+    to = engine()
+    assert hash_events(to, bad) == []
+    assert to.next_seq == 1 and to.malformed == 1

@@ -421,3 +421,17 @@ def test_the_journal_tells_what_is_held() -> None:
         (12, "stored", "linear0", (names[1],)),
     ]
     assert journal.take(NodeId("n"), BLOCK, 13) == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_names_that_do_not_form_a_chain_leave_a_sound_pool(spec: str) -> None:
+    """A client may name blocks in any order: under another parent than before, or twice."""
+    pool = make_pool(SPECS[spec], pages=4_096)
+    a, b, c, d = hashes_of(prompt("abcd"))
+    for names in ([a, b], [c, b], [d, d, b], [b, a], [c, c], [a, c, b]):
+        lease = pool.reserve(names, len(names) * BLOCK, now=0.0, checkpoint_tokens=())
+        assert isinstance(lease, Lease)
+        pool.commit(lease.id, 0.0)
+        pool.check()
+        pool.release(lease.id, 0.0)
+        pool.check()

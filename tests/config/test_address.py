@@ -27,3 +27,8 @@ def test_port_0_only_where_it_makes_sense() -> None:
     assert parse_address("host:0", "--listen", any_port=True).port == 0
     with pytest.raises(InputError, match="'0' is not a port; give 1 to 65535"):
         parse_address("host:0", "--to")
+
+
+def test_a_port_of_thousands_of_digits_is_a_mistake() -> None:
+    with pytest.raises(InputError, match="is not a port"):
+        parse_address("host:" + "1" * 5_000, "--to")

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import tracemalloc
+
+import msgspec
+import pytest
+
 from prfaas.kvd.events import KEPT_EVENTS, KEPT_HASHES, EventLog
 from prfaas.types import HashEvent, NodeId
 
@@ -40,3 +45,56 @@ def test_an_unreadable_payload_is_a_gap_that_a_replay_cannot_hide() -> None:
 
 def test_an_unknown_node_has_no_events() -> None:
     assert EventLog("now").page(NODE, 0, None).events == ()
+
+
+def stored(engine_hash: int) -> bytes:
+    """A payload in vLLM's format."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [engine_hash],
+        "parent_block_hash": None,
+        "token_ids": [engine_hash],
+        "block_size": 1,
+    }
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+@pytest.mark.parametrize("since", [0, 9_999_998, -(10**7)])
+def test_a_page_takes_no_memory_for_events_that_are_not_kept(since: int) -> None:
+    log = EventLog("now")
+    log.add(NODE, [event(9_999_999)])
+    tracemalloc.start()
+    try:
+        page = log.page(NODE, since, {"full0": []})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert page.snapshot == {"full0": ()}
+    assert peak < 1 << 20
+
+
+def test_engines_that_have_exited_are_forgotten_in_time() -> None:
+    log = EventLog("now")
+    for number in range(1_000):
+        node = NodeId(f"engine-{number}")
+        log.publish(node, stored(number), {0: "full0"})
+        log.forget_engine(node)
+    assert len(log.nodes) < 500
+    last = log.page(node, log.next_seq(node) - 1, None).events
+    assert [one.action for one in last] == ["removed"]
+
+
+def test_a_reader_of_a_forgotten_engine_gets_a_snapshot_when_it_returns() -> None:
+    log = EventLog("now")
+    first = NodeId("engine-0")
+    log.publish(first, stored(1), {0: "full0"})
+    log.forget_engine(first)
+    since = log.nodes[first]
+    for number in range(1, 1_000):
+        node = NodeId(f"engine-{number}")
+        log.publish(node, stored(number), {0: "full0"})
+        log.forget_engine(node)
+    for number in range(2 * since):
+        log.publish(first, stored(number), {0: "full0"})
+    page = log.page(first, since, None)
+    assert page.snapshot is not None and len(page.snapshot["full0"]) == 2 * since

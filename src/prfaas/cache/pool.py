@@ -197,8 +197,11 @@ class HybridPrefixPool:
             if self._tiers.keep(record.new[key], node) and self.rules[group].closes:
                 node.spare = (node.depth * self.block_tokens) in record.spare_tokens
                 node.last_used_s = now
-        if path:
-            self._tree.prune(path[-1])
+        # Chained hashes make one path, and its end would suffice. A client may send others: names
+        # that are known under another parent, or the same name twice.
+        for node in reversed(path):
+            if self._tree.get(node.hash) is node:
+                self._tree.prune(node)
 
     def release(self, lease_id: LeaseId, now: float) -> bool:
         """Ends a lease and drops what was not committed. False when it had ended before."""

@@ -28,7 +28,9 @@ def parse_address(text: str, where: str, *, any_port: bool = False) -> Address:
             fix="write HOST:PORT, an IPv6 address in brackets: [::1]:7000",
         )
     lowest = 0 if any_port else 1
-    # isascii: str.isdigit also accepts digits that int() or a socket would not.
-    if not (port_text.isascii() and port_text.isdigit() and lowest <= int(port_text) <= 65535):
+    # isascii: str.isdigit also accepts digits that int() or a socket would not. Python refuses to
+    # convert thousands of digits.
+    digits = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5
+    if not digits or not lowest <= int(port_text) <= 65535:
         raise InputError(f"{port_text!r} is not a port", where=where, fix=f"give {lowest} to 65535")
     return Address(host, int(port_text))

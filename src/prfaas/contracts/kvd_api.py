@@ -23,6 +23,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
 from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
 
@@ -32,6 +33,16 @@ PULL_S = 300.0  # the longest time that a pull may take
 # of it. Only this proves to a gateway that engine and gateway tokenise a request differently.
 OTHER_PROMPT: Final = "other_prompt"
 SNAPSHOT = -1  # ?since= that requests a snapshot
+MAX_GROUPS = 256  # of a model
+MAX_LAYERS = 4_096  # of a group
+_Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+# Segment names contain the names of groups, see `kvspec/segments.py`.
+GroupName: TypeAlias = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=64, pattern="^[a-z0-9_]+$")
+]
+# A block hash has 32 bytes; the limit leaves room for another hash function.
+BlockName: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 # The window of `KvdReport.late_s`: a gateway that polls twice a second misses nothing within it.
 LATE_WINDOW_S = 2.0
 
@@ -49,7 +60,7 @@ class KvdErrorBody(msgspec.Struct, frozen=True):
 class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A gateway requests a grant from the decode node's kvd, before the prefill starts."""
 
-    hashes: tuple[bytes, ...]  # block hashes of the prompt up to `handoff_tokens`
+    hashes: tuple[BlockName, ...]  # block hashes of the prompt up to `handoff_tokens`
     handoff_tokens: int
     compat: Compat
     checkpoint_tokens: int | None = None  # also send the linear states at this boundary
@@ -76,7 +87,7 @@ class AbortTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MatchPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hashes of whole blocks, from the beginning of a prompt."""
 
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockName, ...]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -87,9 +98,10 @@ class PrefixMatch(msgspec.Struct, frozen=True):
 class PullPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A gateway makes a kvd copy a prefix from the kvd at `source`."""
 
-    source: str  # URL
-    hashes: tuple[bytes, ...]
-    via: str | None = None  # address of the relay through which the source reaches this kvd
+    source: Annotated[str, msgspec.Meta(max_length=2_048)]  # URL
+    hashes: tuple[BlockName, ...]
+    # The address of the relay through which the source reaches this kvd.
+    via: Annotated[str, msgspec.Meta(max_length=300)] | None = None
     within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # the timeout
 
 
@@ -101,7 +113,7 @@ class PrefixPulled(msgspec.Struct, frozen=True, tag="pulled"):
 class PushPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kvd that pulls makes the kvd that has the prefix send it."""
 
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockName, ...]
     compat: Compat
     grant: Grant
 
@@ -126,10 +138,10 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
     """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer."""
 
     kind: Literal["full", "window", "linear"]
-    name: str
-    layers: tuple[int, ...]
-    nbytes: int
-    window: int = 0
+    name: GroupName
+    layers: Annotated[tuple[_Layer, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    nbytes: _Size
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -244,6 +256,7 @@ def shapes_of(spec: KVSpec) -> tuple[GroupShape, ...]:
 
 
 def spec_of(shapes: tuple[GroupShape, ...]) -> KVSpec:
+    """InputError when no model has these groups."""
     return KVSpec(tuple(_group(shape) for shape in shapes))
 
 
@@ -264,6 +277,12 @@ def _group(shape: GroupShape) -> Group:
         case "full":
             return FullAttention(shape.name, shape.layers, shape.nbytes)
         case "window":
+            if shape.window < 1:
+                raise InputError(
+                    f"a window of {shape.window} tokens",
+                    where=f"groups: {shape.name}",
+                    fix="give the model's window, at least 1 token",
+                )
             return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window)
         case "linear":
             return LinearState(shape.name, shape.layers, shape.nbytes)

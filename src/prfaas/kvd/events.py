@@ -19,6 +19,7 @@ from prfaas.types import BlockHash, HashEvent, NodeId
 # Per node. A connected gateway lacks only the latest few; one that lacks more gets a snapshot.
 KEPT_EVENTS = 10_000
 KEPT_HASHES = 32_768  # of all kept events of a node: 2 to 3 MiB
+KEPT_EXITED = 256  # engines that have exited; an engine may have another name after each restart
 
 
 class _RecentEvents:
@@ -44,6 +45,8 @@ class EventLog:
         self._kept: dict[NodeId, _RecentEvents] = {}
         self._next: dict[NodeId, int] = {}
         self._engines: dict[NodeId, EngineHashes] = {}
+        self._exited: dict[NodeId, None] = {}  # the earliest first
+        self._first_seq = 0  # of a new engine: higher than any number of a forgotten one
         self._arrived = asyncio.Event()
 
     @property
@@ -63,7 +66,9 @@ class EventLog:
         """Adds events that an engine has published in vLLM's format."""
         engine = self._engines.get(node)
         if engine is None:
-            engine = EngineHashes(node, group_names, self.next_seq(node))
+            self._exited.pop(node, None)
+            first_seq = self._next.get(node, self._first_seq)
+            engine = EngineHashes(node, group_names, first_seq)
             self._engines[node] = engine
         self.add(node, hash_events(engine, payload))
         self._advance(
@@ -71,10 +76,18 @@ class EventLog:
         )  # may exceed the last event: an unreadable payload leaves a gap
 
     def forget_engine(self, node: NodeId) -> None:
-        """The engine has exited, and its cache with it."""
+        """The engine has exited, and its cache with it. Its last events are kept for a while. A
+        reader that asks for them later gets an empty snapshot."""
         engine = self._engines.pop(node, None)
-        if engine is not None:
-            self.add(node, hash_events(engine, _CLEARED))
+        if engine is None:
+            return
+        self.add(node, hash_events(engine, _CLEARED))
+        self._exited[node] = None
+        if len(self._exited) > KEPT_EXITED:
+            oldest = next(iter(self._exited))
+            del self._exited[oldest]
+            self._first_seq = max(self._first_seq, self._next.pop(oldest, 0))
+            self._kept.pop(oldest, None)
 
     def page(
         self, node: NodeId, since: int, pool: Mapping[str, Sequence[BlockHash]] | None
@@ -83,10 +96,11 @@ class EventLog:
         holds, when `node` is the pool."""
         after = self.next_seq(node)
         kept = self._kept.get(node)
-        wanted = kept.since(since) if kept is not None else ()
-        whole = [event.seq for event in wanted] == list(range(since, after))
-        if since >= 0 and since <= after and whole:
-            return EventPage(node, self.instance, after, wanted)
+        if 0 <= since <= after:
+            wanted = kept.since(since) if kept is not None else ()
+            # Numbers ascend, so as many events as numbers means that none is missing.
+            if len(wanted) == after - since:
+                return EventPage(node, self.instance, after, wanted)
         held = pool
         if held is None:
             engine = self._engines.get(node)

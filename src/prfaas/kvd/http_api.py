@@ -20,11 +20,15 @@ With a member key (`security/shared_key.py`), every path except /v1/prove and /h
 
 from __future__ import annotations
 
+import logging
+import math
+import re
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientError, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from prfaas.contracts.kvd_api import (
@@ -57,6 +61,14 @@ from prfaas.types import BlockHash, NodeId, TransferId
 
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
 _OPEN_PATHS = frozenset({"/health", "/v1/prove"})
+_SHOWN_CHARS = 100
+_REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
+_INTEGER = re.compile("-?[0-9]{1,18}")
+# Besides its own errors msgspec raises these for invalid UTF-8 and for deeply nested values.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# aiohttp raises these when a client leaves, or sends a body that cannot be decompressed.
+# RuntimeError: the connection had been closed before the handler began.
+_INCOMPLETE = (web.RequestPayloadError, HttpProcessingError, ClientError, OSError, RuntimeError)
 T = TypeVar("T")
 
 
@@ -82,6 +94,7 @@ class HttpApi:
     def app(
         self, member: SharedKey | None = None, operator: SharedKey | None = None
     ) -> web.Application:
+        logging.getLogger("aiohttp.server").addFilter(_MALFORMED)
         self._key = member
         checks = []
         if member is not None:
@@ -124,7 +137,7 @@ class HttpApi:
 
     async def _abort(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
-        reason = (await _body(request, AbortTransfer)).reason
+        reason = (await _body(request, AbortTransfer)).reason[:_REASON_CHARS]
         effective = self._incoming.abort(transfer_id, reason)
         status = self._incoming.status(transfer_id)
         if status is None and effective:  # not opened yet: an open with this id will be refused
@@ -194,6 +207,23 @@ class HttpApi:
         return web.Response(body=self._reporter.metrics(), content_type="text/plain")
 
 
+class _MalformedRequests(logging.Filter):
+    """One line for a request that is not HTTP, or whose client has left. aiohttp logs these as
+    errors of the server, with a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | ConnectionError):
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            reason = " ".join(str(error).split())
+            record.msg, record.args = "%s: %s", (record.getMessage(), _shown(reason))
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_MALFORMED = _MalformedRequests()
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -208,8 +238,12 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def _body(request: web.Request, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+        data = await request.read()
+    except _INCOMPLETE as error:
+        raise InputError(f"the body did not arrive: {error}", where=request.path) from None
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except _UNREADABLE as error:
         raise InputError(
             f"the body is not a valid {kind.__name__}: {error}", where=request.path
         ) from None
@@ -217,20 +251,30 @@ async def _body(request: web.Request, kind: type[T]) -> T:
 
 def _number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"{text!r} is not a number", where=name) from None
+    if _INTEGER.fullmatch(text) is None:
+        raise InputError(
+            f"{_shown(text)} is not a number", where=name, fix="give at most 18 digits"
+        )
+    return int(text)
 
 
 def _wait_s(request: web.Request) -> float:
     text = request.query.get("wait_s", "0")
     try:
-        return min(max(0.0, float(text)), LONGEST_WAIT_S)
+        wait_s = float(text)
     except ValueError:
+        wait_s = math.nan
+    if math.isnan(wait_s):
         raise InputError(
-            f"{text!r} is not a number of seconds", where="wait_s", fix="give seconds"
-        ) from None
+            f"{_shown(text)} is not a number of seconds", where="wait_s", fix="give seconds"
+        )
+    return min(max(0.0, wait_s), LONGEST_WAIT_S)
+
+
+def _shown(text: str) -> str:
+    """Text of a request for a message: short, and without characters that UTF-8 cannot encode."""
+    shortened = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return ascii(shortened)
 
 
 def _json(body: msgspec.Struct, *, status: int = 200) -> web.Response:
@@ -251,4 +295,5 @@ def _unauthorized() -> web.Response:
 
 
 def _unknown(transfer_id: TransferId) -> web.Response:
-    return _json(KvdErrorBody("unknown", f"transfer {transfer_id} is not known here"), status=404)
+    message = f"transfer {_shown(transfer_id)} is not known here"
+    return _json(KvdErrorBody("unknown", message), status=404)

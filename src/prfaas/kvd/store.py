@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,9 @@ class Store:
     def register(self, register: Register) -> Storage:
         """The storage; the first call makes it. InputError when the engine does not match it."""
         if self.storage is None:
-            self.storage = self._build(register)
+            with ExitStack() as on_failure:
+                self.storage = self._build(register, on_failure)
+                on_failure.pop_all()
             return self.storage
         storage = self.storage
         differences = list(storage.compat.differences(register.compat))
@@ -155,7 +157,8 @@ class Store:
             self.storage = None
             self._worker = None
 
-    def _build(self, register: Register) -> Storage:
+    def _build(self, register: Register, on_failure: ExitStack) -> Storage:
+        """`on_failure` closes the files when the registration fails."""
         if not register.groups:
             raise InputError("the model has no KV groups", where="groups")
         spec = spec_of(register.groups)
@@ -168,10 +171,12 @@ class Store:
                 fix="give more memory",
             )
         fd = _memory(pages * layout.page_bytes)
-        arena = Arena(fd, layout.page_bytes, pages)
+        on_failure.callback(os.close, fd)
+        arena = _mapped(fd, layout.page_bytes, pages)
         ssd, ssd_fd = None, None
         if self.options.ssd is not None:
             ssd_fd = _spill_file(self.options.ssd)
+            on_failure.callback(os.close, ssd_fd)
             ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
         pool = HybridPrefixPool(
             spec,
@@ -207,9 +212,28 @@ def _in_proportion(new_tokens: int, cached_tokens: int) -> float:
 def _memory(nbytes: int) -> int:
     """Sealed: a process that maps the memory cannot shrink it while another process uses it."""
     fd = os.memfd_create("prfaas-kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise _no_memory(nbytes, error) from None
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
+
+
+def _mapped(fd: int, page_bytes: int, pages: int) -> Arena:
+    try:
+        return Arena(fd, page_bytes, pages)
+    except OSError as error:
+        raise _no_memory(page_bytes * pages, error) from None
+
+
+def _no_memory(nbytes: int, error: OSError) -> InputError:
+    return InputError(
+        f"an arena of {nbytes} bytes cannot be made: {error.strerror}",
+        where="--memory",
+        fix="give less memory",
+    )
 
 
 def _spill_file(path: Path) -> int:

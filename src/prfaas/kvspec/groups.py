@@ -21,6 +21,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.errors import InputError
+
 Lengths: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -77,9 +79,21 @@ class KVSpec:
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        names = [group.name for group in self.groups]
-        assert len(set(names)) == len(names), f"group names repeat: {names}"
-        assert all(group.layers for group in self.groups), "a group has no layers"
+        names: set[str] = set()
+        for group in self.groups:
+            if group.name in names:
+                raise InputError(
+                    f"the group {group.name!r} occurs twice",
+                    where="groups",
+                    fix="give each group another name",
+                )
+            names.add(group.name)
+            if not group.layers or len(set(group.layers)) != len(group.layers):
+                raise InputError(
+                    f"the group {group.name!r} has no layers, or one of them twice",
+                    where="groups",
+                    fix="list each layer of the group once",
+                )
 
     def __getitem__(self, name: str) -> Group:
         for group in self.groups:

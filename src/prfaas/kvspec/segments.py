@@ -21,7 +21,9 @@ from typing import NamedTuple, Protocol
 from prfaas.errors import InputError
 from prfaas.kvspec.groups import Group, KVSpec, LinearState, SlidingWindow
 
-_NAME = re.compile(r"([a-z0-9_]+)/(0|[1-9][0-9]*)/(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
+# At most 18 digits: Python refuses to convert thousands of them, and no model has so many tokens.
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+_NAME = re.compile(f"([a-z0-9_]+)/{_NUMBER}/{_NUMBER}-{_NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)

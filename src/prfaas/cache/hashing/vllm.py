@@ -30,6 +30,9 @@ EngineHash: TypeAlias = int | bytes
 Action: TypeAlias = Literal["stored", "removed"]
 
 _LOG = logging.getLogger(__name__)
+# What reading an engine's data may raise; RecursionError: values that are nested too deeply.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+_MOST_BLOCK_TOKENS = 1 << 20
 _ON_DEVICE = (None, "GPU")  # other components announce offloaded copies
 
 
@@ -190,7 +193,10 @@ def hash_events(engine: EngineHashes, payload: bytes) -> list[HashEvent]:
     # Names in a first pass: a sparse group's event may precede the event with its position.
     for event in events:
         if isinstance(event, _Stored) and event.names_every_block:
-            engine._name(event)
+            try:
+                engine._name(event)
+            except _UNREADABLE as error:  # in `extra_keys`: its blocks are not claimed
+                engine._warn_once("the keys of a block are unreadable", error)
     translated: list[HashEvent] = []
     touched: list[tuple[int, EngineHash]] = []
     for event in events:
@@ -215,7 +221,7 @@ def _decoded(engine: EngineHashes, payload: bytes) -> list[_Event]:
     try:
         _, raw_events = msgspec.msgpack.decode(payload, type=tuple[Any, ...])[:2]
         raw_events = list(raw_events)
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         engine._unreadable(error)
         return []
     events: list[_Event] = []
@@ -227,7 +233,7 @@ def _decoded(engine: EngineHashes, payload: bytes) -> list[_Event]:
                 and (event.group_idx or 0) not in engine._group_names
             ):
                 raise ValueError(f"group {event.group_idx} does not belong to this engine")
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        except _UNREADABLE as error:
             engine._unreadable(error)
         else:
             events.append(event)
@@ -248,7 +254,9 @@ def _decoded_event(raw: object) -> _Event:
         raw = dict(zip(kind.__struct_fields__, raw[1:], strict=False))
     event = msgspec.convert(raw, kind)
     if isinstance(event, _Stored):
-        if event.block_size < 1 or len(event.token_ids) % event.block_size:
+        if not 1 <= event.block_size <= _MOST_BLOCK_TOKENS:
+            raise ValueError(f"a block of {event.block_size} tokens")
+        if len(event.token_ids) % event.block_size:
             raise ValueError(
                 f"{len(event.token_ids)} tokens do not fill blocks of {event.block_size}"
             )

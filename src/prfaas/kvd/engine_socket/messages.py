@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from prfaas.cache.storage.places import PageTable
-from prfaas.contracts.kvd_api import GroupShape
+from prfaas.contracts.kvd_api import MAX_GROUPS, BlockName, GroupName, GroupShape
 from prfaas.errors import WireError
 from prfaas.kvspec import Segment
 from prfaas.types import Compat, Grant, NotNow, TransferId
@@ -23,7 +23,9 @@ from prfaas.types import Compat, Grant, NotNow, TransferId
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
 ReadProblem: TypeAlias = Literal["", "other_prompt"]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_EngineId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_GroupNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 
 
 # Pieces ------------------------------------------------------------------------------------------
@@ -54,22 +56,23 @@ class UnitPages(msgspec.Struct, frozen=True, array_like=True):
 class Register(msgspec.Struct, frozen=True, tag="register"):
     """The first message of a connection. The arena's file descriptor comes with the answer."""
 
-    engine_id: str
-    groups: tuple[GroupShape, ...]
-    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    engine_id: _EngineId
+    groups: Annotated[tuple[GroupShape, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     compat: Compat
     whole_blocks: bool = False  # blocks are opaque: they are written, sent and read whole
-    url: str | None = None  # the engine's HTTP address, for gateways
+    # The engine's HTTP address, for gateways.
+    url: Annotated[str, msgspec.Meta(max_length=2_048)] | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Reserve pages for a prefill; with a grant, send its state as it becomes ready."""
 
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockName, ...]
     tokens: int
     checkpoint_tokens: tuple[int, ...] | None = None
     grant: Grant | None = None
-    tail: bytes = b""  # `tail_hash` of the prompt
+    tail: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # `tail_hash` of the prompt
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -99,7 +102,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin"):
-    hashes: tuple[bytes, ...]
+    hashes: tuple[BlockName, ...]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -113,15 +116,32 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     """One payload of the engine's KV events (vLLM's msgpack); group index -> group name."""
 
     payload: bytes
-    group_names: dict[int, str]
+    group_names: Annotated[dict[_GroupNumber, GroupName], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
     """The answer means that every earlier message of this connection has been handled."""
 
 
+class InvalidCall(msgspec.Struct, frozen=True, tag="invalid"):
+    """Takes the place of a call that cannot be read. The kvd refuses it with the problem."""
+
+    problem: str = "the call is invalid"
+
+
 Call: TypeAlias = (
-    Register | Begin | Ready | Join | Commit | Abort | Attach | Pin | Release | Publish | Flush
+    Register
+    | Begin
+    | Ready
+    | Join
+    | Commit
+    | Abort
+    | Attach
+    | Pin
+    | Release
+    | Publish
+    | Flush
+    | InvalidCall
 )
 
 
@@ -219,20 +239,31 @@ class FrameReader:
 
 
 _NUMBERED = msgspec.msgpack.Decoder(NumberedCall)
+_NUMBER = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _ANSWERED = msgspec.msgpack.Decoder(NumberedAnswer)
 
 
+# Besides its own errors msgspec raises these for invalid UTF-8 and for deeply nested values.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 def decode_call(body: bytes) -> NumberedCall:
+    """An `InvalidCall` stands for a call that breaks the schema: the connection can be used
+    further. WireError when the frame has no number and call at all."""
     try:
         return _NUMBERED.decode(body)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"the frame is not a call: {error}") from None
+    except _UNREADABLE as error:
+        try:
+            number, _ = _NUMBER.decode(body)
+        except _UNREADABLE:
+            raise WireError(f"the frame is not a call: {error}") from None
+        return NumberedCall(number, InvalidCall(f"the call is invalid: {error}"))
 
 
 def decode_answer(body: bytes) -> NumberedAnswer:
     try:
         return _ANSWERED.decode(body)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise WireError(f"the frame is not an answer: {error}") from None
 
 

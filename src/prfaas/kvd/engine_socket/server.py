@@ -30,6 +30,7 @@ from prfaas.kvd.engine_socket.messages import (
     Done,
     Flush,
     FrameReader,
+    InvalidCall,
     Join,
     LeaseTicket,
     NumberedAnswer,
@@ -130,6 +131,13 @@ class _Connection(asyncio.Protocol):
             self._waiting.cancel()
         self._server.process_exited(self._process)
 
+    def pause_writing(self) -> None:
+        """The process does not read its answers: it gets no further ones until it does."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
             # Reading goes on for a while, so that the server learns when the process exits.
@@ -190,6 +198,8 @@ class _Connection(asyncio.Protocol):
     def _handle(self, numbered: NumberedCall) -> None:
         call = numbered.call
         try:
+            if isinstance(call, InvalidCall):  # refused alone: other leases of the process stay
+                raise InputError(call.problem)
             if isinstance(call, Register):
                 self._register(numbered.number, call)
                 return
@@ -235,7 +245,7 @@ class _Connection(asyncio.Protocol):
                 server.store.events.publish(engine, call.payload, call.group_names)
             case Flush():
                 pass
-            case Register():
+            case Register() | InvalidCall():
                 raise AssertionError("handled in _handle")
         return Done()
 
@@ -264,6 +274,10 @@ class _Connection(asyncio.Protocol):
 
     def _register(self, number: int, call: Register) -> None:
         store = self._server.store
+        if self._process in self._server.connected:
+            raise InputError(
+                "this process has registered already", fix="register once on each connection"
+            )
         storage = store.register(call)
         self._server.connected[self._process] = call
         log.info("engine %s has registered: %r", call.engine_id, storage.arena)
@@ -279,8 +293,12 @@ class _Connection(asyncio.Protocol):
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.
         descriptor = self._transport.get_extra_info("socket").fileno()
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            socket.send_fds(sock, [answer], [storage.fd])
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as sock:
+                socket.send_fds(sock, [answer], [storage.fd])
+        except OSError as error:  # the process has exited in the meantime
+            log.warning("engine %s: the registration was not answered: %s", call.engine_id, error)
+            self._transport.abort()
 
     def _notify_transfer_ended(self, ended: TransferEnded) -> None:
         if not self._transport.is_closing():

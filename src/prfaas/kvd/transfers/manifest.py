@@ -180,6 +180,15 @@ def plan_segments(
     `skip_tokens` on, and windows and states at `lengths`. The sender has full attention up to
     `found_tokens` and windows and states at `match_tokens`, and computes the rest."""
     closing = sorted(set(lengths))
+    # A grant comes from another host. A negative number would be cut into segments for ever.
+    negative = [name for name, skip in skip_tokens.items() if skip < 0]
+    if negative or closing[-1:] > [tokens]:
+        problem = (
+            f"skip_tokens of {negative[0]!r} is negative"
+            if negative
+            else f"it requires the state after {closing[-1]} tokens, the prefill has {tokens}"
+        )
+        raise InputError(problem, where="grant", fix="send the grant as the receiver made it")
     unavailable = [length for length in closing if length < match_tokens]
     if unavailable and any(not isinstance(group, FullAttention) for group in spec.groups):
         raise InputError(

@@ -1,0 +1,56 @@
+"""python -m tests.kvd.fuzz [MESSAGES [SOCKET_MESSAGES [SEED [CASE]]]]
+
+MESSAGES in process, on all cores, in cases that a failure names, and SOCKET_MESSAGES to a kvd's
+process. With CASE, MESSAGES go to the cases from that one on, on one core.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+from prfaas.display.console import progress_bar
+from tests.kvd.fuzz.cores import fuzz_on_all_cores
+from tests.kvd.fuzz.in_process import fuzz_in_process
+from tests.kvd.fuzz.sockets import fuzz_sockets
+
+
+def main(messages: int, socket_messages: int, seed: int, case: int | None) -> None:
+    started_s = time.monotonic()
+    if messages:
+        with progress_bar("kvd messages in process", messages) as show:
+            if case is None:
+                done = fuzz_on_all_cores(messages, seed, show)
+            else:
+                done = fuzz_in_process(messages, seed, first_case=case, show=show)
+        _say(
+            f"{done.messages:,} mutated messages to {done.cases} kvds in process, and "
+            f"{done.valid:,} valid ones",
+            done.answers,
+            seed,
+            time.monotonic() - started_s,
+        )
+    started_s = time.monotonic()
+    if socket_messages:
+        with progress_bar("kvd messages over sockets", socket_messages) as show:
+            sent = fuzz_sockets(socket_messages, seed, show=show)
+        _say(
+            f"{sent.messages:,} mutated messages to a kvd's process, and {sent.valid:,} valid ones "
+            f"on {sent.connections:,} connections, {sent.cut:,} of them cut",
+            sent.answers,
+            seed,
+            time.monotonic() - started_s,
+        )
+
+
+def _say(line: str, answers: Counter[str], seed: int, took_s: float) -> None:
+    counts = ", ".join(f"{count:,} {name}" for name, count in answers.most_common())
+    sys.stdout.write(f"{line}; seed {seed}, {took_s:.0f} s\n  answers: {counts}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    given = [int(text) for text in sys.argv[1:]]
+    defaults = (1_000_000, 20_000, time.time_ns() % 10**9, None)
+    main(*given, *defaults[len(given) :])

@@ -1,0 +1,21 @@
+"""A small part of `make fuzz`: mutated messages to kvds, with a fixed seed."""
+
+from __future__ import annotations
+
+from tests.kvd.fuzz.in_process import fuzz_in_process
+from tests.kvd.fuzz.sockets import fuzz_sockets
+
+
+def test_mutated_messages_in_process_leave_nothing() -> None:
+    outcome = fuzz_in_process(3_000, seed=1)
+    assert outcome.messages >= 3_000
+    for reached in ("LeaseTicket", "Done", "Refused", "TransferEnded", "HTTP 200", "HTTP 400"):
+        assert outcome.answers[reached] > 20, outcome
+
+
+def test_mutated_messages_over_sockets_leave_nothing() -> None:
+    outcome = fuzz_sockets(1_500, seed=1)
+    assert outcome.messages >= 1_500
+    assert outcome.cut > outcome.connections // 4
+    for reached in ("LeaseTicket", "Done", "Refused", "HTTP 200", "HTTP 400"):
+        assert outcome.answers[reached] > 10, outcome
