@@ -185,9 +185,7 @@ class Store:
             eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
             checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
             journal=self._journal,
-            # A lease of an earlier process must not be valid here. Below 2**53, which every
-            # message format can represent.
-            first_lease_id=1 + secrets.randbelow(1 << 52),
+            first_lease_id=first_lease_id(),
         )
         if ssd is not None:
             self._worker = SsdWorker(self._clock, self.publish_changes)
@@ -201,6 +199,12 @@ class Store:
             pool,
             ssd_fd,
         )
+
+
+def first_lease_id() -> int:
+    """Random, because a lease of an earlier process must not be valid in this one. Below 2**53,
+    which every message format can represent."""
+    return 1 + secrets.randbelow(1 << 52)
 
 
 def _in_proportion(new_tokens: int, cached_tokens: int) -> float:
