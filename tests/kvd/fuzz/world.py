@@ -35,6 +35,7 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
+from prfaas.security.peers import LOOPBACK_ONLY
 from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -290,7 +291,7 @@ async def new_world(memory_bytes: int, ssd: Path | None, peer_url: str) -> Async
         engines = EngineSocketServer(store, incoming, outgoing, pins, address)
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         kvds = await stack.enter_async_context(open_client())
-        api = HttpApi(store, incoming, outgoing, reporter, kvds)
+        api = HttpApi(store, incoming, outgoing, reporter, kvds, LOOPBACK_ONLY)
         runner = web.AppRunner(api.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -193,7 +193,7 @@ async def test_an_unexpected_failure_of_the_link_gives_the_pages_back(
 
     grant = receiver.grant()
     link = parts.links.to(grant.data_address)
-    monkeypatch.setattr(link, "_add_connections", fail)
+    monkeypatch.setattr(link, "add_connections", fail)
     with pytest.raises(RuntimeError):
         begin(parts, grant)
     assert parts.in_use() == (0, 0)

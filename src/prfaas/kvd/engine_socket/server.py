@@ -120,7 +120,7 @@ class _Connection(asyncio.Protocol):
         self._process = process
         self._frames = FrameReader()
         self._waiting: asyncio.Task[None] | None = None  # a call that waits for the SSD
-        self._paused = False  # reading is, because too many calls wait
+        self._pauses: set[str] = set()  # why reading is paused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -133,17 +133,26 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The process does not read its answers: it gets no further ones until it does."""
-        self._transport.pause_reading()
+        self._pause_reading("answers")
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._resume_reading("answers")
+
+    def _pause_reading(self, why: str) -> None:
+        if not self._pauses:
+            self._transport.pause_reading()
+        self._pauses.add(why)
+
+    def _resume_reading(self, why: str) -> None:
+        if self._pauses == {why}:
+            self._transport.resume_reading()
+        self._pauses.discard(why)
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
             # Reading goes on for a while, so that the server learns when the process exits.
             if self._frames.add(data) > _WAITING_BYTES:
-                self._paused = True
-                self._transport.pause_reading()
+                self._pause_reading("calls")
             return
         try:
             for body in self._frames.feed(data):
@@ -190,9 +199,7 @@ class _Connection(asyncio.Protocol):
             return
         self._waiting = None
         if not self._transport.is_closing():
-            if self._paused:
-                self._paused = False
-                self._transport.resume_reading()
+            self._resume_reading("calls")
             self.data_received(b"")
 
     def _handle(self, numbered: NumberedCall) -> None:
