@@ -139,6 +139,11 @@ def test_ports_that_collide_are_refused_with_the_flag() -> None:
             made("pd=h,h", ports=ports).check()
 
 
+def test_two_hosts_never_share_a_folder() -> None:
+    with pytest.raises(InputError, match="the name 'fd00--1' is that of two hosts' folders"):
+        made("pd=fd00::1,fd00--1").check()
+
+
 @pytest.mark.parametrize(
     ("host", "all_addresses", "listen", "kvd_advertises", "url"),
     [

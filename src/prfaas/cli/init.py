@@ -41,9 +41,9 @@ from prfaas.launch.new_deployment.host_files import (
     state_command,
     summarise_host,
 )
+from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS
 
 _PORTS = Ports()
-_EMULATED_BLOCK_TOKENS = 512
 _FILE = click.Path(path_type=Path)
 _PORT = click.IntRange(1, 65535)
 
@@ -153,9 +153,23 @@ class Summary(msgspec.Struct, frozen=True):
     show_default=True,
     help="Validity of the hosts' certificates.",
 )
-@click.option("--gateway-port", type=_PORT, default=_PORTS.gateway, show_default=True)
-@click.option("--node-port", type=_PORT, default=_PORTS.node, show_default=True)
-@click.option("--kvd-http-port", type=_PORT, default=_PORTS.kvd_http, show_default=True)
+@click.option(
+    "--gateway-port",
+    type=_PORT,
+    default=_PORTS.gateway,
+    show_default=True,
+    help="Port of the gateway.",
+)
+@click.option(
+    "--node-port", type=_PORT, default=_PORTS.node, show_default=True, help="Port of a node."
+)
+@click.option(
+    "--kvd-http-port",
+    type=_PORT,
+    default=_PORTS.kvd_http,
+    show_default=True,
+    help="Port of a kvd's HTTP API.",
+)
 @click.option(
     "--kvd-port",
     type=_PORT,
@@ -249,18 +263,21 @@ def init(
         policy=policy,
         max_tokens=max_tokens,
     )
+    # Imported here: `cryptography` takes longer to import than `--help` takes.
+    from prfaas.launch.new_deployment.folder import check_replaceable, write_deployment
+
+    check_replaceable(folder, force=force)
     if sys.stdin.isatty():
         flags = ask(flags)
     parse_bytes(memory, "--memory")
     check_tenants(tenants)
     clusters = read_clusters(flags)
     designed, clusters = design(flags, clusters)
+    first = next(one.hosts[0] for one in clusters if one.kind == "pd")
     answers = Answers(
         clusters=clusters,
         instances=place_instances(clusters),
-        gateway=parse_host(gateway, "--gateway")
-        if (gateway := flags.gateway)
-        else next(one.hosts[0] for one in clusters if one.kind == "pd"),
+        gateway=parse_host(flags.gateway or first, "--gateway"),
         engine=engine,
         model=model_on_hosts(flags, designed),
         name=designed.model.name,
@@ -272,12 +289,9 @@ def init(
         days=days,
     )
     if engine == "emulated":
-        answers = msgspec.structs.replace(answers, block_tokens=_EMULATED_BLOCK_TOKENS)
+        answers = msgspec.structs.replace(answers, block_tokens=EMULATED_BLOCK_TOKENS)
     answers.check()
     check_design(designed)
-    # Imported here: `cryptography` takes longer to import than `--help` takes.
-    from prfaas.launch.new_deployment.folder import write_deployment
-
     write_deployment(folder, answers, designed, force=force)
     _show(_summary(folder, answers, answers.instances), as_json=as_json, is_new=True)
 

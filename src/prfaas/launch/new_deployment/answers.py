@@ -122,7 +122,15 @@ class Answers(msgspec.Struct, frozen=True):
         return host
 
     def check(self) -> None:
-        """Raises InputError when two services of a host would have the same port."""
+        """Raises InputError when two services of a host would have the same port, or two hosts the
+        same folder."""
+        for name, count in Counter(folder_name(host) for host in self.hosts).items():
+            if count > 1:
+                raise InputError(
+                    f"the name {name!r} is that of two hosts' folders",
+                    where="--pd, --prfaas, --gateway",
+                    fix="give one of the hosts another name",
+                )
         used: dict[Address, str] = {Address(self.gateway, self.ports.gateway): "--gateway-port"}
         for instance in self.instances:
             for address, flag in (

@@ -56,7 +56,7 @@ class _SharedKeys(NamedTuple):
 def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, force: bool) -> None:
     """Writes the whole folder with new keys and certificates. Raises InputError, and writes
     nothing, when something exists there that must not be replaced."""
-    _check_replaceable(folder, force=force)
+    check_replaceable(folder, force=force)
     folder = folder.resolve()
     authority = CertificateAuthority.new()
     shared = _SharedKeys(_new_key(), _new_key())
@@ -163,7 +163,8 @@ def read_answers(folder: Path) -> Answers:
         raise InputError(f"is damaged: {error}", file=file, fix="restore the file") from None
 
 
-def _check_replaceable(folder: Path, *, force: bool) -> None:
+def check_replaceable(folder: Path, *, force: bool) -> None:
+    """Raises InputError when something exists there that must not be replaced."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / ANSWERS).is_file():
