@@ -35,7 +35,7 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
-from prfaas.security.peers import LOOPBACK_ONLY
+from prfaas.security.peers import PeerRules
 from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -80,7 +80,7 @@ class World:
     def without_engine(self) -> World:
         """Another kvd with the same links, listener and clock."""
         options = self.store.options
-        store = Store(NodeId(NODE), options, EventLog("instance"))
+        store = Store(NodeId(NODE), options, EventLog("instance"), self.clock)
         address = self.memory.data_address
         incoming = IncomingTransfers(store, self.listener, address, TIMEOUTS, self.clock)
         outgoing = OutgoingTransfers(store, self.links, self.clock)
@@ -276,22 +276,23 @@ async def new_world(memory_bytes: int, ssd: Path | None, peer_url: str) -> Async
     loop = asyncio.get_running_loop()
     assert isinstance(loop, FuzzLoop)
     clock = FakeClock()
+    peers = PeerRules((), trusted=True)  # any host: refusing most of them would hide defects
     async with AsyncExitStack() as stack:
         lateness = LatenessMonitor(clock)
         stack.callback(lateness.close)
         listener = stack.enter_context(Listener(clock=clock))
         address = str(Address(*listener.address))
         options = StoreOptions(memory_bytes=memory_bytes, ssd=ssd, ssd_bytes=memory_bytes)
-        store = Store(NodeId(NODE), options, EventLog("instance"))
+        store = Store(NodeId(NODE), options, EventLog("instance"), clock)
         stack.callback(store.close)
-        links = Links(LINK, tls=None, budget=ConnectionBudget(8))
+        links = Links(LINK, tls=None, budget=ConnectionBudget(8), peers=peers)
         incoming = IncomingTransfers(store, listener, address, TIMEOUTS, clock)
         outgoing = OutgoingTransfers(store, links, clock)
         pins = PinnedPrefixes(store, clock)
         engines = EngineSocketServer(store, incoming, outgoing, pins, address)
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         kvds = await stack.enter_async_context(open_client())
-        api = HttpApi(store, incoming, outgoing, reporter, kvds, LOOPBACK_ONLY)
+        api = HttpApi(store, incoming, outgoing, reporter, kvds, peers)
         runner = web.AppRunner(api.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
