@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 
+from prfaas.clock import MonotonicClock
 from prfaas.contracts.kvd_api import SNAPSHOT, EventPage
-from prfaas.errors import PeerError
 from prfaas.http_client.client import HttpClient
 from prfaas.node.events import EventTranslator
 from prfaas.node.publisher import EventPublisher
+from prfaas.supervision import Failures, repeat
 from prfaas.types import BlockHash, HashEvent
 
 RETRY_S = 1.0
-_LOG = logging.getLogger(__name__)
 
 
 class EventFollower:
@@ -24,20 +22,22 @@ class EventFollower:
         self._poll_s = poll_s
 
     async def follow(self, translator: EventTranslator, publisher: EventPublisher) -> None:
+        """Until cancelled. No page of the kvd ends it."""
         instance, since = "", SNAPSHOT
-        while True:
-            try:
-                page = await self._page(since)
-            except PeerError as error:
-                _LOG.warning("cannot read cache events from the kvd: %s", error)
-                await asyncio.sleep(RETRY_S)
-                continue
+
+        async def step() -> None:
+            nonlocal instance, since
+            page = await self._page(since)
             if page.instance != instance and since != SNAPSHOT:
                 since = SNAPSHOT  # the kvd has restarted and numbers its events anew
                 instance = page.instance
-                continue
+                return
             instance, since = page.instance, page.next_seq
             publisher.publish(translate_page(translator, page))
+
+        failures = Failures(MonotonicClock())
+        peer = "cannot read cache events from the kvd"
+        await repeat(step, 0.0, failures, loop="cache events", peer=peer, retry_s=RETRY_S)
 
     async def _page(self, since: int) -> EventPage:
         url = f"{self._url}?since={since}&wait_s={self._poll_s:g}"

@@ -19,13 +19,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError
+from prfaas.supervision import Failures, repeat
 
 TOPIC = b"kv"
 KEPT_BATCHES = 10_000  # vLLM's default
 KEPT_BYTES = 4 << 20  # a batch has its blocks' tokens: half a megabyte for a long prompt
 _END = (-1).to_bytes(8, "big", signed=True)
 _RANK = 0
+_RETRY_S = 1.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,17 +63,21 @@ class EventPublisher:
         self._next += 1
 
     async def serve_replays(self) -> None:
-        while True:
-            identity, *request = await self._replay.recv_multipart()
-            if len(request) != 2 or len(request[1]) != 8:
-                _LOG.warning("ignored a malformed replay request of %d frames", len(request))
-                continue
-            first = int.from_bytes(request[1], "big")
-            for number, batch in list(self._kept):
-                if number >= first:
-                    frames = (identity, b"", number.to_bytes(8, "big"), batch)
-                    await self._replay.send_multipart(frames)
-            await self._replay.send_multipart((identity, b"", _END, b""))
+        """Until cancelled. No request ends it."""
+        failures = Failures(MonotonicClock())
+        await repeat(self._serve_replay, 0.0, failures, loop="replays", retry_s=_RETRY_S)
+
+    async def _serve_replay(self) -> None:
+        identity, *request = await self._replay.recv_multipart()
+        if len(request) != 2 or len(request[1]) != 8:
+            _LOG.warning("ignored a malformed replay request of %d frames", len(request))
+            return
+        first = int.from_bytes(request[1], "big")
+        for number, batch in list(self._kept):
+            if number >= first:
+                frames = (identity, b"", number.to_bytes(8, "big"), batch)
+                await self._replay.send_multipart(frames)
+        await self._replay.send_multipart((identity, b"", _END, b""))
 
 
 @asynccontextmanager
