@@ -12,6 +12,7 @@ from prfaas.config.gateway import DEFAULTS, GatewaySection, GatewayTimeouts
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
 from prfaas.types import NodeId
@@ -30,12 +31,13 @@ def fleet_and_router(
     homes: Sequence[dict[str, str]] = HOMES,
     fars: Sequence[dict[str, str]] = FARS,
     limits: GatewaySection = DEFAULTS,
+    late_since: LateSince = never_late,
     **scheduler: object,
 ) -> tuple[Fleet, Router]:
     """All nodes answer: `a` prefills, `b` and `c` decode; `f` is the remote node."""
     made = msgspec.structs.replace(deployment(homes, fars, **scheduler), gateway=limits)
     solved = problem(made)
-    fleet = Fleet(made, solved, clock)
+    fleet = Fleet(made, solved, clock, late_since)
     router = Router(fleet, made.scheduler, clock, limits=limits)
     for member, name in zip(fleet.members, "abcf", strict=True):
         appear(fleet, member, name, clock.now())

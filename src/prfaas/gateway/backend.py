@@ -38,9 +38,11 @@ from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.http_client.client import open_client
 from prfaas.http_client.peer_url import parse_peer_url
+from prfaas.lateness import BEAT_S, Lateness
 from prfaas.planner.problem import Problem
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
+from prfaas.supervision import repeat
 from prfaas.types import ClusterId
 
 
@@ -149,7 +151,8 @@ async def running(
         end_s = timeouts.open_s + timeouts.kvd_call_s
         background_calls = await stack.enter_async_context(BackgroundCalls(end_s))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        fleet = Fleet(deployment, problem, clock)
+        lateness = Lateness(clock.now())
+        fleet = Fleet(deployment, problem, clock, lambda s: lateness.since(s, clock.now()))
         router = Router(fleet, deployment.scheduler, clock, decision_log, deployment.gateway)
         poller = Poller(fleet, http, clock, tasks)
         copies = PrefixCopies(fleet, http, background_calls, clock)
@@ -159,6 +162,7 @@ async def running(
         for member in fleet.members:
             poller.start(member)
         loops = [
+            tasks.create_task(_measure_lateness(lateness, fleet, clock)),
             tasks.create_task(run_short_term_loop(fleet, router, poller)),
             tasks.create_task(planning.run()),
         ]
@@ -177,3 +181,12 @@ async def running(
             for loop in loops:
                 loop.cancel()
             poller.stop()
+
+
+async def _measure_lateness(lateness: Lateness, fleet: Fleet, clock: Clock) -> None:
+    """A task, not a thread: what counts is when this event loop could have read an answer."""
+
+    async def beat() -> None:
+        lateness.beat(clock.now())
+
+    await repeat(beat, BEAT_S, fleet.failures, loop="lateness")

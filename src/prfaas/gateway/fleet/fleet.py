@@ -27,6 +27,7 @@ from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
 from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.gateway.fleet.roles import Roles
+from prfaas.lateness import LateSince, never_late
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
@@ -42,7 +43,14 @@ _LONGEST_LOOKUP = 262_144  # tokens; the times of longer prompts are computed
 
 
 class Fleet:
-    def __init__(self, deployment: Deployment, problem: Problem, clock: Clock) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        problem: Problem,
+        clock: Clock,
+        late_since: LateSince = never_late,
+    ) -> None:
+        """`late_since` returns how late this gateway was: members are not blamed for that."""
         self.local = ClusterId(problem.local.pool.cluster)
         self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
         costs = build_costs(problem, min(deployment.model.max_tokens, _LONGEST_LOOKUP))
@@ -54,7 +62,7 @@ class Fleet:
         )
         self.timeouts = deployment.gateway.timeouts
         self.failures = Failures(clock)
-        self.members = Membership(deployment)
+        self.members = Membership(deployment, late_since)
         self.roles = Roles()
         self.liveness = Liveness(self.members, clock)
         self.links = LinkMonitor(LinkReports(deployment), self.members, self.board, clock)

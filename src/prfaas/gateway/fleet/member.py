@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from prfaas.config.gateway import GatewayTimeouts
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.gateway.client.node_client import Card, Load
+from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
 
 Part: TypeAlias = Literal["kvd", "engine"]
@@ -26,6 +27,8 @@ class Member:
     timeouts: GatewayTimeouts
     url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
     via: str | None = None  # address of a relay that other clusters use to reach this kvd
+    # How late the gateway itself was: answers that it could not read are no silence of the member.
+    late_since: LateSince = never_late
     report: KvdReport | None = None
     card: Card | None = None
     load: Load | None = None
@@ -54,7 +57,7 @@ class Member:
         return None if pool is None else pool.compat
 
     def is_kvd_alive(self, now_s: float) -> bool:
-        return self.kvd_seen_s > max(now_s - self.timeouts.unresponsive_s, self.kvd_failed_s)
+        return self._answers(self.kvd_seen_s, self.kvd_failed_s, now_s)
 
     def is_alive(self, now_s: float) -> bool:
         return (
@@ -62,7 +65,7 @@ class Member:
             and self.card is not None
             and not self.leaving
             and self.is_kvd_alive(now_s)
-            and self.engine_seen_s > max(now_s - self.timeouts.unresponsive_s, self.engine_failed_s)
+            and self._answers(self.engine_seen_s, self.engine_failed_s, now_s)
         )
 
     def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
@@ -72,4 +75,18 @@ class Member:
         seen_s = self.engine_seen_s
         if not engine_only:
             seen_s = min(seen_s, self.kvd_seen_s)
-        return math.isfinite(seen_s) and seen_s < now_s - self.timeouts.hung_s
+        return math.isfinite(seen_s) and self._silence_s(seen_s, now_s) > self.timeouts.hung_s
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether the kvd has been silent for so long that it is not expected back."""
+        return self._silence_s(self.kvd_seen_s, now_s) > self.timeouts.forget_s
+
+    def _answers(self, seen_s: float, failed_s: float, now_s: float) -> bool:
+        silence_s = self._silence_s(seen_s, now_s)
+        return seen_s > failed_s and silence_s < self.timeouts.unresponsive_s
+
+    def _silence_s(self, seen_s: float, now_s: float) -> float:
+        """The time since then in which the gateway could have read an answer."""
+        if not math.isfinite(seen_s):
+            return math.inf
+        return now_s - seen_s - self.late_since(seen_s)

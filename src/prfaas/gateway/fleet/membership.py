@@ -18,6 +18,7 @@ from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.format_in_use import FormatInUse
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.peer_url import parse_peer_url
+from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class TooManyMembers(PrfaasError):
 
 
 class Membership:
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, late_since: LateSince = never_late) -> None:
+        """`late_since` returns how late this gateway was."""
+        self._late_since = late_since
         self._members: dict[str, Member] = {}  # by the kvd's address
         self.timeouts = deployment.gateway.timeouts
         self._by_name: dict[NodeId, Member] = {}
@@ -47,6 +50,7 @@ class Membership:
                     self.timeouts,
                     node.url.rstrip("/"),
                     node.via,
+                    late_since,
                 )
 
     def __iter__(self) -> Iterator[Member]:
@@ -72,7 +76,9 @@ class Membership:
         if sum(not member.listed for member in self._members.values()) >= MOST_REGISTERED:
             raise TooManyMembers(f"{MOST_REGISTERED} kvds have registered, which is the limit")
         log.info("kvd %s registered for cluster %s", kvd_url, cluster)
-        member = self._members[kvd_url] = Member(kvd_url, cluster, False, self.timeouts)
+        member = self._members[kvd_url] = Member(
+            kvd_url, cluster, False, self.timeouts, late_since=self._late_since
+        )
         member.kvd_seen_s = now_s
         return member
 
@@ -107,8 +113,7 @@ class Membership:
 
     def expired(self, now_s: float) -> list[Member]:
         """Members that registered themselves and have been silent for `forget_s`."""
-        since_s = now_s - self.timeouts.forget_s
-        return [m for m in self._members.values() if not m.listed and m.kvd_seen_s < since_s]
+        return [m for m in self._members.values() if not m.listed and m.is_expired(now_s)]
 
     def remove(self, member: Member) -> None:
         del self._members[member.kvd_url]
