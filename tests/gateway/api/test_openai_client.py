@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.credentials import TenantKey
+from prfaas.gateway.request import GatewayRequest
 from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server
 from tests.node.local_api import BYTES
 from tests.waiting import HANG_S
@@ -19,6 +22,11 @@ MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
 ]
+
+
+def forwarded(request: GatewayRequest) -> Any:
+    """The fields as the decode engine reads them."""
+    return msgspec.json.decode(msgspec.json.encode(request.fields))
 
 
 def client_of(server: ApiServer, key: str = "sk-right") -> AsyncOpenAI:
@@ -58,7 +66,7 @@ async def test_chats_whole_and_streamed() -> None:
             assert last.usage.completion_tokens == whole.usage.completion_tokens
             request = server.backend.requests[-1]
             assert len(request.token_ids) == whole.usage.prompt_tokens and request.conversation
-            assert request.fields["messages"] == MESSAGES  # unchanged
+            assert forwarded(request)["messages"] == MESSAGES  # unchanged
 
 
 async def test_models() -> None:
@@ -150,7 +158,8 @@ async def test_tools_and_unknown_fields_reach_the_engine() -> None:
                 extra_body={"unknown_field": {"deep": [1]}, "cache_salt": "mine"},
             )
             request = server.backend.requests[-1]
-            assert request.fields["tools"] == [tool] and request.fields["tool_choice"] == "auto"
-            assert request.fields["unknown_field"] == {"deep": [1]}
+            fields = forwarded(request)
+            assert fields["tools"] == [tool] and fields["tool_choice"] == "auto"
+            assert fields["unknown_field"] == {"deep": [1]}
             assert "cache_salt" not in request.fields and request.salt not in ("", "mine")
             assert BYTES.decode(request.token_ids.array.tolist()).count("Why?") == 1

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from prfaas.errors import InputError, RequestError
-from prfaas.gateway.api.request_schema import ParsedRequest, Parser
+from prfaas.gateway.api.request_schema import ParsedRequest, Parser, check_values
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.text import Chat, ModelTokenizer
 
@@ -30,7 +30,12 @@ class Prompts:
     async def parse(self, parser: Parser, body: bytes) -> ParsedRequest:
         if len(body) <= INLINE_BODY_BYTES:
             return parser(body)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, parser, body)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._parse_long, parser, body)
+
+    def _parse_long(self, parser: Parser, body: bytes) -> ParsedRequest:
+        check_values(body, self._max_tokens)
+        return parser(body)
 
     async def token_ids(self, parsed: ParsedRequest, body_bytes: int) -> TokenIds:
         """`body_bytes` is the size of the body. Raises `RequestError` when the prompt and its

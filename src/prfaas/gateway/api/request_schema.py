@@ -1,7 +1,8 @@
 """Request bodies: the fields that the gateway checks before it routes a request. All other fields
-reach the decode engine unchanged. Pure.
+reach the decode engine unchanged, as the bytes that the client sent. Pure.
 
-A long prompt of token ids is parsed once, as one array.
+A long prompt of token ids is parsed once, as one array. A body never becomes many more objects than
+its prompt can have tokens: parsing holds the interpreter, and every stream would wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
 from prfaas.contracts.openai import StreamOptions
 from prfaas.errors import InputError
@@ -25,6 +27,7 @@ Ids: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
 T = TypeVar("T")
+_SHOWN_CHARS = 64  # of a field's name
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +90,17 @@ REFUSED = {
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PROMPT = msgspec.json.Decoder(Prompt)
 _PROMPTS = msgspec.json.Decoder(_Prompts)
-_ANY = msgspec.json.Decoder()
+_COMPLETION = msgspec.json.Decoder(CompletionOptions)
+_CHAT_OPTIONS = msgspec.json.Decoder(ChatOptions)
+_CHAT = msgspec.json.Decoder(Chat)
+_STREAM_OPTIONS = msgspec.json.Decoder(dict[str, Any])
+# The fields of a conversation: the chat template reads them, and they may be as long as a prompt.
+_CONVERSATION = ("messages", "tools", "documents")
+_MAX_FIELD_BYTES = 1 << 20  # of all other fields together
+# Brackets and commas in a body, per token that the model's context has: each of them is about a
+# token of text, or stands between two token ids.
+_VALUES_PER_TOKEN = 4
+_MORE_VALUES = 100_000  # for the other fields
 prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in threads
 
 
@@ -104,11 +117,25 @@ class ParsedRequest:
 Parser: TypeAlias = Callable[[bytes], ParsedRequest]
 
 
+def check_values(body: bytes, max_tokens: int) -> None:
+    """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
+    need. Counts in numpy, which does not hold the interpreter."""
+    array = np.frombuffer(body, dtype=np.uint8)
+    values = sum(int(np.count_nonzero(array == ord(mark))) for mark in "[{,")
+    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
+    if values > limit:
+        raise InputError(
+            f"the body has more than {limit} brackets and commas, and the model's context has "
+            f"{max_tokens} tokens",
+            fix="send a shorter prompt",
+        )
+
+
 def parse_completion(body: bytes) -> ParsedRequest:
     """Raises `InputError`, which names the field."""
     raw = _parsed(_OBJECT, body)
-    fields = _fields(raw)
-    options = _converted(fields, CompletionOptions)
+    fields = _checked_fields(raw, ("prompt",))
+    options = _parsed(_COMPLETION, msgspec.json.encode(fields))
     return ParsedRequest(
         "/v1/completions",
         options,
@@ -122,13 +149,16 @@ def parse_completion(body: bytes) -> ParsedRequest:
 
 def parse_chat(body: bytes) -> ParsedRequest:
     """Raises `InputError`, which names the field."""
-    fields = _fields(_parsed(_OBJECT, body))
-    options = _converted(fields, ChatOptions)
+    raw = _parsed(_OBJECT, body)
+    fields = _checked_fields(raw, _CONVERSATION)
+    options = _parsed(_CHAT_OPTIONS, msgspec.json.encode(fields))
+    conversation = {name: raw[name].copy() for name in _CONVERSATION if name in raw}
+    forwarded = _engine_fields({**fields, **conversation}, options)
     return ParsedRequest(
         "/v1/chat/completions",
         options,
-        _converted(fields, Chat),
-        _engine_fields(fields, options),
+        _parsed(_CHAT, body),
+        forwarded,
         prompt_logprobs=options.prompt_logprobs is not None,
     )
 
@@ -162,26 +192,45 @@ def _text_or_ids(prompt: str | list[int]) -> str | TokenIds:
     return prompt if isinstance(prompt, str) else TokenIds.of(prompt)
 
 
-def _fields(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """All fields but the prompt, which may be long and is parsed separately."""
-    fields = {name: _parsed(_ANY, value, name) for name, value in raw.items() if name != "prompt"}
+def _checked_fields(raw: dict[str, msgspec.Raw], long: tuple[str, ...]) -> dict[str, msgspec.Raw]:
+    """All fields but the `long` ones, which are parsed separately. They stay bytes, copied so that
+    they do not keep the whole body in memory."""
+    fields = {name: value.copy() for name, value in raw.items() if name not in long}
+    nbytes = sum(len(name) + len(bytes(value)) for name, value in fields.items())
+    if nbytes > _MAX_FIELD_BYTES:
+        largest = max(fields, key=lambda name: len(bytes(fields[name])))
+        raise InputError(
+            f"the fields beside {' and '.join(long)} have {nbytes} bytes, more than "
+            f"{_MAX_FIELD_BYTES}",
+            where=largest[:_SHOWN_CHARS],
+            fix="shorten it",
+        )
+    for name, value in fields.items():
+        _check_text(bytes(value), name)
     for name, reason in REFUSED.items():
-        if fields.get(name) is not None:
+        if name in fields and bytes(fields[name]) != b"null":
             raise InputError(reason, where=name, fix="leave it out")
     return fields
 
 
-def _engine_fields(fields: dict[str, Any], options: Options) -> dict[str, Any]:
+def _check_text(value: bytes, name: str) -> None:
+    """The engine would refuse it, after the prefill."""
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8: {error.reason}", where=name[:_SHOWN_CHARS]) from None
+
+
+def _engine_fields(fields: dict[str, msgspec.Raw], options: Options) -> dict[str, Any]:
     """The fields for the decode engine. A stream always requests usage; the gateway sets the salt
     separately."""
-    forwarded = {
+    forwarded: dict[str, Any] = {
         name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)
     }
     if options.stream:
-        forwarded["stream_options"] = {
-            **(fields.get("stream_options") or {}),
-            "include_usage": True,
-        }
+        given = fields.get("stream_options", msgspec.Raw(b"null"))
+        known = {} if bytes(given) == b"null" else _parsed(_STREAM_OPTIONS, given, "stream_options")
+        forwarded["stream_options"] = {**known, "include_usage": True}
     elif options.stream_options is not None:
         raise InputError(
             "requires stream=true",
@@ -202,13 +251,6 @@ def _parsed(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, at: str
         raise InputError(f"not UTF-8: {error.reason}", where=at or None) from None
     except RecursionError:
         raise InputError("nested too deeply", where=at or None) from None
-
-
-def _converted(fields: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _named(error) from None
 
 
 def _named(error: msgspec.ValidationError, at: str = "") -> InputError:
