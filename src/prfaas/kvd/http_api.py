@@ -68,7 +68,8 @@ _INTEGER = re.compile("-?[0-9]{1,18}")
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # aiohttp raises these when a client leaves, or sends a body that cannot be decompressed.
 # RuntimeError: the connection had been closed before the handler began.
-_INCOMPLETE = (web.RequestPayloadError, HttpProcessingError, ClientError, OSError, RuntimeError)
+_CLIENT_ERRORS = (web.RequestPayloadError, HttpProcessingError, ClientError, ConnectionError)
+_INCOMPLETE = (*_CLIENT_ERRORS, OSError, RuntimeError)
 T = TypeVar("T")
 
 
@@ -208,12 +209,12 @@ class HttpApi:
 
 
 class _MalformedRequests(logging.Filter):
-    """One line for a request that is not HTTP, or whose client has left. aiohttp logs these as
+    """One line for a request that is malformed, or whose client has left. aiohttp logs these as
     errors of the server, with a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError | ConnectionError):
+        if isinstance(error, _CLIENT_ERRORS):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             reason = " ".join(str(error).split())
             record.msg, record.args = "%s: %s", (record.getMessage(), _shown(reason))

@@ -30,7 +30,7 @@ from tests.cache.builders import BLOCK, SPECS
 from tests.kvd.fuzz.mutations import mutate
 from tests.kvd.fuzz.oracle import Complaints, FuzzFailure, Resources, listening, resident_bytes
 from tests.kvd.fuzz.sessions import Model, Sessions, about, http_bytes
-from tests.kvd.fuzz.traffic import Message, Traffic, shown
+from tests.kvd.fuzz.traffic import Message, Traffic, as_json, shown
 from tests.kvd.fuzz.world import EngineClient, FuzzLoop, HttpClientConnection, World, new_world
 from tests.waiting import PATIENCE_S
 
@@ -371,7 +371,7 @@ async def _lying_peer(rng: random.Random) -> AsyncIterator[str]:
                 body = PushStarted()
             data = msgspec.json.encode(body)
             if rng.random() < 0.5:
-                data = msgspec.json.encode(mutate(msgspec.to_builtins(body), rng))
+                data = as_json(mutate(msgspec.to_builtins(body), rng))
             status = rng.choice((200, 200, 200, 404, 500, 999))
             writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n".encode())
             writer.write(data[: rng.choice((len(data), len(data), 3))])

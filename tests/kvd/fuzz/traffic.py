@@ -184,9 +184,9 @@ class Traffic:
         chance = rng.random()
         plain = msgspec.json.decode(body)
         if chance < 0.4:
-            body = _json(_typed(plain, rng))
+            body = as_json(_typed(plain, rng))
         elif chance < 0.8:
-            body = _json(mutate(plain, rng))
+            body = as_json(mutate(plain, rng))
         elif chance < 0.9:
             body = mutate_bytes(body, rng)
         elif chance < 0.95:
@@ -262,7 +262,7 @@ def _msgpack(value: Any) -> bytes:
         return b"\x91" * 3_000 + b"\xc0"  # nested arrays
 
 
-def _json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (OverflowError, RecursionError, TypeError, ValueError):
