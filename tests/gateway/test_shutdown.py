@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 
 LONG = 16 * THRESHOLD
 AT_ONCE = 3
-SLOW_BPS = 300_000.0  # a hand-off of such a prompt then takes many seconds
+SLOW_BPS = 1_000_000.0  # a hand-off of such a prompt then takes many seconds
 MOMENTS = ("prefill", "transfer", "decode")
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -73,11 +74,15 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
         async with api_server() as server:
             server.backend.stays_open = True
             body = msgspec.json.encode({**GOOD, "stream": True})
-            async with server.http.post(f"{server.url}/v1/completions", data=body) as answer:
+            # A client that does not keep its connection for the next request.
+            leaving = aiohttp.TCPConnector(force_close=True)
+            async with (
+                aiohttp.ClientSession(connector=leaving) as http,
+                http.post(f"{server.url}/v1/completions", data=body) as answer,
+            ):
                 received = b""
                 while b"[DONE]" not in received:
                     received += await answer.content.readany()
-                answer.close()
             await server.backend.ended.wait()
             page = ""
             while "prfaas_gateway_requests_total{" not in page:
