@@ -152,6 +152,13 @@ def test_a_frame_that_is_nested_too_deeply_closes_its_connection_only(
     assert [record.levelname for record in caplog.records if record.levelno >= 40] == []
 
 
+def test_an_engine_cannot_take_the_name_of_its_kvd(host: Host) -> None:
+    with RawEngine(host) as engine:
+        refused = engine.call(registration(engine_id=host.stats()["node"]))
+        assert isinstance(refused, Refused) and "name of this kvd" in refused.problem
+        assert isinstance(engine.call(REGISTER), Registered)
+
+
 def test_a_process_registers_once(engine: RawEngine) -> None:
     again = engine.call(registration(engine_id="other"))
     assert isinstance(again, Refused) and "registered already" in again.problem

@@ -81,6 +81,13 @@ class Store:
 
     def register(self, register: Register) -> Storage:
         """The storage; the first call makes it. InputError when the engine does not match it."""
+        if register.engine_id == self.node:
+            # Cache events are numbered by name: those of the engine would mix with the pool's.
+            raise InputError(
+                f"{register.engine_id!r} is the name of this kvd",
+                where="engine_id",
+                fix="give the engine another id",
+            )
         if self.storage is None:
             with ExitStack() as on_failure:
                 self.storage = self._build(register, on_failure)
