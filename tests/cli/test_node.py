@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+import signal
 import socket
 import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,24 @@ def test_a_kvd_that_cannot_start_says_why() -> None:
     assert node.popen.wait(PATIENCE_S) == 2
     node.stop()
     assert "nonsense" in node.output and "the node's kvd did not start" in node.output
+
+
+def test_a_hangup_also_reaches_the_kvd_of_its_own(tmp_path: Path) -> None:
+    key = tmp_path / "member.key"
+    key.write_text("the-first-member-key\n")
+    process = Process("node", *EMULATED, "--member-key-file", str(key))
+    try:
+        url = process.ready(NodeReady).http
+        key.write_text("another-member-key\n")
+        process.popen.send_signal(signal.SIGHUP)
+        wait_until(lambda: process.output.count("have been read again") == 2)
+        headers = {"Authorization": "Bearer another-member-key"}
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(request) as answer:
+            kvd_url = json.load(answer)["data"][0]["prfaas"]["kvd_url"]
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{kvd_url}/v1/stats", headers=headers)
+        ) as answer:
+            assert json.load(answer)["pool"]
+    finally:
+        assert process.stop() == 0
