@@ -25,6 +25,8 @@ from prfaas.contracts.kvd_api import (
 from prfaas.errors import RequestError
 from prfaas.gateway.api.credentials import TenantKey
 from prfaas.gateway.backend import BackendOptions, running
+from prfaas.gateway.fleet.admission import Admission
+from prfaas.http_client.client import open_client
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import NodeId
 from tests.cli.runner import run
@@ -221,3 +223,14 @@ async def test_the_member_key_is_not_sent_to_an_origin_that_has_not_proved_it() 
         assert seen and not any(seen)
     finally:
         await runner.cleanup()
+
+
+async def test_a_gateway_with_tls_does_not_send_the_member_key_in_the_clear() -> None:
+    key = SharedKey(["the-member-key-of-the-deployment"])
+    async with open_client() as http:
+        with pytest.raises(RequestError, match="in the clear") as refused:
+            await Admission(key, http, 1.0, has_tls=True).approve("http://203.0.113.7:7401")
+        assert refused.value.status == 403 and refused.value.param == "kvd_url"
+        for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):  # where nothing listens
+            with pytest.raises(RequestError, match="did not answer the challenge"):
+                await Admission(key, http, 1.0, has_tls=True).approve(url)

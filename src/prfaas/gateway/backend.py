@@ -173,7 +173,9 @@ async def running(
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         dispatcher = Dispatcher(router, hand_offs, budget, planning.traffic, clock)
         status = GatewayStatus(fleet, router, planning, budget, copies, clock)
-        admission = Admission(options.member_key, strangers, timeouts.kvd_call_s)
+        admission = Admission(
+            options.member_key, strangers, timeouts.kvd_call_s, has_tls=options.tls is not None
+        )
         try:
             yield GatewayBackend(fleet, router, dispatcher, poller, admission, status, clock)
         finally:

@@ -7,11 +7,14 @@ file are approved by the operator and prove nothing.
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 from prfaas.contracts.kvd_api import ProofOfMembership, ProveMembership
 from prfaas.errors import PeerError, RequestError
 from prfaas.http_client.client import HttpClient
+from prfaas.security.exposure import is_loopback
 from prfaas.security.shared_key import SharedKey, new_challenge
 
 _PROOF_BYTES = 4096  # of a response
@@ -19,9 +22,12 @@ MAX_PROOFS = 32  # under way at the same time
 
 
 class Admission:
-    def __init__(self, key: SharedKey | None, http: HttpClient, timeout_s: float) -> None:
+    def __init__(
+        self, key: SharedKey | None, http: HttpClient, timeout_s: float, *, has_tls: bool
+    ) -> None:
         """`http` sends no key. Without a key every URL is approved: the API then lets kvds register
-        with `--insecure` only."""
+        with `--insecure` only. A gateway that `has_tls` sends the key to other hosts over TLS."""
+        self._has_tls = has_tls
         self._key = key
         self._http = http
         self._timeout_s = timeout_s
@@ -32,6 +38,15 @@ class Admission:
         RequestError."""
         if self._key is None:
             return
+        parts = urlsplit(kvd_url)
+        if self._has_tls and parts.scheme != "https" and not is_loopback(parts.hostname or ""):
+            raise RequestError(
+                403,
+                "not_a_member",
+                f"the member key would be sent to {kvd_url} in the clear; give the kvd "
+                "certificates, or list the node in the deployment file",
+                param="kvd_url",
+            )
         if kvd_url in self._under_way or len(self._under_way) >= MAX_PROOFS:
             raise RequestError(
                 503, "busy", "another registration is under way", retry_after_s=self._timeout_s
