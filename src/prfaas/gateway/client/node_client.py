@@ -29,6 +29,7 @@ METRICS_BYTES = 4 << 20
 CARD_BYTES = 1 << 20
 HEALTH_BYTES = 64 << 10
 PREFILL_BYTES = 16 << 20
+CHECKED_BYTES = 4 << 20
 ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
 _MOST_REQUESTS = 10**6  # at one node
 _MOST_TOKENS = 2**31
@@ -126,6 +127,17 @@ class NodeClient:
         except PeerHttpError as error:
             return error.code == _DRAINING
         return False
+
+    async def check(self, path: str, body: bytes) -> None:
+        """Returns when the engine has accepted a short request, whose answer is of no use. Raises
+        `PeerHttpError` when the engine refuses the request, or has no such path."""
+        await self._http.request(
+            "POST",
+            f"{self.url}{path}",
+            timeout_s=self._timeouts.node_poll_timeout_s,
+            body=body,
+            max_bytes=CHECKED_BYTES,
+        )
 
     async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed the prefill and handed the result to its kvd; the

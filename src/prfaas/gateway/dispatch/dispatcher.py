@@ -25,6 +25,7 @@ from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
+from prfaas.gateway.dispatch.field_checks import FieldChecks
 from prfaas.gateway.dispatch.handoff import (
     AttemptFailed,
     DecodeNodeFull,
@@ -57,6 +58,7 @@ class Dispatcher:
         self._fleet = hand_offs.fleet
         self._http = hand_offs.http
         self._hand_offs = hand_offs
+        self._field_checks = FieldChecks(hand_offs.fleet, hand_offs.http)
         self._budget = budget
         self.traffic = traffic
         self._clock = clock
@@ -164,6 +166,7 @@ class Dispatcher:
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
+            await self._field_checks.check(decode, request)
             hand_off = await stack.enter_async_context(
                 self._hand_offs.start(booking, prefill, decode)
             )
