@@ -133,6 +133,10 @@ class ConnectionLost(PeerError):
     """A connection could not be made, broke, or was silent for too long."""
 
 
+class NotConnected(ConnectionLost):
+    """No connection could be made: the peer has received nothing."""
+
+
 class WireError(PeerError):
     """Bytes that are not our protocol, or break its limits; the connection cannot be used again."""
 

@@ -48,7 +48,6 @@ async def test_one_attempt_too_many_fails_with_the_reason() -> None:
     assert refused.value.status == 503 and refused.value.retry_after_s
 
 
-@pytest.mark.xfail(strict=True, reason="a drain uses up the retry budget of all requests")
 async def test_a_node_that_leaves_on_purpose_costs_no_retry() -> None:
     """A rolling upgrade refuses many requests, and none of them may fail for it."""
     clock = FakeClock()
