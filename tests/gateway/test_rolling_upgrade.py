@@ -15,39 +15,43 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 
 from prfaas.contracts.readiness import GatewayReady
-from tests.gateway.backends import FAR, HOME, MODEL, THRESHOLD, deployment, prompt, written
+from tests.gateway.backends import HOME, MODEL, THRESHOLD, deployment, prompt, written
 from tests.gateway.conftest import QUICK
 from tests.node.hosts import START_S, Host, Process, call
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * START_S)]
 
-OLD, NEW = "1e-4", "1.1e-4"  # scales of the state, and so revisions
+REVISIONS = ("1e-4", "1.1e-4", "1.2e-4")  # scales of the state
 # The third asks for so many tokens that some of its streams run at a node when it drains.
-ASKED = ((THRESHOLD // 4, 20), (2 * THRESHOLD, 20), (THRESHOLD // 4, 800))
+ASKED = ((THRESHOLD // 4, 20), (2 * THRESHOLD, 20), (THRESHOLD // 4, 400))
+
+
+PROMPTS = 4  # of each length
+Expected: TypeAlias = dict[tuple[int, int, int], list[int]]  # by length, seed and answer's length
 
 
 class UpgradableHost(Host):
-    def __init__(self, folder: Path, name: str, accelerator: str) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.name = name
-        self._common = (*QUICK, "--accelerator", accelerator)
-        super().__init__(folder, self._with(OLD), ("--node", name))
+        super().__init__(folder, self._with(REVISIONS[0]), ("--node", name))
 
     def _with(self, scale: str) -> tuple[str, ...]:
-        return (*self._common, "--set", f"node.emulated.byte_scale={scale}")
+        options = (*QUICK, "--accelerator", "h20")
+        return (*options, "--set", f"node.emulated.byte_scale={scale}")
 
-    def upgrade(self) -> None:
+    def upgrade(self, scale: str) -> None:
         """SIGTERM, and the same host again at the same addresses, with the new revision."""
         port = urlsplit(self.url).port
         assert self.node.stop() == 0 and self.kvd.stop() == 0
-        self._node_options = (*self._with(NEW), "--port", str(port))
+        self._node_options = (*self._with(scale), "--port", str(port))
         self.start_kvd()
         self.begin_node()
         self.wait_until_ready()
@@ -60,7 +64,7 @@ class Seen:
     at_s: float
     revisions: dict[str, str]  # by node, of those in use
     unexplained: list[str]  # nodes that are not in use, without a reason
-    formats: int  # sets
+    sets: int
 
 
 @dataclass(slots=True)
@@ -68,7 +72,7 @@ class Watch:
     """Clients and a poller, each with its thread, until the block ends."""
 
     url: str
-    expected: dict[tuple[int, int, int], list[int]]
+    expected: Expected
     answered: int = 0
     problems: list[str] = field(default_factory=list)
     polls: list[Seen] = field(default_factory=list)
@@ -87,11 +91,15 @@ class Watch:
             for thread in threads:
                 thread.join(PATIENCE_S)
 
+    def wait_for_answers(self, number: int) -> None:
+        before = self.answered
+        wait_until(lambda: self.answered >= before + number)
+
     def _ask(self, client: int) -> None:
         number = 0
         while not self._over.is_set():
             tokens, length = ASKED[client % len(ASKED)]
-            question = (tokens, number % 4, length)
+            question = (tokens, number % PROMPTS, length)
             number += 1
             try:
                 found = streamed_tokens(self.url, prompt(*question[:2]), length)
@@ -101,9 +109,10 @@ class Watch:
             if found and found != self.expected[question]:
                 self.problems.append(f"{question}: {len(found)} tokens, and not the right ones")
             self.answered += 1
+            self._over.wait(0.05)  # the processes under test have two cores
 
     def _poll(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(0.1):
             seen = state(self.url)
             nodes = [n for cluster in seen["clusters"] for n in cluster["nodes"]]
             self.polls.append(
@@ -152,91 +161,106 @@ def roles(seen: Any) -> dict[str, str]:
     return {n["node"]: n["role"] for c in seen["clusters"] for n in c["nodes"]}
 
 
-def in_use(url: str, revision: str) -> set[str]:
+def in_use(url: str, scale: str) -> set[str]:
     nodes = [n for cluster in state(url)["clusters"] for n in cluster["nodes"] if n.get("in_use")]
-    return {n["node"] for n in nodes if n["format"]["revision"] == f"bytes x {float(revision):g}"}
+    return {n["node"] for n in nodes if n["format"]["revision"] == revision(scale)}
 
 
-@contextmanager
-def deployed(folder: Path, homes: int, fars: int) -> Iterator[tuple[str, list[UpgradableHost]]]:
-    """The URL of a gateway, and its hosts, those of the PD cluster first."""
-    hosts: list[UpgradableHost] = []
+def revision(scale: str) -> str:
+    return f"bytes x {float(scale):g}"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[UpgradableHost]]:
+    folder = tmp_path_factory.mktemp("hosts")
+    made: list[UpgradableHost] = []
     try:
-        for cluster, accelerator, count in ((HOME, "h20", homes), (FAR, "h200", fars)):
-            for number in range(count):
-                name = f"{cluster}{number}"
-                hosts.append(UpgradableHost(folder / name, name, accelerator))
-        raw = msgspec.to_builtins(written_for(hosts[:homes], hosts[homes:]))
-        raw["gateway"] = {"port": 0}
-        gateway = Process(
-            *("gateway", str(written(raw, folder / "deployment.toml"))),
-            *("--record", str(folder / "decisions")),
-        )
-        try:
-            url = gateway.ready(GatewayReady).http
-            wait_until(lambda: len(in_use(url, OLD)) == len(hosts), within_s=START_S)
-            yield url, hosts
-        finally:
-            assert gateway.stop() == 0
-        assert "incompatible" not in gateway.output
+        made.extend(UpgradableHost(folder / f"n{number}", f"n{number}") for number in range(5))
+        yield made
     finally:
-        for host in hosts:
+        for host in made:
             host.close()
 
 
-def written_for(home: Sequence[Host], far: Sequence[Host]) -> Any:
-    nodes = [[{"url": h.url, "kvd_url": h.kvd_url} for h in hosts] for hosts in (home, far)]
-    made = deployment(nodes[0], nodes[1] or nodes[0])
-    if far:
-        return made
-    clusters = [cluster for cluster in made.clusters if cluster.name == HOME]
-    return msgspec.structs.replace(made, clusters=clusters, links=[])
+@pytest.fixture(scope="module")
+def expected(hosts: list[UpgradableHost]) -> Expected:
+    return {
+        (tokens, seed, length): hosts[0].complete(
+            prompt(tokens, seed), max_tokens=length, ignore_eos=True
+        )["choices"][0]["token_ids"]
+        for tokens, length in ASKED
+        for seed in range(PROMPTS)
+    }
 
 
-# In this order there are sets of every kind: one PD node alone, a PrfaaS node with one PD node,
-# nodes of one role only.
-@pytest.mark.parametrize(("homes", "order"), [(3, (0, 3, 1, 4, 2)), (5, (0, 1, 2, 3, 4))])
+@contextmanager
+def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[str]:
+    """The URL of a gateway over these hosts, those of the PD cluster first."""
+    nodes = [{"url": host.url, "kvd_url": host.kvd_url} for host in hosts]
+    made = deployment(nodes[:homes], nodes[homes:] or nodes)
+    if homes == len(hosts):
+        clusters = [cluster for cluster in made.clusters if cluster.name == HOME]
+        made = msgspec.structs.replace(made, clusters=clusters, links=[])
+    raw = msgspec.to_builtins(made)
+    raw["gateway"] = {"port": 0}
+    process = Process(
+        *("gateway", str(written(raw, folder / "deployment.toml"))),
+        *("--record", str(folder / "decisions")),
+    )
+    try:
+        yield process.ready(GatewayReady).http
+    finally:
+        assert process.stop() == 0
+    assert "incompatible" not in process.output
+
+
+# In the first order there are sets of every kind: one PD node alone, a PrfaaS node with one PD
+# node, nodes of one role only. In the second, the only prefill node is the first to restart.
+@pytest.mark.parametrize(
+    ("homes", "order", "old", "new"),
+    [(3, (0, 3, 1, 4, 2), *REVISIONS[:2]), (5, (0, 1, 2, 3, 4), *REVISIONS[1:])],
+    ids=["three PD and two PrfaaS nodes", "five PD nodes"],
+)
 def test_a_rolling_upgrade_of_five_nodes_fails_no_request(
-    tmp_path: Path, homes: int, order: tuple[int, ...]
+    hosts: list[UpgradableHost],
+    expected: Expected,
+    tmp_path: Path,
+    homes: int,
+    order: tuple[int, ...],
+    old: str,
+    new: str,
 ) -> None:
-    with deployed(tmp_path, homes, 5 - homes) as (url, hosts):
-        expected = {
-            (tokens, seed, length): hosts[0].complete(
-                prompt(tokens, seed), max_tokens=length, ignore_eos=True
-            )["choices"][0]["token_ids"]
-            for tokens, length in ASKED
-            for seed in range(4)
-        }
+    with gateway(tmp_path, hosts, homes) as url:
+        wait_until(lambda: len(in_use(url, old)) == len(hosts), within_s=START_S)
         before = state(url)
         watch = Watch(url, expected)
         with watch.running():
             for number, place in enumerate(order):
-                asked = watch.answered
-                wait_until(lambda asked=asked: watch.answered >= asked + 12)  # type: ignore[misc]
-                hosts[place].upgrade()
+                watch.wait_for_answers(12)
+                hosts[place].upgrade(new)
                 upgraded = {hosts[at].name for at in order[: number + 1]}
-                wait_until(lambda wanted=upgraded: in_use(url, NEW) == wanted)  # type: ignore[misc]
-            asked = watch.answered
-            wait_until(lambda: watch.answered >= asked + 12)
+                wait_until(lambda wanted=upgraded: in_use(url, new) == wanted)  # type: ignore[misc]
+            watch.wait_for_answers(12)
         after = state(url)
     assert watch.problems == []
     assert min(len(seen.revisions) for seen in watch.polls) >= 4
     assert [seen.unexplained for seen in watch.polls if seen.unexplained] == []
-    assert max(seen.formats for seen in watch.polls) == 2 and watch.polls[-1].formats == 1
+    assert max(seen.sets for seen in watch.polls) == 2 and watch.polls[-1].sets == 1
     assert roles(after) == roles(before) and after["conversions"] == []
     assert after["retries"]["denied"] == 0
-    check_hand_offs(tmp_path / "decisions", watch)
+    assert handed_off(tmp_path / "decisions", watch) == {revision(old), revision(new)}
 
 
-def check_hand_offs(decisions: Path, watch: Watch) -> None:
-    """Every hand-off was between nodes of one revision, and both revisions had some."""
-    found = set()
+def handed_off(decisions: Path, watch: Watch) -> set[str]:
+    """The revisions of the hand-offs, each of which was between nodes of the same one."""
+    found: set[str] = set()
     for line in decisions.read_bytes().splitlines():
         decision = json.loads(line)
         route = decision["route"]
         if route is None or route[1] == route[2]:
             continue
-        revisions = {watch.revision(node, decision["now_s"]) for node in route[1:3]} - {None}
-        assert len(revisions) <= 1, (route, revisions)
-        found |= revisions
-    assert found == {f"bytes x {float(scale):g}" for scale in (OLD, NEW)}
+        both = [watch.revision(node, decision["now_s"]) for node in route[1:3]]
+        known = {one for one in both if one is not None}
+        assert len(known) <= 1, (route, known)
+        found |= known
+    return found

@@ -62,6 +62,19 @@ async def test_a_node_that_leaves_on_purpose_costs_no_retry() -> None:
         subject.record_failure(AttemptFailed("draining", F, prefill=True), booking)
 
 
+async def test_an_attempt_that_no_node_has_received_costs_no_retry() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget, trace = RetryBudget(left=0.0), RequestTrace(clock.now(), attempts=1)
+    subject = Attempts(fleet, budget, clock, trace)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    subject.record_failure(AttemptFailed("refused", F, prefill=True, unsent=True), booking)
+    assert (subject.avoid, trace.attempts, budget.spent) == ({F}, 0, 0)
+    subject.record_failure(AttemptFailed("refused", B, unsent=True), booking)
+    with pytest.raises(RequestError, match="refused"):
+        subject.record_failure(AttemptFailed("refused", B, unsent=True), booking)
+
+
 def test_a_full_decode_node_means_another_node_and_then_a_backoff() -> None:
     clock = FakeClock()
     subject, _, trace = attempts(clock)

@@ -37,6 +37,7 @@ from prfaas.types import Grant, NodeId, NotNow, TransferId
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
 _ABORT_ATTEMPTS = 3  # a transfer that is not aborted keeps its memory until its grant expires
+_INCOMPATIBLE = "incompatible"  # the error code of a kvd whose engine has another KV format
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
 
 
@@ -188,7 +189,9 @@ class HandOff:
             unsent = isinstance(error, NotConnected)
             raise AttemptFailed(problem, self._route.decode, unsent=unsent) from None
         except PeerError as error:
-            raise AttemptFailed(str(error), self._route.prefill) from None
+            # The kvd's engine has just been replaced, and the gateway has not noticed yet.
+            differs = isinstance(error, PeerHttpError) and error.code == _INCOMPATIBLE
+            raise AttemptFailed(str(error), self._route.prefill, unsent=differs) from None
         if isinstance(answer, NotNow):
             self._transfer_id = None  # nothing is reserved
             raise DecodeNodeFull(self._route.decode, answer)
