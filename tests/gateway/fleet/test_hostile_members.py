@@ -291,6 +291,34 @@ async def test_the_state_shows_the_sets_and_why_a_member_is_not_used() -> None:
         assert one.state("a")["in_use"] and one.state("b")["in_use"]
 
 
+async def test_a_pd_member_that_claims_one_format_after_another_harms_no_other() -> None:
+    async with gateway() as one:
+        fleet, kvd, replace = one.backend.fleet, one.pair("b").kvd, msgspec.structs.replace
+
+        def revision() -> str:
+            found = fleet.members.format_of(NodeId("b"))
+            return "" if found is None else found.revision
+
+        for number in range(1, 30):
+            claimed = report("b", instance=f"{number}", revision=f"{number}")
+            assert claimed.pool is not None
+            compat = replace(claimed.pool.compat, block_tokens=number)
+            pool = replace(claimed.pool, compat=compat, block_tokens=number)
+            await kvd.script(STATS, replace(claimed, pool=pool))
+            await until(lambda wanted=f"{number}": revision() == wanted)  # type: ignore[misc]
+            assert one.state("a")["in_use"] and one.state("bad")["in_use"]
+            assert len(fleet.sets) <= 2 and len(fleet.members.block_sizes()) <= 2
+        claimed = report("b", instance="30", revision="other")
+        await kvd.script(STATS, claimed)
+        await until(lambda: revision() == "other")
+        same = report("b", instance="30", revision="another")
+        await kvd.script(STATS, same)
+        await until(lambda: "format" in one.state("b")["problems"].get("kvd", ""))
+        assert not one.state("b")["in_use"] and one.state("b")["not_used"]
+        await kvd.script(STATS, claimed)
+        await one.check_alive()
+
+
 URLS = {
     "a label of 70 characters": f"http://{'x' * 70}.example:7401",
     "an empty label": "http://a..b:7401",
