@@ -187,7 +187,7 @@ class GatewayStatus:
         fleet, node = self._fleet, member.node
         if member.has_duplicate_name:
             return "another member has its node name"
-        if node is None:
+        if node is None or node not in fleet.board:
             return member.problems.get("kvd", "its kvd has not answered yet")
         if fleet.board.node(node).usable:
             return None
