@@ -19,7 +19,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
-from prfaas.errors import ConnectionLost, NotConnected, PeerError, PeerHttpError, RequestError
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import DRAINING, NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -80,7 +80,7 @@ def record_lost_engine(fleet: Fleet, node: NodeId, error: PeerError) -> bool:
     drains = isinstance(error, PeerHttpError) and error.code == DRAINING
     if drains or isinstance(error, ConnectionLost):
         fleet.record_engine_failure(node, leaving=drains)
-    return drains or isinstance(error, NotConnected)
+    return drains or isinstance(error, Unreachable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class HandOff:
         except (ConnectionLost, TimeoutError) as error:
             self._fleet.record_kvd_failure(self._route.decode)
             problem = str(error) or f"no answer within {self._timeouts.open_s:g} s"
-            unsent = isinstance(error, NotConnected)
+            unsent = isinstance(error, Unreachable)
             raise AttemptFailed(problem, self._route.decode, unsent=unsent) from None
         except PeerError as error:
             # The kvd's engine has just been replaced, and the gateway has not noticed yet.

@@ -97,7 +97,10 @@ class Member:
 
     def is_expected_back(self, now_s: float) -> bool:
         """Whether the member has left on purpose, as for a restart, and not too long ago."""
-        return self.leaving and self._silence_s(self.engine_seen_s, now_s) < self.timeouts.forget_s
+        if not self.leaving or not math.isfinite(self.engine_seen_s):
+            return False
+        silence_s = now_s - self.engine_seen_s - self.late_since(self.engine_seen_s)
+        return silence_s < self.timeouts.forget_s
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the kvd has been silent for so long that it is not expected back."""
