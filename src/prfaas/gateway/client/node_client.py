@@ -20,7 +20,7 @@ from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, Stre
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
 
-_DRAINING = "draining"  # the error code of /health
+DRAINING = "draining"  # the error code of a node that takes no new requests
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 # A label's value may not have a line end: a page of open braces would take quadratic time.
@@ -125,7 +125,7 @@ class NodeClient:
                 max_bytes=HEALTH_BYTES,
             )
         except PeerHttpError as error:
-            return error.code == _DRAINING
+            return error.code == DRAINING
         return False
 
     async def check(self, path: str, body: bytes) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import OTHER_PROMPT
-from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
@@ -32,6 +32,7 @@ from prfaas.gateway.dispatch.handoff import (
     HandOff,
     HandOffs,
     raise_client_error,
+    record_lost_engine,
 )
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.member import Member
@@ -160,7 +161,7 @@ class Dispatcher:
         prefill = self._fleet.members.named(route.prefill)
         decode = self._fleet.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
-            raise AttemptFailed("a node has just left", route.prefill, route.decode)
+            raise AttemptFailed("a node has just left", route.prefill, route.decode, unsent=True)
         # The card is removed while the node does not answer, at any time from here on.
         model = decode.card.model
         transfer: dict[str, Any] = {}
@@ -202,11 +203,10 @@ class Dispatcher:
                 )
                 raise AttemptFailed(str(error), route.decode, decode_only=True) from None
             raise_client_error(error)
-            if isinstance(error, ConnectionLost):
-                self._fleet.record_engine_failure(route.decode)
+            unsent = record_lost_engine(self._fleet, route.decode, error) and hand_off is None
             if isinstance(error, PeerHttpError) and error.status == _LOST:
                 raise AttemptFailed(str(error), prefill=True) from None
-            raise AttemptFailed(str(error), route.decode) from None
+            raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
         if hand_off is None:
             booking.landed(self._clock.now())
         else:

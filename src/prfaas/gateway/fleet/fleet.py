@@ -19,6 +19,7 @@ from prfaas.errors import MalformedResponse, PeerError
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
+from prfaas.gateway.fleet.formats import sets_of
 from prfaas.gateway.fleet.link_monitor import LinkMonitor
 from prfaas.gateway.fleet.link_reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
@@ -69,6 +70,8 @@ class Fleet:
         self.pace = PrefillPace(costs, self.board, deployment.scheduler.correction, clock)
         self.manager = GlobalKVManager(problem.spec)
         self.prefixes = CachedPrefixes(self.manager, self.board)
+        # The nodes in use, by KV format: hand-offs and copies stay within one of these sets.
+        self.sets: tuple[frozenset[NodeId], ...] = ()
         # Set when a node came into use or went out of use; the long-term loop waits for it.
         self.changed = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
@@ -92,11 +95,14 @@ class Fleet:
 
     def record_report(self, member: Member, report: KvdReport) -> None:
         """Records a kvd's report. A kvd that reports for the first time joins the board."""
+        before = member.compat
         if self.members.record_report(member, report, self._clock.now()):
             log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
             self.pace.restart(report.node)
             if report.node in self.board:
                 self.board.forget_work(report.node)
+            if before is not None and member.compat not in (None, before):
+                member.card = None  # another engine has registered: it is not used until it answers
         if member.report is not report:
             return  # another member has its name
         if report.node not in self.board:
@@ -139,12 +145,17 @@ class Fleet:
             self.board.record_report(node, report)
         self.refresh()
 
-    def record_engine_failure(self, node: NodeId) -> None:
-        """A request could not connect to the engine. The node is not used until it answers."""
+    def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> None:
+        """A request could not connect to the engine, or was refused because the engine is
+        `leaving`. The node is not used until it answers, or answers that it does not drain."""
         member = self.members.named(node)
-        if member is not None:
+        if member is None:
+            return
+        if leaving:
+            member.leaving = True
+        else:
             member.engine_failed_s = self._clock.now()
-            self.refresh()
+        self.refresh()
 
     def record_kvd_failure(self, node: NodeId) -> None:
         """A request could not connect to the kvd. The node is not used until it answers."""
@@ -186,7 +197,8 @@ class Fleet:
         """Brings the board in line with liveness, roles and membership."""
         now = self._clock.now()
         changed = False
-        self.members.update_reference(now)
+        used: list[Member] = []
+        self.members.update_formats(now)
         for member in self.members:
             node = member.node
             if node is None or node not in self.board:
@@ -197,6 +209,8 @@ class Fleet:
                 and not self.roles.is_draining(node)
                 and self.members.is_usable(member, now)
             )
+            if usable:
+                used.append(member)
             before = self.board.node(node)
             role = role or before.role
             if (before.role, before.usable) != (role, usable):
@@ -206,6 +220,7 @@ class Fleet:
         for node in list(self._work):
             if self.members.named(node) is None:
                 self._remove_from_board(node)
+        self.sets = sets_of(used)
         if changed:
             self.changed.set()
             self._on_change()
@@ -223,16 +238,19 @@ class Fleet:
         self.roles.remove(node)
         self.prefixes.remove(node)
 
-    def pools(self) -> list[NodeId]:
-        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there."""
+    def pools(self, like: NodeId | None = None) -> list[NodeId]:
+        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there.
+        With `like`, only those with the KV format of that node."""
         now = self._clock.now()
+        wanted = None if like is None else self.members.format_of(like)
         return [
             m.node
             for m in self.members
             if m.node is not None
             and m.node in self.board
             and m.is_kvd_alive(now)
-            and not self.members.differences(m)
+            and (like is None or m.compat == wanted)
+            and self.members.formats.has_indexed_blocks(m)
         ]
 
     def prefill_waits_s(self) -> dict[NodeId, float | None]:

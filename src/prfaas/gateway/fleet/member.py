@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -40,6 +41,8 @@ class Member:
     has_duplicate_name: bool = False  # another member has its name; this one's reports are ignored
     # Why the latest poll of the kvd or of the engine failed; empty after a success.
     problems: dict[Part, str] = field(default_factory=dict)
+    # The model of one report, which is described once.
+    _described: tuple[KvdReport, str] | None = field(default=None, repr=False)
 
     @property
     def node(self) -> NodeId | None:
@@ -55,6 +58,21 @@ class Member:
     def compat(self) -> Compat | None:
         pool = None if self.report is None else self.report.pool
         return None if pool is None else pool.compat
+
+    @property
+    def model(self) -> str | None:
+        """The model's name and layers. Formats of one model may differ in all else: a revision, a
+        layout, a number format."""
+        report = self.report
+        if report is None or report.pool is None:
+            return None
+        if self._described is None or self._described[0] is not report:
+            layers = Counter[str]()
+            for group in report.pool.groups:
+                layers[group.kind] += len(group.layers)
+            counted = ", ".join(f"{layers[kind]} {kind}" for kind in sorted(layers))
+            self._described = (report, f"{report.pool.compat.model} ({counted} layers)")
+        return self._described[1]
 
     def is_kvd_alive(self, now_s: float) -> bool:
         return self._answers(self.kvd_seen_s, self.kvd_failed_s, now_s)
@@ -76,6 +94,13 @@ class Member:
         if not engine_only:
             seen_s = min(seen_s, self.kvd_seen_s)
         return math.isfinite(seen_s) and self._silence_s(seen_s, now_s) > self.timeouts.hung_s
+
+    def is_expected_back(self, now_s: float) -> bool:
+        """Whether the member has left on purpose, as for a restart, and not too long ago."""
+        if not self.leaving or not math.isfinite(self.engine_seen_s):
+            return False
+        silence_s = now_s - self.engine_seen_s - self.late_since(self.engine_seen_s)
+        return silence_s < self.timeouts.forget_s
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the kvd has been silent for so long that it is not expected back."""
