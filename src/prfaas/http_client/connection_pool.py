@@ -9,7 +9,7 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, Unreachable
 from prfaas.http_client.connection import Connection
 
 CONNECT_S = DEFAULTS.timeouts.connect_s
@@ -53,9 +53,9 @@ class ConnectionPool:
                     ssl=None if self._tls is None else self._tls(),
                 )
         except TimeoutError:
-            raise ConnectionLost(f"{self._url}: not connected in time") from None
+            raise Unreachable(f"{self._url}: not connected in time") from None
         except (OSError, ValueError) as error:  # ValueError: a host name that IDNA or TLS refuses
-            raise ConnectionLost(f"{self._url}: {error}") from None
+            raise Unreachable(f"{self._url}: {error}") from None
         self._open.add(connection)
         return connection
 

@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import MalformedResponse
+from prfaas.errors import MalformedResponse, Unreachable
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
+from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR, HOME, deployment
-from tests.gateway.reports import report
+from tests.gateway.fleets import B, fleet_and_router, member_of
+from tests.gateway.reports import appear, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -90,6 +92,28 @@ def test_a_name_belongs_to_the_first_member_that_reports_it() -> None:
     answer(subject, home, "a", 10.0)
     assert not answer(subject, far, "a", 10.0)
     assert subject.named(NodeId("a")) is home and far.report is None
+
+
+@pytest.mark.xfail(strict=True, reason="the name stays with the old address for forget_s")
+@pytest.mark.parametrize("old_is", ["silent", "refusing"])
+def test_a_kvd_that_comes_back_at_a_new_address_takes_over_its_name_at_once(old_is: str) -> None:
+    fleet, _ = fleet_and_router(clock := FakeClock())
+    old = member_of(fleet, B)
+    back = fleet.register("http://new:2", old.cluster)
+    assert back is not None
+    fleet.record_report(back, report("b", instance="second"))
+    assert fleet.members.named(B) is old, "both answer: the first keeps the name"
+    if old_is == "silent":
+        clock.advance(TIMEOUTS.node_poll_s + TIMEOUTS.unresponsive_s)
+    else:
+        fleet.record_problem(old, "kvd", Unreachable("http://b:2: connection refused"))
+    appear(fleet, back, "b", clock.now())
+    fleet.refresh()
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
+    appear(fleet, old, "b", clock.now())
+    assert fleet.members.named(B) is back, "both answer again: the first is the new one now"
+    fleet.remove(old)
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
 
 
 def test_incompatible_with_the_decode_side() -> None:
