@@ -55,40 +55,40 @@ def alone(hosts: Hosts, ids: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="requests wait for a silent node until hung_s")
 @pytest.mark.parametrize("part", ["engine", "kvd"])
 async def test_a_request_leaves_a_silent_prefill_node(emulated: Hosts, part: str) -> None:
     far = emulated.far[0]
     stopped: Process = far.node if part == "engine" else far.kvd
+    first, second = (prompt(LONG, f"{part} {n}") for n in range(2))
     async with gateway(emulated) as backend:
-        expected = await asyncio.to_thread(alone, emulated, prompt(LONG, 21))
+        expected = await asyncio.to_thread(alone, emulated, first)
         (near,) = with_role(backend, "prefill")
         trace = RequestTrace(0.0)
         stopped.popen.send_signal(signal.SIGSTOP)
         try:
-            assert await tokens(backend, prompt(LONG, 21), trace) == expected
+            assert await tokens(backend, first, trace) == expected
         finally:
             stopped.popen.send_signal(signal.SIGCONT)
         assert (trace.attempts, trace.prefill, len(trace.failures)) == (2, near, 1)
         # It is used again without help, and its late answers have harmed nothing.
         await until(lambda: any(node["node"] == "far0" for node in in_use(backend)))
-        found = await answered(backend, gateway_request(prompt(LONG, 22)))
+        found = await answered(backend, gateway_request(second))
         assert (found.trace.attempts, found.trace.prefill) == (1, "far0")
         await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
-@pytest.mark.xfail(strict=True, reason="requests wait for a silent node until hung_s")
 @pytest.mark.parametrize("part", ["engine", "kvd"])
 async def test_a_request_leaves_a_silent_decode_node(emulated: Hosts, part: str) -> None:
     far = emulated.far[0].node
+    ids = prompt(LONG, f"decode {part}")
     signalled = [far]
     async with gateway(emulated) as backend:
-        expected = await asyncio.to_thread(alone, emulated, prompt(LONG, 23))
+        expected = await asyncio.to_thread(alone, emulated, ids)
         trace = RequestTrace(0.0)
         far.popen.send_signal(signal.SIGSTOP)  # so that the decode node is known in time
         try:
-            answering = asyncio.create_task(tokens(backend, prompt(LONG, 23), trace))
+            answering = asyncio.create_task(tokens(backend, ids, trace))
             await until(lambda: trace.granted_s is not None)
             lost = trace.decode
             host = emulated.named(lost)

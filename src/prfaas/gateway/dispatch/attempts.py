@@ -1,7 +1,9 @@
 """Attempts of one request, and whether and where it may be retried.
 
 Retries are a share of the traffic, so that a fault does not double the load: every request adds a
-part of a retry to the budget, every retry takes a whole one.
+part of a retry to the budget, every retry takes a whole one. A node that falls silent is one fault,
+however many requests wait for it: their retries take nothing from the budget. They cannot double
+the load for long, because the node gets no new requests, and each request has a few attempts only.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ class RetryBudget:
     def add_request(self) -> None:
         self.left = min(self.limit, self.left + self.per_request)
 
-    def take(self, attempts: int) -> bool:
-        """Whether a request that has made `attempts` attempts may make one more."""
-        if attempts >= self.max_attempts or self.left < 1:
+    def take(self, attempts: int, *, silent: bool = False) -> bool:
+        """Whether a request that has made `attempts` attempts may make one more. `silent`: the
+        latest has ended because a node fell silent."""
+        if attempts >= self.max_attempts or (self.left < 1 and not silent):
             self.denied += 1
             return False
-        self.left -= 1
+        self.left -= 0 if silent else 1
         self.spent += 1
         return True
 
@@ -70,7 +73,7 @@ class Attempts:
     def record_failure(self, failure: AttemptFailed, booking: Booking) -> None:
         """Raises `RequestError` when the request may not be retried."""
         self._trace.failures.append(str(failure))
-        if not self._budget.take(self._trace.attempts):
+        if not self._budget.take(self._trace.attempts, silent=failure.silent):
             raise RequestError(
                 503,
                 "upstream_failed",

@@ -34,7 +34,7 @@ class FormatInUse:
     def __init__(self, timeouts: GatewayTimeouts) -> None:
         self.current: Compat | None = None  # None until a PD member is alive
         self._settling_s = timeouts.first_plan_s
-        self._grace_s = max(0.0, timeouts.hung_s - timeouts.unresponsive_s)
+        self._grace_s = max(0.0, timeouts.hung_s - timeouts.silent_s)
         self._first_s: float | None = None  # when the first PD member was alive
         self._settled = False
         self._updated_s = 0.0
