@@ -6,8 +6,8 @@
 Each of the COUNT processes is a node and its kvd in one (`_null_node.py`). They are forks of this
 process, so that a hundred of them take little memory. A process reports every prefill, commit and
 decode that reaches it to the benchmark's UDP port as `KIND KEY NAME PID`, and holds its response
-until the benchmark sends `KIND KEY` back. Prints one line `NAME PORT PID` for each process, and ends
-all of them at the end of its standard input.
+until the benchmark sends `KIND KEY` back. Prints one line `NAME PORT PID` for each process, and
+ends all of them at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HeldHttp(Http):
     def __init__(self, host: Host, wire: Wire) -> None:
         super().__init__(host)
         self._wire = wire
-        self._body = b""
+        self._latest = b""
 
     def data_received(self, data: bytes) -> None:
         self._latest = data if not self._held else self._latest + data

@@ -5,11 +5,11 @@
     python bench/silent_nodes.py --pause-gateway 15               the gateway itself is stopped
     python bench/silent_nodes.py --minutes 10                     nothing is stopped
 
-Nodes are light processes (`bench/_held_node.py`) behind a real gateway with its default timeouts. In
-each round several requests are sent, and the node that the first of them has reached is stopped
-while the request waits there without a first token: in turn a decode node and a prefill node.
-Further requests follow at once, before the gateway can know. The node continues after the round.
-Prints JSON:
+Nodes are light processes (`bench/_held_node.py`), each a node and its kvd in one, behind a real
+gateway with its default timeouts. In each round several requests are sent, and the node that the
+first of them has reached is stopped while the request waits there without a first token: in turn a
+decode node and a prefill node. Further requests follow at once, before the gateway can know. The
+node continues after the round. Prints JSON:
 
 \b
   nodes             node processes; `stops` of them were stopped, each at most once while
@@ -51,8 +51,7 @@ MODEL = "case-study-1t"
 START_S = 120.0
 PATIENCE_S = 60.0
 TOKENS = 300  # of a prompt: its prefill is short
-CLUSTERS = ("pd", "prfaas")
-_SILENT = re.compile(r"(n\d{3}) has fallen silent")
+_SILENT = re.compile(r"(n\d{3}) has fallen silent: ")
 
 DEPLOYMENT = """
 [model]
@@ -201,14 +200,13 @@ class Asked:
     sent_s: float
     first_s: float = float("nan")
     problem: str = ""
-    reached: list[str] = field(default_factory=list)  # nodes that decoded it, in order
 
 
 class Notices(asyncio.DatagramProtocol):
     """What the nodes report. Every response is released at once, unless it is to be held."""
 
-    def __init__(self, nodes: list[Node]) -> None:
-        self._nodes = {node.name: node for node in nodes}
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
         self._committed: set[str] = set()
         self._waiting: dict[str, list[object]] = {}  # commits, by transfer
         self.stop_next: str | None = None  # the kind of call whose node is stopped next
@@ -222,7 +220,7 @@ class Notices(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: object) -> None:
         kind, key, name, _ = data.decode().split()
-        node = self._nodes[name]
+        node = self.nodes[name]
         if kind == self.stop_next and not node.stopped:
             os.kill(node.pid, signal.SIGSTOP)
             self.stopped_s = time.monotonic()
@@ -389,14 +387,12 @@ def main(
 ) -> None:
     async def measure() -> dict[str, Any]:
         loop = asyncio.get_running_loop()
-        made: list[Node] = []
         transport, notices = await loop.create_datagram_endpoint(
-            lambda: Notices(made), local_addr=("127.0.0.1", 0)
+            Notices, local_addr=("127.0.0.1", 0)
         )
         udp_port = transport.get_extra_info("sockname")[1]
         with tempfile.TemporaryDirectory() as name, started_nodes(nodes, udp_port) as running:
-            made += running
-            notices._nodes.update({node.name: node for node in running})
+            notices.nodes.update({node.name: node for node in running})
             with started_gateway(Path(name), running) as gateway:
                 begun_s, cpu_s = time.monotonic(), gateway.cpu_s()
                 mode = "stops"
