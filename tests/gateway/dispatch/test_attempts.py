@@ -112,6 +112,21 @@ def test_the_attempts_of_one_request_are_bounded() -> None:
     ]
 
 
+async def test_retries_after_a_silence_take_nothing_from_the_budget() -> None:
+    """Of a node at which more requests wait than the budget has retries, none is lost."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget = RetryBudget(left=0.0)
+    for _ in range(30):
+        subject = Attempts(fleet, budget, clock, RequestTrace(clock.now(), attempts=1))
+        booking = await router.place(placement(LONG, clock), 1.0)
+        subject.record_failure(AttemptFailed("b has fallen silent", B, silent=True), booking)
+        assert subject.avoid == {B}
+        booking.close(clock.now())
+    assert (budget.left, budget.spent, budget.denied) == (0.0, 30, 0)
+    assert not budget.take(MAX_ATTEMPTS, silent=True), "the attempts of one request are bounded"
+
+
 def test_a_quiet_time_saves_up_retries_up_to_the_limit() -> None:
     budget = RetryBudget()
     for _ in range(1000):

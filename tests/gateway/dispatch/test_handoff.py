@@ -25,7 +25,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
-from prfaas.types import Grant, LinkStats, NotNow, TransferId
+from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
     FARS,
@@ -34,6 +34,7 @@ from tests.gateway.fleets import (
     A,
     B,
     F,
+    fall_silent,
     fleet_and_router,
     member_of,
     placement,
@@ -327,20 +328,22 @@ async def test_a_commit_that_does_not_come_times_out() -> None:
 
 
 @pytest.mark.parametrize(("silent", "prefill"), [(F, True), (B, False)])
-@pytest.mark.usefixtures("quick_checks")
-async def test_a_node_that_hangs_during_the_transfer_fails_the_attempt(
-    silent: str, prefill: bool
+@pytest.mark.parametrize("call", [OPEN, COMMIT])
+async def test_a_node_that_falls_silent_during_the_hand_off_fails_the_attempt(
+    silent: str, prefill: bool, call: str
 ) -> None:
     async with case() as one:
+        if call == OPEN:
+            one.kvd.silence(OPEN)
         carrying = asyncio.create_task(one.carry_out())
-        await one.kvd.requested(COMMIT)
-        one.clock.advance(TIMEOUTS.hung_s + 1.0)
-        for member in one.fleet.members:
-            if member.node != silent:
-                member.kvd_seen_s = member.engine_seen_s = one.clock.now()
+        await one.kvd.requested(call)
+        fall_silent(one.fleet, one.clock, NodeId(silent))
+        one.fleet.liveness.cancel_silent()
         with pytest.raises(AttemptFailed, match=f"{silent} has fallen silent") as failed:
             await carrying
         assert failed.value.avoid == (silent,) and failed.value.prefill == prefill
+        assert failed.value.silent
+        await one.kvd.requested(ABORT)
 
 
 @pytest.mark.usefixtures("quick_checks")

@@ -129,6 +129,7 @@ def poll(subject: Membership, members: list[Member], revisions: str, now_s: floa
             found = changed(found, model=revision)
         subject.record_report(member, found, now_s)
         member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+        member.engine.hear(now_s)
     subject.update_formats(now_s)
     clusters = subject.clusters
     return sorted(str(n) for cluster in clusters for n in subject.usable_nodes(cluster, now_s))

@@ -370,7 +370,8 @@ async def test_the_number_of_registered_members_is_bounded() -> None:
 PARTS: list[tuple[str, type, str]] = [
     ("short_term", Router, "adjust"),
     ("short_term", LinkMonitor, "update"),
-    ("short_term", Liveness, "cancel_silent"),
+    ("liveness", Liveness, "cancel_silent"),
+    ("liveness", Liveness, "changed_verdicts"),
     ("short_term", Poller, "drop_expired"),
     ("long_term", LongTermLoop, "_usable"),
     ("long_term", LongTermLoop, "_apply_role"),

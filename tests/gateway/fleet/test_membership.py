@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import MalformedResponse
+from prfaas.errors import MalformedResponse, Unreachable
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
+from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR, HOME, deployment
-from tests.gateway.reports import report
+from tests.gateway.fleets import B, fleet_and_router, member_of
+from tests.gateway.reports import appear, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -27,8 +29,13 @@ def members() -> tuple[Membership, Member, Member]:
 
 def answer(subject: Membership, member: Member, name: str, now_s: float, **more: str) -> bool:
     fresh = subject.record_report(member, report(name, **more), now_s)
-    member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+    engine_answers(member, now_s)
     return fresh
+
+
+def engine_answers(member: Member, now_s: float) -> None:
+    member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+    member.engine.hear(now_s)
 
 
 def test_a_member_that_answers_is_alive_until_it_is_silent_for_too_long() -> None:
@@ -36,8 +43,10 @@ def test_a_member_that_answers_is_alive_until_it_is_silent_for_too_long() -> Non
     assert [m.cluster for m in subject] == [HOME, HOME, FAR]
     assert home.kvd_url == "http://h:2" and not home.is_alive(0.0)
     answer(subject, home, "a", 10.0)
-    assert home.is_alive(10.0) and home.is_alive(10.0 + 0.99 * TIMEOUTS.unresponsive_s)
-    assert not home.is_alive(10.0 + TIMEOUTS.unresponsive_s)
+    home.kvd.ask(10.5)
+    home.engine.ask(10.6)
+    assert home.is_alive(10.0) and home.is_alive(10.5 + TIMEOUTS.silent_s)
+    assert not home.is_alive(10.6 + TIMEOUTS.silent_s)
     assert subject.named(NodeId("a")) is home and not far.is_alive(10.0)
 
 
@@ -45,8 +54,10 @@ def test_a_member_that_is_silent_for_longer_has_hung() -> None:
     subject, home, far = members()
     assert not home.has_hung(1000.0), "it has never answered: it may be starting"
     answer(subject, home, "a", 10.0)
+    home.kvd.ask(10.0 + 1e-6)
+    home.engine.ask(10.0 + 1e-6)
     assert not home.has_hung(10.0 + TIMEOUTS.hung_s) and home.has_hung(10.1 + TIMEOUTS.hung_s)
-    home.kvd_seen_s = 11.0 + TIMEOUTS.hung_s
+    home.kvd.hear(10.0 + TIMEOUTS.hung_s)
     assert home.has_hung(10.1 + TIMEOUTS.hung_s), "its kvd answers, its engine does not"
 
 
@@ -55,7 +66,7 @@ def test_a_node_needs_a_kvd_and_an_engine() -> None:
     subject.record_report(home, report("a"), 10.0)
     assert not home.is_alive(10.0), "no engine"
     subject.record_report(home, report("a", registered=False), 10.0)
-    home.card, home.engine_seen_s = Card("m", None, ours=True), 10.0
+    engine_answers(home, 10.0)
     assert not home.is_alive(10.0), "the engine has not registered with its kvd"
 
 
@@ -90,6 +101,27 @@ def test_a_name_belongs_to_the_first_member_that_reports_it() -> None:
     answer(subject, home, "a", 10.0)
     assert not answer(subject, far, "a", 10.0)
     assert subject.named(NodeId("a")) is home and far.report is None
+
+
+@pytest.mark.parametrize("old_is", ["silent", "refusing"])
+def test_a_kvd_that_comes_back_at_a_new_address_takes_over_its_name_at_once(old_is: str) -> None:
+    fleet, _ = fleet_and_router(clock := FakeClock())
+    old = member_of(fleet, B)
+    back = fleet.register("http://new:2", old.cluster)
+    assert back is not None
+    fleet.record_report(back, report("b", instance="second"))
+    assert fleet.members.named(B) is old, "both answer: the first keeps the name"
+    if old_is == "silent":
+        clock.advance(TIMEOUTS.node_poll_s + TIMEOUTS.unresponsive_s)
+    else:
+        fleet.record_problem(old, "kvd", Unreachable("http://b:2: connection refused"))
+    appear(fleet, back, "b", clock.now())
+    fleet.refresh()
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
+    appear(fleet, old, "b", clock.now())
+    assert fleet.members.named(B) is back, "both answer again: the first is the new one now"
+    fleet.remove(old)
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
 
 
 def test_a_process_cannot_change_its_format() -> None:

@@ -37,11 +37,11 @@ _SHOWN = 2000  # of an error event
 
 
 class Unless(Protocol):
-    def __call__(self, give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
-        """A context in which `give_up` may be called. `begun`: the first token has arrived."""
+    def __call__(self, give_up: Callable[[], None], /) -> AbstractContextManager[None]:
+        """A context in which `give_up` may be called."""
 
 
-def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
+def _never(_give_up: Callable[[], None], /) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -139,6 +139,12 @@ class NodeClient:
             max_bytes=CHECKED_BYTES,
         )
 
+    async def probe(self, timeout_s: float) -> None:
+        """Asks for a sign of life, which any response is. Raises `PeerError`."""
+        await self._http.request(
+            "GET", f"{self.url}/health", timeout_s=timeout_s, max_bytes=HEALTH_BYTES
+        )
+
     async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed the prefill and handed the result to its kvd; the
         receiving kvd reports when the transfer is committed. Returns the number of cached tokens,
@@ -171,25 +177,25 @@ class NodeClient:
         unless: Unless = _never,
     ) -> AsyncIterator[NodeResponse]:
         """Entered when the first event has arrived, or the whole body of a response that is not a
-        stream. `unless` gets a function that ends the wait, before and after the first token."""
+        stream. From then on, `unless` has a function that ends the wait for further events. Callers
+        that stop waiting earlier cancel the call."""
         url = f"{self.url}{path}"
         exchange = await self._http.send(
             "POST", url, body, headers, silence_s=self._timeouts.token_s
         )
         async with exchange:
-            with unless(exchange.give_up, begun=False):
-                await exchange.check_status()
-                rest = _events(exchange) if stream else None
-                first = (
-                    [await exchange.read_rest(ANSWER_BYTES)]
-                    if rest is None
-                    else await anext(rest, None)
-                )
+            await exchange.check_status()
+            rest = _events(exchange) if stream else None
+            first = (
+                [await exchange.read_rest(ANSWER_BYTES)]
+                if rest is None
+                else await anext(rest, None)
+            )
             if not first:
                 raise ConnectionLost(f"{url}: the stream ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
-            with unless(exchange.give_up, begun=True):
+            with unless(exchange.give_up):
                 yield NodeResponse(rest, first, url)
 
 

@@ -2,7 +2,9 @@
 
 Retries are a share of the traffic, so that a fault does not double the load: every request adds a
 part of a retry to the budget, every retry takes a whole one. Retries that follow a restart on
-purpose, or an attempt that no node has received, are free.
+purpose, or an attempt that no node has received, are free. A node that falls silent is one fault,
+however many requests wait for it: their retries take nothing from the budget. They cannot double
+the load for long, because the node gets no new requests, and each request has a few attempts only.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ class RetryBudget:
     def add_request(self) -> None:
         self.left = min(self.limit, self.left + self.per_request)
 
-    def take(self, attempts: int) -> bool:
-        """Whether a request that has made `attempts` attempts may make one more."""
-        if attempts >= self.max_attempts or self.left < 1:
+    def take(self, attempts: int, *, silent: bool = False) -> bool:
+        """Whether a request that has made `attempts` attempts may make one more. `silent`: the
+        latest has ended because a node fell silent."""
+        if attempts >= self.max_attempts or (self.left < 1 and not silent):
             self.denied += 1
             return False
-        self.left -= 1
+        self.left -= 0 if silent else 1
         self.spent += 1
         return True
 
@@ -78,7 +81,7 @@ class Attempts:
         is_free = (left or failure.unsent) and not self._failed_at.issuperset(failure.avoid)
         if is_free:
             self._trace.attempts -= 1
-        elif not self._budget.take(self._trace.attempts):
+        elif not self._budget.take(self._trace.attempts, silent=failure.silent):
             raise RequestError(
                 503,
                 "upstream_failed",

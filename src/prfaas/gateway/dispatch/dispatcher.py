@@ -35,6 +35,7 @@ from prfaas.gateway.dispatch.handoff import (
     record_lost_engine,
 )
 from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
@@ -184,15 +185,18 @@ class Dispatcher:
         if url is None:
             raise AttemptFailed("its engine has just left", route.decode)
         try:
-            answer = await stack.enter_async_context(
-                NodeClient(self._http, url, self._fleet.timeouts).answer(
-                    request.path,
-                    msgspec.json.encode(body),
-                    {"X-Request-Id": request.id},
-                    stream=request.stream,
-                    unless=partial(self._fleet.liveness.cancel_when_silent, route.decode),
+            async with self._fleet.liveness.unless_silent(route.decode):
+                answer = await stack.enter_async_context(
+                    NodeClient(self._http, url, self._fleet.timeouts).answer(
+                        request.path,
+                        msgspec.json.encode(body),
+                        {"X-Request-Id": request.id},
+                        stream=request.stream,
+                        unless=partial(self._fleet.liveness.cancel_when_hung, route.decode),
+                    )
                 )
-            )
+        except FellSilent as error:
+            raise AttemptFailed(str(error), route.decode, silent=True) from None
         except PeerError as error:
             if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(

@@ -25,6 +25,7 @@ from prfaas.gateway.client.node_client import DRAINING, NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
@@ -51,10 +52,12 @@ class AttemptFailed(Exception):
         prefill: bool = False,
         decode_only: bool = False,
         unsent: bool = False,
+        silent: bool = False,
     ) -> None:
         super().__init__(reason)
         self.avoid = avoid
         self.unsent = unsent  # no node has received the request: nothing was computed
+        self.silent = silent  # a node has fallen silent
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
 
@@ -137,6 +140,17 @@ class HandOff:
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
     ) -> dict[str, Any]:
         """Returns when the state is at the decode node: the `kv_transfer_params` for its engine."""
+        route = self._route
+        try:
+            async with self._fleet.liveness.unless_silent(route.prefill, route.decode):
+                return await self._carry_out(request, prompt, trace)
+        except FellSilent as error:
+            prefill = error.node == route.prefill
+            raise AttemptFailed(str(error), error.node, prefill=prefill, silent=True) from None
+
+    async def _carry_out(
+        self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
+    ) -> dict[str, Any]:
         compat, card = self._decode.compat, self._prefill.card
         if compat is None or card is None:
             raise AttemptFailed(
@@ -181,13 +195,13 @@ class HandOff:
         # late, lost or damaged, because the kvd refuses an open that arrives after its abort.
         self._transfer_id = transfer.transfer_id
         try:
-            async with asyncio.timeout(self._timeouts.open_s):
-                answer = await self._kvd.open(transfer)
-        except (ConnectionLost, TimeoutError) as error:
+            # The client bounds the time. A timer of this process would also expire after a pause of
+            # the gateway, although the answer has arrived.
+            answer = await self._kvd.open(transfer)
+        except ConnectionLost as error:
             self._fleet.record_kvd_failure(self._route.decode)
-            problem = str(error) or f"no answer within {self._timeouts.open_s:g} s"
             unsent = isinstance(error, Unreachable)
-            raise AttemptFailed(problem, self._route.decode, unsent=unsent) from None
+            raise AttemptFailed(str(error), self._route.decode, unsent=unsent) from None
         except PeerError as error:
             # The kvd's engine has just been replaced, and the gateway has not noticed yet.
             differs = isinstance(error, PeerHttpError) and error.code == _INCOMPATIBLE
@@ -270,7 +284,6 @@ class HandOff:
                 if committing not in done:
                     self._check_prefill(prefilling)
                     self._check_link()
-                    self._check_nodes()
                     waiting -= done
         finally:
             committing.cancel()
@@ -292,12 +305,6 @@ class HandOff:
         raise_client_error(problem)
         unsent = record_lost_engine(self._fleet, self._route.prefill, problem)
         raise AttemptFailed(str(problem), self._route.prefill, prefill=True, unsent=unsent)
-
-    def _check_nodes(self) -> None:
-        """A process that is stopped keeps its connections open and sends nothing."""
-        for node, prefill in ((self._route.prefill, True), (self._route.decode, False)):
-            if self._fleet.liveness.has_hung(node):
-                raise AttemptFailed(f"{node} has fallen silent", node, prefill=prefill)
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

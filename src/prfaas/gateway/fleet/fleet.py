@@ -15,7 +15,7 @@ from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.errors import MalformedResponse, PeerError
+from prfaas.errors import MalformedResponse, PeerError, Unreachable
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
@@ -122,8 +122,10 @@ class Fleet:
         malformed is not used until it sends a good report; one that is silent has a while."""
         if part == "engine":
             member.card = None
-        elif isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
-            member.kvd_failed_s = self._clock.now()
+        else:
+            member.kvd_unreachable = isinstance(error, Unreachable)
+            if isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
+                member.kvd_failed_s = self._clock.now()
         member.problems[part] = one_line(str(error) or type(error).__name__)
         self.refresh()
 
@@ -137,6 +139,7 @@ class Fleet:
         member.load = load
         member.problems.pop("engine", None)
         member.engine_seen_s = asked_s
+        member.engine.hear(self._clock.now())
         node = member.node
         if node is not None and node in self.board:
             work, view = self._work[node], self.board.node(node)
@@ -188,8 +191,8 @@ class Fleet:
     # The state that decisions see -----------------------------------------------------------------
 
     def update(self) -> None:
-        """Called twice a second: updates the board, liveness, link reports and the prefix index."""
-        parts = (self.refresh, self.liveness.cancel_silent, self.links.update, self.manager.sweep)
+        """Called twice a second: updates the board, link reports and the prefix index."""
+        parts = (self.refresh, self.links.update, self.manager.sweep)
         for part in parts:
             self.failures.contain("short_term", part)
 

@@ -45,7 +45,7 @@ class Formats:
         self._local = local
         self._served: frozenset[Compat] = frozenset()  # formats of live PD members of the model
         self._settling_s = timeouts.first_plan_s
-        self._grace_s = max(0.0, timeouts.hung_s - timeouts.unresponsive_s)
+        self._grace_s = max(0.0, timeouts.hung_s - timeouts.silent_s)
         self._first_s: float | None = None  # when the first PD member was alive
         self._settled = False
         self._updated_s = 0.0

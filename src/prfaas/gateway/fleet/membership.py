@@ -2,9 +2,8 @@
 
 Bookkeeping only: the poller reports, `Fleet` records, the router reads. A member comes from the
 deployment file or registers itself by heartbeat. A member is alive while its kvd and its engine
-answer. A member that has been silent for `unresponsive_s`, or has just failed a request, gets no
-new requests until it answers again. Requests stop waiting for a member that has been silent for
-`hung_s`.
+answer. A member that is silent, or has just failed a request, gets no new requests until it
+answers again, and requests stop waiting for it (`liveness`).
 """
 
 from __future__ import annotations
@@ -62,6 +61,9 @@ class Membership:
     def has(self, kvd_url: str) -> bool:
         return kvd_url.rstrip("/") in self._members
 
+    def at(self, kvd_url: str) -> Member | None:
+        return self._members.get(kvd_url)
+
     def named(self, node: NodeId) -> Member | None:
         return self._by_name.get(node)
 
@@ -83,9 +85,14 @@ class Membership:
         return member
 
     def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
-        """Returns whether the report is of a new process, which holds nothing. The report of a
-        second kvd with the same name is ignored. Raises `MalformedResponse` when a process has
-        changed its name or its KV format."""
+        """Returns whether the report is of a new process, which holds nothing. Raises
+        `MalformedResponse` when a process has changed its name or its KV format.
+
+        A kvd that comes back at another address takes over its name when the old address is silent
+        or refuses connections. While both answer, the first keeps the name, and the report of the
+        second is ignored. A name does not move to another cluster."""
+        member.kvd.hear(now_s)
+        member.kvd_unreachable = False
         known = member.report
         if known is not None and (known.instance, known.node) != (report.instance, report.node):
             if known.instance == report.instance:
@@ -97,6 +104,17 @@ class Membership:
         ):
             raise MalformedResponse("malformed report: pool.compat: the process had another format")
         other = self.named(report.node)
+        if other is not None and other is not member and _has_gone(other, member, now_s):
+            log.warning(
+                "%s is at %s now: its kvd at %s does not answer",
+                report.node,
+                member.kvd_url,
+                other.kvd_url,
+            )
+            # What runs there ends by the verdicts on the old processes (`liveness`).
+            other.report, other.card, other.has_duplicate_name = None, None, True
+            del self._by_name[report.node]
+            other = None
         if other is not None and other is not member:
             if not member.has_duplicate_name:
                 log.warning(
@@ -170,3 +188,10 @@ def _changes_format(known: KvdReport, report: KvdReport) -> bool:
     if known.pool is None or report.pool is None:
         return False
     return known.pool.compat != report.pool.compat
+
+
+def _has_gone(holder: Member, claimant: Member, now_s: float) -> bool:
+    """Whether the holder of a name does not answer, so that the claimant may take the name over."""
+    if holder.cluster != claimant.cluster:
+        return False
+    return holder.kvd_unreachable or holder.kvd.is_silent(now_s)
