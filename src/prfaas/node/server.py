@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,19 +22,34 @@ from prfaas.node import errors
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
+from prfaas.node.openapi import OPEN_PATHS, openapi
 from prfaas.node.request_runner import ActiveRequest, RequestRunner
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     GenerationRequest,
-    chat_of,
+    TokenizePrompt,
+    check_values,
     parse_chat,
     parse_completion,
+    parse_tokenize,
 )
 from prfaas.node.responses import CHAT, DONE, TEXT, ResponseBuilder, ResponseShape, error_piece
 from prfaas.security.shared_key import SharedKey, require_key
-from prfaas.text import AnswerText, ModelTokenizer
+from prfaas.service.probes import add_probes
+from prfaas.service.request_body import (
+    BodyLimits,
+    DamagedBody,
+    log_malformed_requests_briefly,
+)
+from prfaas.service.stopping import Stopping
+from prfaas.text import AnswerText, Chat, ModelTokenizer
 
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
+MAX_BODIES_BYTES = 512 << 20  # of bodies that are being read or parsed
+BODY_S = 60.0  # for a body to arrive
+_BEGUN = web.RequestKey("begun", bool)  # the status line of a stream has been sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +72,39 @@ class NodeModel:
 
 class NodeApi:
     def __init__(
-        self, model: NodeModel, engine: Engine, runner: RequestRunner, metrics: NodeMetrics
+        self,
+        model: NodeModel,
+        engine: Engine,
+        runner: RequestRunner,
+        metrics: NodeMetrics,
+        stopping: Stopping | None = None,
+        problem: Callable[[], str] = str,
     ) -> None:
+        """`problem` says why the node is not ready; empty when it is."""
         self._model = model
         self._engine = engine
         self._runner = runner
         self._metrics = metrics
+        self._stopping = stopping or Stopping()
+        self._problem = problem
+        self._bodies = BodyLimits(
+            each_bytes=MAX_BODY_BYTES, all_bytes=MAX_BODIES_BYTES, within_s=BODY_S
+        )
+        self._document = b""
 
     def application(
         self, member: SharedKey | None = None, operator: SharedKey | None = None
     ) -> web.Application:
-        """With a member key, every path except /health requires it. The operator key opens
+        """With a member key, every path except `OPEN_PATHS` requires it. The operator key opens
         /metrics."""
+        log_malformed_requests_briefly()
         checks = []
         if member is not None:
-            checks.append(require_key(_unauthorized, member, operator, frozenset({"/health"})))
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*checks, _errors])
+            checks.append(require_key(_unauthorized, member, operator, OPEN_PATHS))
+        self._document = openapi(with_keys=member is not None)
+        app = web.Application(middlewares=[*checks, _errors])
+        add_probes(app, "node", self._stopping, self._problem)
+        app.router.add_get("/openapi.json", self._openapi)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
@@ -83,9 +117,14 @@ class NodeApi:
     # Status and tokenizer -------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self._runner.draining:
+        """Gateways send no new requests to a node that drains, but those that they have sent in the
+        meantime are served: see `service.stopping`."""
+        if self._stopping.begun or self._runner.draining:
             raise request_error("draining", "this node is shutting down")
         return web.Response()
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._document, content_type="application/json")
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": __version__, "server": "prfaas"})
@@ -110,27 +149,22 @@ class NodeApi:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        try:
-            raw = msgspec.json.decode(await request.read(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise InputError(f"the body is not a JSON object: {error}") from None
+        asked = await self._parsed(request, parse_tokenize)
         tokenizer = self._model.require_tokenizer()
-        prompt = raw.get("prompt")
-        if "messages" in raw:
-            ids = await asyncio.to_thread(tokenizer.encode_chat, chat_of(raw))
-        elif isinstance(prompt, str):
-            ids = await asyncio.to_thread(tokenizer.encode, prompt)
-        else:
-            raise InputError(
-                "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
-            )
+        match asked:
+            case Chat():
+                ids = await self._encoded_chat(asked)
+            case TokenizePrompt():
+                ids = await asyncio.to_thread(
+                    tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
+                )
         limit = self._engine.limits.max_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     # Completions ----------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_completion(await request.read())
+        asked = await self._parsed(request, parse_completion)
         self._check_model(asked)
         prompt = asked.only_prompt
         if isinstance(prompt, str):
@@ -143,12 +177,24 @@ class NodeApi:
         return await self._generate(request, asked, TEXT, prompt, asked.sampling(default_tokens))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        parsed = parse_chat(await request.read())
+        parsed = await self._parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
-        prompt = await asyncio.to_thread(self._model.require_tokenizer().encode_chat, parsed.chat)
+        prompt = await self._encoded_chat(parsed.chat)
         default_tokens = self._rest_tokens(prompt)
         return await self._generate(request, asked, CHAT, prompt, asked.sampling(default_tokens))
+
+    async def _parsed(self, request: web.Request, parse: Callable[[bytes], T]) -> T:
+        async with self._bodies.read(request) as body:
+            check_values(body, self._engine.limits.max_tokens)
+            return parse(body)
+
+    async def _encoded_chat(self, chat: Chat) -> list[int]:
+        tokenizer = self._model.require_tokenizer()
+        try:
+            return await asyncio.to_thread(tokenizer.encode_chat, chat)
+        except RecursionError:
+            raise InputError("the messages are nested too deeply", where="messages") from None
 
     def _rest_tokens(self, prompt: list[int]) -> int:
         """The default of max_tokens, as in vLLM: the rest of the model's context."""
@@ -158,7 +204,7 @@ class NodeApi:
         if asked.model is not None and asked.model != self._model.name:
             raise request_error(
                 "model_not_found",
-                f"this node serves {self._model.name!r}, not {asked.model!r}",
+                f"this node serves {self._model.name!r}, not {asked.model[:100]!r}",
                 param="model",
             )
 
@@ -245,6 +291,7 @@ class NodeApi:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         try:
+            request[_BEGUN] = True
             await response.prepare(request)
             await self._write(response, asked, active, builder)
         except ConnectionResetError:
@@ -288,16 +335,28 @@ class NodeApi:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    headers = {}
     try:
         answer: web.StreamResponse = await handler(request)
         return answer
     except InputError as error:
         failure = errors.bad_input(error)
+        if isinstance(error, DamagedBody):
+            headers["Connection"] = "close"
     except RequestError as error:
         failure = error
-    except web.HTTPRequestEntityTooLarge:
-        failure = request_error("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
-    headers = {}
+    except web.HTTPMethodNotAllowed as error:
+        failure = request_error("method_not_allowed", f"{request.method[:20]} is not served here")
+        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+    except web.HTTPNotFound:
+        failure = request_error("not_found", "this path is not served")
+    except ConnectionError:
+        return web.Response()  # the client has left: this response is not sent
+    except Exception:
+        if _BEGUN in request:
+            raise  # aiohttp logs it and closes the connection
+        _LOG.exception("%s %s", request.method, request.path)
+        failure = request_error("internal_error", "this node failed; its log has the reason")
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))
     return _json(errors.error_body(failure), status=failure.status, headers=headers)
