@@ -181,9 +181,9 @@ class HttpApi:
 
     async def _events_page(self, request: web.Request) -> web.Response:
         node = NodeId(request.query.get("node", self._store.node))
-        since = number(request, "since", 0)
+        since, patience_s = number(request, "since", 0), wait_s(request)
         if since >= 0:
-            await self._store.events.wait(node, since, wait_s(request))
+            await self._store.events.wait(node, since, patience_s)
         storage = self._store.storage
         held = storage.pool.holdings() if storage is not None and node == self._store.node else None
         return json_response(self._store.events.page(node, since, held))

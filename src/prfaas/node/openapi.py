@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prfaas.contracts.openai import ErrorBody, Usage
 from prfaas.node.request_schema import Completion, GenerationRequest, TokenizePrompt
-from prfaas.service.openapi import EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content
+from prfaas.service.openapi import EVENT, EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content
 from prfaas.service.probes import PROBE_PATHS
 from prfaas.text import Chat
 
@@ -41,7 +41,7 @@ def openapi(*, with_keys: bool) -> bytes:
         },
         "required": ["id", "object", "created", "model", "choices", "usage"],
     }
-    generated: Content = {JSON: answer, EVENTS: {"type": "string"}}
+    generated: Content = {JSON: answer, EVENTS: EVENT}
     failures = (*keyed, *_READING, 404, 424, 500)
     chat = {"allOf": [document.ref(GenerationRequest), document.ref(Chat)]}
     document.add(

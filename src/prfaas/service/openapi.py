@@ -13,6 +13,12 @@ from prfaas.service.probes import Liveness, Readiness
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 OBJECT: Mapping[str, Any] = {"type": "object"}
+# Of one event of a stream: its data is JSON, or [DONE].
+EVENT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 Schema: TypeAlias = Mapping[str, Any]
 Content: TypeAlias = Mapping[str, Schema]  # schemas by media type
 

@@ -115,7 +115,10 @@ class GatewayApi:
                 RequestError(502, "engine_lost", f"the decode engine was lost: {error}")
             )
         except web.HTTPException as error:
-            return error_response(of_http(error))
+            response = error_response(of_http(error))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            return response
         except ConnectionError:
             return web.Response()  # the client has left: this response is not sent
         except Exception:

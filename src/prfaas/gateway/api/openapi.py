@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.contracts.openai import ErrorBody, Usage
 from prfaas.gateway.api.credentials import OPEN_PATHS
-from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Prompt
-from prfaas.service.openapi import EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content, parameter
+from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Ids, Prompt, Text
+from prfaas.service.openapi import (
+    EVENT,
+    EVENTS,
+    JSON,
+    OBJECT,
+    TEXT,
+    ApiDocument,
+    Content,
+    parameter,
+)
 from prfaas.text import Chat
 
 _REASONS = {
@@ -24,12 +37,19 @@ _REASONS = {
 _READING = (400, 408, 413, 503)  # of every request with a body
 
 
+class _ListedPrompt(msgspec.Struct, frozen=True):
+    """A list of one prompt; several prompts are refused."""
+
+    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=1)]
+
+
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: requests of tenants and operators need a key."""
-    kinds = (CompletionOptions, Prompt, ChatOptions, Chat, Usage, Heartbeat)
+    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, Heartbeat)
     document = ApiDocument("prfaas gateway", kinds, ErrorBody, _REASONS)
     ref, add = document.ref, document.add
-    completion = {"allOf": [ref(CompletionOptions), ref(Prompt)]}
+    prompt = {"anyOf": [ref(Prompt), ref(_ListedPrompt)]}
+    completion = {"allOf": [ref(CompletionOptions), prompt]}
     chat = {"allOf": [ref(ChatOptions), ref(Chat)]}
     answer = {
         "type": "object",
@@ -56,7 +76,7 @@ def openapi(*, with_keys: bool) -> bytes:
         "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": card}},
         "required": ["object", "data"],
     }
-    generated: Content = {JSON: answer, EVENTS: {"type": "string"}}
+    generated: Content = {JSON: answer, EVENTS: EVENT}
     keyed = (401,) if with_keys else ()
     operators = (401, 403) if with_keys else ()
     failures = (*keyed, *_READING, 404, 429, 500, 502)
