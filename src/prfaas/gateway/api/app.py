@@ -101,6 +101,8 @@ class GatewayApi:
         sent = request.headers.get("X-Request-Id", "")
         request[_ID] = sent if _VALID_ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
         try:
+            if isinstance(request.match_info.http_exception, web.HTTPMethodNotAllowed):
+                raise request.match_info.http_exception  # no key would open it
             given = request.headers.get("Authorization")
             request[_TENANT] = self._credentials.admit(request.path, given)
             return await handler(request)
