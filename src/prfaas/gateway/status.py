@@ -23,6 +23,8 @@ from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
 
+UNPLANNED = "no node of the PD cluster has answered yet"
+
 
 class GatewayStatus:
     """Reads the gateway's parts; changes none."""
@@ -73,6 +75,17 @@ class GatewayStatus:
             },
             "moves": self._moves(),
         }
+
+    def unready_reason(self) -> str:
+        """Why no request can be served now; empty when one can be."""
+        if self._router.plan is None:
+            return UNPLANNED
+        board = self._fleet.board
+        nodes = [m.node for m in self._fleet.members if m.node is not None and m.node in board]
+        decodes = any(
+            board.node(node).usable and board.node(node).role == "decode" for node in nodes
+        )
+        return "" if decodes else "no node that decodes is in use"
 
     def plan(self) -> dict[str, Any]:
         return plan_json(self._router.plan, self._clock.now())
@@ -215,7 +228,7 @@ class GatewayStatus:
 
 def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:
     if plan is None:
-        return {"made": False, "reason": "no node of the PD cluster has answered yet"}
+        return {"made": False, "reason": UNPLANNED}
     return {
         "made": True,
         "age_s": round(now_s - plan.made_s, 3),
