@@ -110,6 +110,11 @@ class GatewayStatus:
         for loop, number in self._fleet.failures.counts.items():
             failures.add_metric([loop], number)
         yield failures
+        silences = CounterMetricFamily(
+            "prfaas_gateway_silent_nodes", "How often a node was found silent."
+        )
+        silences.add_metric([], self._fleet.liveness.fallen_silent)
+        yield silences
 
     def _clusters(self) -> list[ClusterId]:
         return [self._fleet.local, *self._fleet.remotes]
