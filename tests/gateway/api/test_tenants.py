@@ -1,0 +1,90 @@
+"""Limits of tenants: one tenant at its limit is refused, and the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.engine.emulated.pace import Scales
+from prfaas.gateway.api.credentials import TenantKey
+from prfaas.security.shared_key import SharedKey
+from tests.gateway.api.api_server import ApiServer, api_server
+from tests.waiting import PATIENCE_S
+
+GOOD = {"model": "made-up", "prompt": [1, 2, 3], "max_tokens": 1}
+KEYS = [TenantKey("key-a", "a"), TenantKey("key-b", "b")]
+A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
+OPERATOR = SharedKey(["operator"])
+SLOW = Scales(time=0.1)  # a response of 3000 tokens takes longer than any test
+
+
+@asynccontextmanager
+async def streaming(server: ApiServer, key: dict[str, str], count: int) -> AsyncIterator[int]:
+    """Begins so many long streams of a tenant. Yields how many of them the gateway accepted; these
+    go on until the block ends."""
+    body = msgspec.json.encode({**GOOD, "max_tokens": 3000, "stream": True})
+    accepted = 0
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            answer = await stack.enter_async_context(
+                server.http.post(f"{server.url}/v1/completions", data=body, headers=key)
+            )
+            accepted += answer.status == 200
+        yield accepted
+
+
+async def refusal(server: ApiServer, key: dict[str, str], body: Any = GOOD) -> dict[str, Any]:
+    """The error of a request that a limit refuses."""
+    data = msgspec.json.encode(body)
+    async with server.http.post(f"{server.url}/v1/completions", data=data, headers=key) as answer:
+        assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
+        error: dict[str, Any] = (await answer.json())["error"]
+        return error
+
+
+@pytest.mark.xfail(strict=True, reason="one tenant can take all requests in flight")
+async def test_a_tenant_that_takes_all_it_can_leaves_room_for_another() -> None:
+    async with api_server(keys=KEYS, max_in_flight=4, scales=SLOW) as server:
+        async with streaming(server, A, 4):
+            assert (await server.post("/v1/completions", GOOD, **B))[0] == 200
+
+
+@pytest.mark.xfail(strict=True, reason="one tenant can take the memory of all bodies")
+async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() -> None:
+    limits = {"max_body_mb": 0.5, "max_bodies_mb": 1.0, "timeouts": {"body_s": PATIENCE_S}}
+    async with api_server(keys=KEYS, operator=OPERATOR, **limits) as server:
+        writers = [await begin_body(server, "key-a", 450_000) for _ in range(2)]
+        await until_held(server, 450_000)
+        body = {**GOOD, "user": "x" * 300_000}
+        assert (await server.post("/v1/completions", body, **B))[0] == 200
+        for writer in writers:
+            writer.close()
+
+
+async def begin_body(server: ApiServer, key: str, nbytes: int) -> asyncio.StreamWriter:
+    """Sends so many bytes of a body whose end does not come."""
+    _, writer = await asyncio.open_connection(*server.address)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\n"
+        b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n" % (key.encode(), nbytes + 1)
+    )
+    writer.write(b" " * nbytes)
+    return writer
+
+
+async def until_held(server: ApiServer, nbytes: int) -> None:
+    """Until the bodies that have arrived take at least so many bytes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await gauge(server, "prfaas_gateway_body_bytes") < nbytes:
+            pass
+
+
+async def gauge(server: ApiServer, name: str) -> float:
+    _, page = await server.get("/metrics", Authorization="Bearer operator")
+    lines: Sequence[str] = page.decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
