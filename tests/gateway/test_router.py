@@ -113,3 +113,14 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(at_once
     fleet.board.forget_work(F)
     assert fleet.board.node(F) == before._replace(free_at_s=fleet.board.node(F).free_at_s)
     assert fleet.board.node(B).active == 0
+
+
+@pytest.mark.xfail(strict=True, reason="a cluster without nodes never has room for a retry")
+async def test_requests_held_for_a_cluster_that_is_lost_go_to_another_cluster() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock, policy="adaptive", adaptive={"queue_s": 0.0})
+    first = placement(LONG, clock)
+    router.waiting_room.put(first, Hold("test", fleet.remotes[0], 0.1, clock.now()))
+    fleet.record_engine_failure(F)
+    assert first.booking is not None and first.booking.route.prefill == A
+    assert not router.waiting_room
