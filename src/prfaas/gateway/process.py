@@ -25,6 +25,7 @@ from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
+from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
 from prfaas.planner.problem import Problem
 from prfaas.security.reload import reload_on_hangup
@@ -60,10 +61,11 @@ async def run_gateway(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     clock = MonotonicClock()
+    tenants = Tenants(deployment.gateway, lambda: options.credentials.tenants)
     reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
     with listen(deployment.gateway.host, deployment.gateway.port) as listening:
-        async with running(deployment, problem, options.backend, clock) as backend:
-            async with serving(deployment, backend, options, clock, listening) as url:
+        async with running(deployment, problem, options.backend, clock, tenants) as backend:
+            async with serving(deployment, backend, options, clock, listening, tenants) as url:
                 # The garbage collector skips objects that live as long as the process: every stream
                 # would wait for the 50 ms that a scan takes.
                 gc.collect()
@@ -80,8 +82,9 @@ async def serving(
     options: GatewayOptions,
     clock: Clock,
     listening: socket.socket,
+    tenants: Tenants | None = None,
 ) -> AsyncIterator[str]:
-    """Serves the API over any backend; yields its URL."""
+    """Serves the API over any backend; yields its URL. `tenants` is also the backend's."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = ApiMetrics()
@@ -96,7 +99,10 @@ async def serving(
                 all_bytes=int(section.max_bodies_mb * _MB),
                 patience_s=section.timeouts.body_s,
             ),
-            Limits(section.max_in_flight, section.timeouts.stall_s),
+            Limits(
+                tenants or Tenants(section, lambda: options.credentials.tenants),
+                section.timeouts.stall_s,
+            ),
             RequestLog(metrics, clock),
         )
         runner = web.AppRunner(

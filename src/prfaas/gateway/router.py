@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.index import NodeMatch
@@ -21,14 +22,15 @@ from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.short_term_log import ShortTermLog
+from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation, explain
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.request import Request, Route, local_only_reason
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
 
@@ -42,6 +44,8 @@ class PlacementRequest:
     avoid: Collection[NodeId] = ()  # nodes where the request has failed or was refused
     booking: Booking | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
+    tenant: str = ""
+    waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last
 
 
 class Router:
@@ -52,10 +56,12 @@ class Router:
         clock: Clock,
         decision_log: DecisionLog | None = None,
         limits: GatewaySection = DEFAULTS,
+        tenants: Tenants | None = None,
     ) -> None:
+        self.tenants = tenants or Tenants(limits)
         self.state = ShortTermState(rules)
         self.short_term_log = ShortTermLog()
-        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom()
+        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom(self.tenants.weight)
         self._fleet = fleet
         self._clock = clock
         self._decision_log = decision_log
@@ -81,16 +87,11 @@ class Router:
         return placement.booking
 
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
-        if len(self.waiting_room) >= self._limits.max_queued:
-            raise RequestError(
-                429,
-                "overloaded",
-                f"{len(self.waiting_room)} requests are waiting already",
-                retry_after_s=self._limits.timeouts.queue_retry_after_s,
-            )
-        self.waiting_room.put(placement, hold)
+        self.tenants.waiting.take(placement.tenant)
+        placement.waits_for = hold.cluster
+        self.waiting_room.put(placement, hold, placement.tenant)
         try:
-            if hold.cluster is not None and has_room(hold.cluster, self._view({}), self.state):
+            if hold.cluster is not None and self._has_room(hold.cluster):
                 # The request waits because others are before it: the free node is theirs now.
                 self.retry_waiting()
             async with asyncio.timeout(patience_s):
@@ -106,13 +107,14 @@ class Router:
                     503, "overloaded", message, retry_after_s=retry_after_s
                 ) from None
             raise
+        finally:
+            self.tenants.waiting.release(placement.tenant)
 
     def retry_waiting(self) -> None:
         """Tries the waiting requests, as far as there is room."""
         self.waiting_room.retry(
-            self.try_dispatch,
-            # A new view for each check: every placed request has changed the queues.
-            lambda cluster: has_room(cluster, self._view({}), self.state),
+            self._try_again,
+            self._has_room,
             lambda placement: placement.placed.set(),
         )
 
@@ -124,7 +126,7 @@ class Router:
         now = self._clock.now()
         request, manager = placement.request, self._fleet.manager
         match = manager.match(placement.prompt)
-        view = self._view(self._fleet.prefixes.by_node(match))
+        view = self._view(self._fleet.prefixes.by_node(match), placement.tenant)
         seen = exclude_nodes(view, placement.avoid)
         found = route(request, seen, self._plan, self.state)
         if isinstance(found, Hold) and found.cluster is None and placement.avoid:
@@ -147,9 +149,20 @@ class Router:
                 nbytes=0,
                 copies=(),
             )
+        hold = self._hold_for_tenants(placement, found)
+        if hold is not None:
+            return hold
         manager.observe(placement.prompt, match, now)
-        placement.booking = self._fleet.book(found, request.prompt_tokens, self._retry_if_waiting)
+        on_prefill_end = partial(self._on_prefill_end, found.prefill)
+        placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
+        self.waiting_room.record_dispatch(found.cluster, found.prefill_s, placement.tenant)
         return None
+
+    def close(self, booking: Booking) -> None:
+        """The attempt is over. What it held is free for the requests that wait."""
+        booking.close(self._clock.now())
+        if self.tenants.several:
+            self._retry_if_waiting()
 
     def explain(self, request: Request, prompt: PromptHashes) -> Explanation | None:
         """Where the request would go now. None while there is no plan. Books nothing."""
@@ -169,5 +182,86 @@ class Router:
         if self.waiting_room:
             self.retry_waiting()
 
-    def _view(self, cached: Mapping[NodeId, NodeMatch]) -> View:
-        return self._fleet.board.view(self._clock.now(), cached, self.waiting_room.work)
+    def _view(self, cached: Mapping[NodeId, NodeMatch], tenant: str | None = None) -> View:
+        """`tenant`: the waiting work is what this tenant has before it."""
+        room = self.waiting_room
+        fair = tenant is not None and self.tenants.several
+        held = room.work_before(tenant) if fair and tenant is not None else room.work
+        return self._fleet.board.view(self._clock.now(), cached, held)
+
+    # Several tenants ------------------------------------------------------------------------------
+
+    def _hold_for_tenants(self, placement: PlacementRequest, found: Route) -> Hold | None:
+        """Several tenants share the nodes fairly only if their requests wait here, and not in the
+        queues of nodes, which are in the order of arrival. So a routed request is held, under every
+        policy, while every queue that could take it is long enough, or while requests of other
+        tenants are before it. With one tenant, `route` decides alone."""
+        if not self.tenants.several:
+            return None
+        tenant, arrived_s = placement.tenant, placement.request.arrived_s
+        if found.prefill == found.decode:
+            # One node does everything, so that room in the prefill queues means nothing. It is
+            # retried whenever something has ended.
+            if self._can_decode(placement.avoid, prefills=True):
+                return None
+            return Hold("every decode node is busy", None, found.prefill_s, arrived_s)
+
+        def hold(reason: str) -> Hold:
+            return Hold(reason, found.cluster, found.prefill_s, arrived_s)
+
+        view = exclude_nodes(self._view({}), placement.avoid)
+        if not has_room(found.cluster, view, self.state):
+            if self._wait_s(found.prefill) > self.state.rules.adaptive.queue_s:
+                return hold("every prefill queue of the cluster is long enough")
+        if not self._can_decode(placement.avoid):
+            return hold("no decode node has a free slot")
+        if found.cluster == placement.waits_for:
+            return None  # it is the first of its queue
+        if self.waiting_room.others_are_before(found.cluster, tenant):
+            return hold("requests of other tenants are before it")
+        # Policy `adaptive` has a rule of its own for the order of one tenant's requests.
+        first_s = self.waiting_room.first(found.cluster, tenant)
+        if self.state.rules.policy != "adaptive" and first_s <= arrived_s:
+            return hold("other requests have waited longer")
+        return None
+
+    def _has_room(self, cluster: ClusterId) -> bool:
+        """Whether requests held for the cluster are worth a retry."""
+        # A new view for each check: every placed request has changed the queues.
+        if not has_room(cluster, self._view({}), self.state):
+            return False
+        return not self.tenants.several or self._can_decode()
+
+    def _can_decode(self, avoid: Collection[NodeId] = (), *, prefills: bool = False) -> bool:
+        """Whether a decode node has a free slot; `prefills`: and could start a prefill soon. A slot
+        is free until a request's state is in place: if requests were held while others are
+        prefilled for the last slots, slots would be idle for the time of a prefill."""
+        board, most_s = self._fleet.board, self.state.rules.adaptive.queue_s
+        usable = [
+            node for node in self._view({}).local.nodes if node.usable and node.role == "decode"
+        ]
+        chosen = [node for node in usable if node.node not in avoid] or usable
+        return any(
+            board.decoding(node.node) < node.slots
+            and (not prefills or self._wait_s(node.node) <= most_s)
+            for node in chosen
+        )
+
+    def _wait_s(self, node: NodeId) -> float:
+        """Prefill seconds that a node has before a new request."""
+        return self._fleet.board.node(node).free_at_s - self._clock.now()
+
+    def _on_prefill_end(self, node: NodeId) -> None:
+        if self.tenants.several and node in self._fleet.board:
+            member = self._fleet.members.named(node)
+            if member is not None and not self._fleet.prefills_at(member):
+                # The node has done all that this gateway sent. If its prefills took less time than
+                # predicted, it would seem busy until its next report, and requests would wait.
+                self._fleet.board.forget_work(node)
+        self._retry_if_waiting()
+
+    def _try_again(self, placement: PlacementRequest) -> Hold | None:
+        hold = self.try_dispatch(placement)
+        if hold is not None:
+            placement.waits_for = hold.cluster
+        return hold

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
-import pytest
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.credentials import TenantKey
@@ -47,14 +46,16 @@ async def refusal(server: ApiServer, key: dict[str, str], body: Any = GOOD) -> d
         return error
 
 
-@pytest.mark.xfail(strict=True, reason="one tenant can take all requests in flight")
 async def test_a_tenant_that_takes_all_it_can_leaves_room_for_another() -> None:
     async with api_server(keys=KEYS, max_in_flight=4, scales=SLOW) as server:
-        async with streaming(server, A, 4):
+        async with streaming(server, A, 4) as accepted:
+            assert accepted == 2
+            error = await refusal(server, A)
+            assert (error["code"], error["type"]) == ("tenant_limit", "rate_limit_error")
+            assert "limit of 2 (half of gateway.max_in_flight" in error["message"]
             assert (await server.post("/v1/completions", GOOD, **B))[0] == 200
 
 
-@pytest.mark.xfail(strict=True, reason="one tenant can take the memory of all bodies")
 async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() -> None:
     limits = {"max_body_mb": 0.5, "max_bodies_mb": 1.0, "timeouts": {"body_s": PATIENCE_S}}
     async with api_server(keys=KEYS, operator=OPERATOR, **limits) as server:
@@ -64,6 +65,49 @@ async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() 
         assert (await server.post("/v1/completions", body, **B))[0] == 200
         for writer in writers:
             writer.close()
+
+
+async def test_prompt_tokens_count_until_the_first_token() -> None:
+    limits = {"tenants": {"a": {"max_queued_tokens": 100}}}
+    async with api_server(keys=KEYS, scales=SLOW, **limits) as server:
+        async with streaming(server, A, 2) as accepted:
+            assert accepted == 2, "streams that have begun do not count"
+        held = asyncio.Event()
+        server.backend.before_answer = held.wait
+        server.backend.arrived.clear()
+        waiting = asyncio.create_task(
+            server.post("/v1/completions", {**GOOD, "prompt": [1] * 80}, **A)
+        )
+        await server.backend.arrived.wait()
+        error = await refusal(server, A, {**GOOD, "prompt": [1] * 21})
+        assert error["code"] == "tenant_limit"
+        assert "101 prompt tokens" in error["message"]
+        assert "limit of 100 (gateway.tenants.a.max_queued_tokens)" in error["message"]
+        held.set()
+        assert (await waiting)[0] == 200
+        assert (await server.post("/v1/completions", {**GOOD, "prompt": [1] * 21}, **A))[0] == 200
+
+
+async def test_a_body_over_the_limit_is_refused_while_it_arrives() -> None:
+    limits = {"tenants": {"a": {"max_bodies_mb": 0.5}}, "timeouts": {"body_s": PATIENCE_S}}
+    async with api_server(keys=KEYS, operator=OPERATOR, **limits) as server:
+        writer = await begin_body(server, "key-a", 300_000)
+        await until_held(server, 300_000)
+        error = await refusal(server, A, {**GOOD, "user": "x" * 300_000})
+        assert error["code"] == "tenant_limit"
+        assert "limit of 500000 (gateway.tenants.a.max_bodies_mb)" in error["message"]
+        status, answer = await server.post("/v1/completions", {**GOOD, "user": "x" * 600_000}, **A)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        writer.close()
+
+
+async def test_with_one_tenant_the_limit_is_the_deployments() -> None:
+    async with api_server(keys=KEYS[:1], max_in_flight=3, scales=SLOW) as server:
+        async with streaming(server, A, 3) as accepted:
+            assert accepted == 3
+            error = await refusal(server, A)
+            assert error["code"] == "overloaded"
+            assert "gateway.max_in_flight = 3" in error["message"]
 
 
 async def begin_body(server: ApiServer, key: str, nbytes: int) -> asyncio.StreamWriter:
