@@ -56,8 +56,11 @@ def test_tenants_have_sections() -> None:
     assert changed.gateway.tenant_default.weight == 3
     with pytest.raises(InputError, match="gateway.tenants.acme.wieght: unknown key; did you mean"):
         load_deployment(CASE_STUDY, [keys, "gateway.tenants.acme.wieght=2"])
-    with pytest.raises(InputError, match="gateway.tenants.acme.weight: expected `float` > 0"):
-        load_deployment(CASE_STUDY, [keys, "gateway.tenants.acme.weight=0"])
+    for name in ("acme", '"a b"', "x"):
+        text = f"gateway.tenants={{ {name} = {{ weight = 0.0 }}, y = {{}} }}"
+        at = name.strip('"')
+        with pytest.raises(InputError, match=f"gateway.tenants.{at}.weight: .* > 0.0, got 0.0"):
+            load_deployment(CASE_STUDY, [keys, text])
     with pytest.raises(InputError, match="gateway.tenants.acmee: no key belongs to the tenant"):
         load_deployment(CASE_STUDY, [keys, "gateway.tenants.acmee.weight=2"])
 

@@ -57,7 +57,11 @@ async def test_a_tenant_that_takes_all_it_can_leaves_room_for_another() -> None:
 
 
 async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() -> None:
-    limits = {"max_body_mb": 0.5, "max_bodies_mb": 1.0, "timeouts": {"body_s": PATIENCE_S}}
+    limits: dict[str, Any] = {
+        "max_body_mb": 0.5,
+        "max_bodies_mb": 1.0,
+        "timeouts": {"body_s": PATIENCE_S},
+    }
     async with api_server(keys=KEYS, operator=OPERATOR, **limits) as server:
         writers = [await begin_body(server, "key-a", 450_000) for _ in range(2)]
         await until_held(server, 450_000)
@@ -68,7 +72,7 @@ async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() 
 
 
 async def test_prompt_tokens_count_until_the_first_token() -> None:
-    limits = {"tenants": {"a": {"max_queued_tokens": 100}}}
+    limits: dict[str, Any] = {"tenants": {"a": {"max_queued_tokens": 100}}}
     async with api_server(keys=KEYS, scales=SLOW, **limits) as server:
         async with streaming(server, A, 2) as accepted:
             assert accepted == 2, "streams that have begun do not count"
@@ -89,7 +93,10 @@ async def test_prompt_tokens_count_until_the_first_token() -> None:
 
 
 async def test_a_body_over_the_limit_is_refused_while_it_arrives() -> None:
-    limits = {"tenants": {"a": {"max_bodies_mb": 0.5}}, "timeouts": {"body_s": PATIENCE_S}}
+    limits: dict[str, Any] = {
+        "tenants": {"a": {"max_bodies_mb": 0.5}},
+        "timeouts": {"body_s": PATIENCE_S},
+    }
     async with api_server(keys=KEYS, operator=OPERATOR, **limits) as server:
         writer = await begin_body(server, "key-a", 300_000)
         await until_held(server, 300_000)
