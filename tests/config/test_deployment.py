@@ -47,6 +47,33 @@ def test_set_changes_one_key() -> None:
         load_deployment(CASE_STUDY, ["gateway.timeouts.queue=5"])
 
 
+def test_tenants_have_sections() -> None:
+    keys = 'gateway.keys=[{ key = "k", tenant = "acme" }]'
+    changed = load_deployment(
+        CASE_STUDY, [keys, "gateway.tenants.acme.weight=2", "gateway.tenant_default.weight=3"]
+    )
+    assert changed.gateway.tenants["acme"].weight == 2
+    assert changed.gateway.tenant_default.weight == 3
+    with pytest.raises(InputError, match="gateway.tenants.acme.wieght: unknown key; did you mean"):
+        load_deployment(CASE_STUDY, [keys, "gateway.tenants.acme.wieght=2"])
+    for name in ("acme", '"a b"', "x"):
+        text = f"gateway.tenants={{ {name} = {{ weight = 0.0 }}, y = {{}} }}"
+        at = name.strip('"')
+        with pytest.raises(InputError, match=f"gateway.tenants.{at}.weight: .* > 0.0, got 0.0"):
+            load_deployment(CASE_STUDY, [keys, text])
+    with pytest.raises(InputError, match="gateway.tenants.acmee: no key belongs to the tenant"):
+        load_deployment(CASE_STUDY, [keys, "gateway.tenants.acmee.weight=2"])
+
+
+@pytest.mark.parametrize("place", ["tenants.acme", "tenant_default"])
+@pytest.mark.parametrize("key", ["max_in_flight", "max_queued_tokens", "max_bodies_mb"])
+def test_a_tenant_has_no_more_than_the_deployment(place: str, key: str) -> None:
+    keys = 'gateway.keys=[{ key = "k", tenant = "acme" }]'
+    at = f"gateway.{place}.{key}"
+    with pytest.raises(InputError, match=f"{at}: 4 is above gateway.{key} = 3; lower it"):
+        load_deployment(CASE_STUDY, [keys, f"gateway.{key}=3", f"{at}=4"])
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

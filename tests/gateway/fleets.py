@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -11,7 +11,9 @@ from prfaas.clock import Clock
 from prfaas.config.gateway import DEFAULTS, GatewaySection, GatewayTimeouts
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
-from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.gateway.placement import PlacementRequest
+from prfaas.gateway.router import Router
+from prfaas.gateway.tenants import Tenants
 from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
@@ -33,13 +35,17 @@ def fleet_and_router(
     fars: Sequence[dict[str, str]] = FARS,
     limits: GatewaySection = DEFAULTS,
     late_since: LateSince = never_late,
+    tenants: Collection[str] = ("",),
     **scheduler: object,
 ) -> tuple[Fleet, Router]:
     """All nodes answer: `a` prefills, `b` and `c` decode; `f` is the remote node."""
     made = msgspec.structs.replace(deployment(homes, fars, **scheduler), gateway=limits)
     solved = problem(made)
     fleet = Fleet(made, solved, clock, late_since)
-    router = Router(fleet, made.scheduler, clock, limits=limits)
+    names = frozenset(tenants)
+    router = Router(
+        fleet, made.scheduler, clock, limits=limits, tenants=Tenants(limits, lambda: names)
+    )
     for member, name in zip(fleet.members, "abcf", strict=True):
         appear(fleet, member, name, clock.now())
     plan = plan_for_nodes(
@@ -81,8 +87,11 @@ def member_of(fleet: Fleet, node: NodeId) -> Member:
     return member
 
 
-def placement(tokens: int, clock: Clock, *avoid: NodeId) -> PlacementRequest:
-    return PlacementRequest(Request(0, tokens, clock.now()), PromptHashes(prompt(tokens)), avoid)
+def placement(
+    tokens: int, clock: Clock, *avoid: NodeId, tenant: str = "", seed: int = 0
+) -> PlacementRequest:
+    hashes = PromptHashes(prompt(tokens, seed), salt=tenant)
+    return PlacementRequest(Request(0, tokens, clock.now()), hashes, avoid, tenant=tenant)
 
 
 async def place(router: Router, wanted: PlacementRequest) -> tuple[str, str]:

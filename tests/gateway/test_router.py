@@ -87,7 +87,7 @@ async def test_a_full_queue_refuses_requests() -> None:
     fleet.drain(C)
     waiting = asyncio.create_task(router.place(placement(LONG, clock), 60.0))
     await until(lambda: len(router.waiting_room) == 1)
-    with pytest.raises(RequestError, match="1 requests are waiting already") as refused:
+    with pytest.raises(RequestError, match="gateway.max_queued = 1") as refused:
         await router.place(placement(LONG, clock), 60.0)
     assert (refused.value.status, refused.value.retry_after_s) == (429, 7.0)
     waiting.cancel()
@@ -113,3 +113,13 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(at_once
     fleet.board.forget_work(F)
     assert fleet.board.node(F) == before._replace(free_at_s=fleet.board.node(F).free_at_s)
     assert fleet.board.node(B).active == 0
+
+
+async def test_requests_held_for_a_cluster_that_is_lost_go_to_another_cluster() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock, policy="adaptive", adaptive={"queue_s": 0.0})
+    first = placement(LONG, clock)
+    router.waiting_room.put(first, Hold("test", fleet.remotes[0], 0.1, clock.now()))
+    fleet.record_engine_failure(F)
+    assert first.booking is not None and first.booking.route.prefill == A
+    assert not router.waiting_room

@@ -28,6 +28,7 @@ def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
         _check_links(deployment)
         _check_workload(deployment)
         _check_keys(deployment.gateway)
+        _check_tenants(deployment.gateway)
     except InputError as error:
         raise error.in_file(file) from None
     return deployment
@@ -162,3 +163,24 @@ def _check_keys(gateway: GatewaySection) -> None:
             )
         if key.key == "":
             raise InputError("is empty", where=f"gateway.keys.{index}.key", fix="set a key")
+
+
+def _check_tenants(gateway: GatewaySection) -> None:
+    with_keys = {key.tenant for key in gateway.keys}
+    sections = {f"gateway.tenants.{name}": found for name, found in gateway.tenants.items()}
+    for name, at in zip(gateway.tenants, sections, strict=True):
+        if name not in with_keys:
+            raise InputError(
+                f"no key belongs to the tenant {name!r}",
+                where=at,
+                fix=f"add [[gateway.keys]] with tenant = {name!r}, or remove the section",
+            )
+    for at, section in {"gateway.tenant_default": gateway.tenant_default, **sections}.items():
+        for key in ("max_in_flight", "max_queued_tokens", "max_bodies_mb"):
+            value, most = getattr(section, key), getattr(gateway, key)
+            if value is not None and value > most:
+                raise InputError(
+                    f"{value:g} is above gateway.{key} = {most:g}",
+                    where=f"{at}.{key}",
+                    fix="lower it, or raise the limit of the gateway",
+                )

@@ -22,6 +22,27 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tenant of the key. Tenants do not share cached prefixes."""
 
 
+class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weight and limits of one tenant. A key that is not set has the value of
+    `[gateway.tenant_default]`. `[gateway.tenants.NAME]` is an error where no key of
+    `[[gateway.keys]]` has the tenant NAME."""
+
+    weight: Amount | None = None
+    """Weight of the tenant when requests wait: the prefill time of the nodes is shared between the
+    tenants that wait, in proportion to their weights. The default is 1."""
+    max_in_flight: Count | None = None
+    """Requests of the tenant in flight. Further requests are refused with status 429. The default
+    is `gateway.max_in_flight`, and half of it where the gateway has several tenants."""
+    max_queued_tokens: Count | None = None
+    """Prompt tokens of the tenant's requests that have no first token yet. Further requests are
+    refused with status 429, but a request that is alone is served, whatever its length. The default
+    is `gateway.max_queued_tokens`, and half of it where the gateway has several tenants."""
+    max_bodies_mb: Amount | None = None
+    """Bodies of the tenant's requests in flight together, in 10^6 bytes. Further requests are
+    refused with status 429, and a body that alone is larger with status 413. The default is
+    `gateway.max_bodies_mb`, and half of it where the gateway has several tenants."""
+
+
 class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the gateway waits, and how often it polls."""
 
@@ -92,6 +113,8 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[ApiKey] = []
     """API keys of tenants, which open `/v1/*`. Without keys, the gateway does not authenticate
     clients, and listens on loopback only."""
+    tenant_default: TenantSection = TenantSection()
+    tenants: dict[str, TenantSection] = {}
     operator_key_file: str | None = None
     """File with the operator key, which opens `/prfaas/v1/*` and `/metrics`, relative to the
     deployment file. With API keys but without this key, these paths are closed."""
@@ -114,6 +137,9 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests in flight. Further requests are refused with status 429."""
     max_queued: Count = 4096
     """Requests that wait for a node. Further requests are refused with status 429."""
+    max_queued_tokens: Count = 100_000_000
+    """Prompt tokens of the requests that have no first token yet. Further requests are refused with
+    status 429."""
     max_attempts: Count = 4
     """Attempts of one request, including the first."""
     max_body_mb: Amount = 64.0

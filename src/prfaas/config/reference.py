@@ -75,6 +75,8 @@ def sections(kind: type[msgspec.Struct], path: str = "", title: str = "") -> Ite
         at = f"{path}.{name}" if path else name
         inner = _structs(hint)
         many = any(part is list for part in _origins(hint))
+        named = any(part is dict for part in _origins(hint))
+        at = f"{at}.NAME" if named else at
         for struct in inner:
             heading = f"`[[{at}]]`" if many else f"`[{at}]`"
             if len(inner) > 1:
@@ -111,7 +113,8 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return (typing.get_args(hint)[0],)
-    return typing.get_args(hint) if origin in (list, types.UnionType, typing.Union) else ()
+    containers = (list, dict, types.UnionType, typing.Union)
+    return typing.get_args(hint) if origin in containers else ()
 
 
 def _structs(hint: Any) -> list[type[msgspec.Struct]]:

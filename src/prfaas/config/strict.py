@@ -7,6 +7,7 @@ allows. It does not depend on the meaning of the structs.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
@@ -54,27 +55,29 @@ def decode(raw: dict[str, Any], kind: type[T], file: str | Path) -> T:
 
 
 _AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]*)`")
 
 
 def _rewritten(message: str, raw: dict[str, Any], kind: type[Any], file: str | Path) -> InputError:
     at = _AT.search(message)
-    path = _dotted(at["path"]) if at else ""
+    parts = _parts(at["path"], message, raw, kind) if at else []
+    path = ".".join(parts)  # the notation of --set, --sweep and our errors
     problem = message[: at.start()] if at else message
     if unknown := _UNKNOWN.match(problem):
         key = unknown["key"]
-        known = _known_keys(msgspec.json.schema(kind), _parts(path), raw)
+        known = _known_keys(msgspec.json.schema(kind), parts, raw)
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return InputError("unknown key", file=file, where=_join(path, key), fix=fix)
     if missing := _MISSING.match(problem):
         return InputError("is missing", file=file, where=_join(path, missing["key"]), fix="add it")
-    value = _at(raw, _parts(path))
+    value = _at(raw, parts)
     shown = f"{problem[0].lower()}{problem[1:]}"
     advice: str | None = None
     if problem.startswith("Invalid"):
-        advice = f"use one of: {', '.join(_choices(msgspec.json.schema(kind), _parts(path), raw))}"
+        advice = f"use one of: {', '.join(_choices(msgspec.json.schema(kind), parts, raw))}"
     elif path:
         shown = f"{re.sub(r', got `[a-z]+`$', '', shown)}, got {value!r}"
         if isinstance(value, str) and ("`float`" in problem or "`int`" in problem):
@@ -82,13 +85,31 @@ def _rewritten(message: str, raw: dict[str, Any], kind: type[Any], file: str | P
     return InputError(shown, file=file, where=path or None, fix=advice)
 
 
-def _dotted(path: str) -> str:
-    """`.clusters[0].gpus` as `clusters.0.gpus`, the notation of --set, --sweep and our errors."""
-    return re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).lstrip(".")
+def _parts(path: str, message: str, raw: dict[str, Any], kind: type[Any]) -> list[str]:
+    """`.clusters[0].gpus` as the keys `clusters`, `0`, `gpus`. msgspec writes `[...]` for the name
+    of an entry of a table whose names are free."""
+    parts = [key or index for key, index in _STEP.findall(path)]
+    while "..." in parts:
+        place = parts.index("...")
+        parts[place] = _wrong_entry(parts[:place], message, raw, kind)
+    return parts
 
 
-def _parts(path: str) -> list[str]:
-    return path.split(".") if path else []
+def _wrong_entry(parts: list[str], message: str, raw: dict[str, Any], kind: type[Any]) -> str:
+    """The name of the entry of this table that the message is about."""
+    table = _at(raw, parts)
+    for name in table:
+        alone = copy.deepcopy(raw)
+        entries = _at(alone, parts)
+        for other in table:
+            if other != name:
+                del entries[other]
+        try:
+            msgspec.convert(alone, kind)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return str(name)
+    return "?"  # two entries are wrong only together, which no type of ours says
 
 
 def _join(path: str, key: str) -> str:

@@ -36,6 +36,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
+from prfaas.gateway.tenants import Tenants
 from prfaas.http_client.client import open_client
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import BEAT_S, Lateness
@@ -130,10 +131,12 @@ async def running(
     problem: Problem,
     options: BackendOptions | None = None,
     clock: Clock | None = None,
+    tenants: Tenants | None = None,
 ) -> AsyncIterator[GatewayBackend]:
     """`studies.problem_files.Study.problem` builds `problem` from the deployment. The policy is
-    that of `deployment.scheduler`."""
+    that of `deployment.scheduler`. `tenants` is also the API's; without it there is one tenant."""
     options, clock = options or BackendOptions(), clock or MonotonicClock()
+    tenants = tenants or Tenants(deployment.gateway)
     async with AsyncExitStack() as stack:
         decision_log = None
         if options.record is not None:
@@ -156,7 +159,9 @@ async def running(
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         lateness = Lateness(clock.now())
         fleet = Fleet(deployment, problem, clock, lambda s: lateness.since(s, clock.now()))
-        router = Router(fleet, deployment.scheduler, clock, decision_log, deployment.gateway)
+        router = Router(
+            fleet, deployment.scheduler, clock, decision_log, deployment.gateway, tenants
+        )
         poller = Poller(fleet, http, clock, tasks)
         copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves

@@ -23,6 +23,7 @@ from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
+from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
 from prfaas.planner.problem import Problem
 from prfaas.security.reload import reload_on_hangup
@@ -61,10 +62,13 @@ async def run_gateway(
     stopping = Stopping()
     stopping.handle_signals()
     clock = MonotonicClock()
+    tenants = Tenants(deployment.gateway, lambda: options.credentials.tenants)
     reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
     with listen(deployment.gateway.host, deployment.gateway.port) as listening:
-        async with running(deployment, problem, options.backend, clock) as backend:
-            async with serving(deployment, backend, options, clock, listening, stopping) as url:
+        async with running(deployment, problem, options.backend, clock, tenants) as backend:
+            async with serving(
+                deployment, backend, options, clock, listening, stopping, tenants
+            ) as url:
                 # The garbage collector skips objects that live as long as the process: every stream
                 # would wait for the 50 ms that a scan takes.
                 gc.collect()
@@ -81,8 +85,9 @@ async def serving(
     clock: Clock,
     listening: socket.socket,
     stopping: Stopping | None = None,
+    tenants: Tenants | None = None,
 ) -> AsyncIterator[str]:
-    """Serves the API over any backend; yields its URL."""
+    """Serves the API over any backend; yields its URL. `tenants` is also the backend's."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = ApiMetrics()
@@ -97,7 +102,10 @@ async def serving(
                 all_bytes=int(section.max_bodies_mb * _MB),
                 patience_s=section.timeouts.body_s,
             ),
-            Limits(section.max_in_flight, section.timeouts.stall_s),
+            Limits(
+                tenants or Tenants(section, lambda: options.credentials.tenants),
+                section.timeouts.stall_s,
+            ),
             RequestLog(metrics, clock),
         )
         app = api.application()

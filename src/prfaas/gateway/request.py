@@ -34,6 +34,7 @@ class GatewayRequest:
     prompt_logprobs: bool = False
     adapter: str = ""
     multimodal: bool = False
+    tenant: str = ""  # whose request it is; tenants share the nodes fairly
 
 
 @dataclass(slots=True)

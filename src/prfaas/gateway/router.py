@@ -8,8 +8,8 @@ other parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import partial
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.index import NodeMatch
@@ -18,9 +18,12 @@ from prfaas.config.deployment import SchedulerSection
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
 from prfaas.gateway.decision_log import DecisionLog
+from prfaas.gateway.fair_holds import FairHolds
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.short_term_log import ShortTermLog
+from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation, explain, explain_in_sets
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, local_only_reason
@@ -40,17 +43,6 @@ from prfaas.types import ClusterId, NodeId
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
 
 
-@dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """A request for a prefill and a decode node."""
-
-    request: Request
-    prompt: PromptHashes
-    avoid: Collection[NodeId] = ()  # nodes where the request has failed or was refused
-    booking: Booking | None = None
-    placed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Router:
     def __init__(
         self,
@@ -59,10 +51,13 @@ class Router:
         clock: Clock,
         decision_log: DecisionLog | None = None,
         limits: GatewaySection = DEFAULTS,
+        tenants: Tenants | None = None,
     ) -> None:
+        self.tenants = tenants or Tenants(limits)
         self.state = ShortTermState(rules)
         self.short_term_log = ShortTermLog()
-        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom()
+        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom(self.tenants.weight)
+        self._fair_holds = FairHolds(fleet, self.tenants, self.waiting_room, clock)
         self._fleet = fleet
         self._clock = clock
         self._decision_log = decision_log
@@ -88,14 +83,9 @@ class Router:
         return placement.booking
 
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
-        if len(self.waiting_room) >= self._limits.max_queued:
-            raise RequestError(
-                429,
-                "overloaded",
-                f"{len(self.waiting_room)} requests are waiting already",
-                retry_after_s=self._limits.timeouts.queue_retry_after_s,
-            )
-        self.waiting_room.put(placement, hold)
+        self.tenants.waiting.take(placement.tenant)
+        placement.waits_for = hold.cluster
+        self.waiting_room.put(placement, hold, placement.tenant)
         try:
             if hold.cluster is not None and self._has_room(hold.cluster):
                 # The request waits because others are before it: the free node is theirs now.
@@ -113,11 +103,13 @@ class Router:
                     503, "overloaded", message, retry_after_s=retry_after_s
                 ) from None
             raise
+        finally:
+            self.tenants.waiting.release(placement.tenant)
 
     def retry_waiting(self) -> None:
         """Tries the waiting requests, as far as there is room."""
         self.waiting_room.retry(
-            self.try_dispatch,
+            self._try_again,
             self._has_room,
             lambda placement: placement.placed.set(),
         )
@@ -130,7 +122,7 @@ class Router:
         now = self._clock.now()
         request, manager = placement.request, self._fleet.manager
         match = manager.match(placement.prompt)
-        view = self._view(self._fleet.prefixes.by_node(match))
+        view = self._view(self._fleet.prefixes.by_node(match), placement.tenant)
         choice = self._choose(placement, view, self._plan)
         found = choice.taken
         if self._decision_log is not None:
@@ -149,9 +141,20 @@ class Router:
                 nbytes=0,
                 copies=(),
             )
+        hold = self._fair_holds.find(placement, found, self.state, alone=choice.alone)
+        if hold is not None:
+            return hold
         manager.observe(placement.prompt, match, now)
-        placement.booking = self._fleet.book(found, request.prompt_tokens, self._retry_if_waiting)
+        on_prefill_end = partial(self._on_prefill_end, found.prefill)
+        placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
+        self.waiting_room.record_dispatch(found.cluster, found.prefill_s, placement.tenant)
         return None
+
+    def close(self, booking: Booking) -> None:
+        """The attempt is over. What it held is free for the requests that wait."""
+        booking.close(self._clock.now())
+        if self.tenants.several:
+            self._retry_if_waiting()
 
     def _choose(self, placement: PlacementRequest, view: View, plan: Plan) -> Choice:
         """The decision of the scheduler, or of each set where the nodes in use have several KV
@@ -185,7 +188,7 @@ class Router:
         check: every placed request has changed the queues."""
         view = self._view({})
         if has_room(cluster, view, self.state):
-            return True
+            return not self.tenants.several or self._fair_holds.can_decode(self.state)
         if cluster != self._fleet.local or not (len(self._fleet.sets) > 1 or self._is_restarting()):
             return False
         return any(has_room_alone(part, self.state) for part in self._by_set(view))
@@ -213,5 +216,24 @@ class Router:
         if self.waiting_room:
             self.retry_waiting()
 
-    def _view(self, cached: Mapping[NodeId, NodeMatch]) -> View:
-        return self._fleet.board.view(self._clock.now(), cached, self.waiting_room.work)
+    def _view(self, cached: Mapping[NodeId, NodeMatch], tenant: str | None = None) -> View:
+        """`tenant`: the waiting work is what this tenant has before it."""
+        room = self.waiting_room
+        fair = tenant is not None and self.tenants.several
+        held = room.work_before(tenant) if fair and tenant is not None else room.work
+        return self._fleet.board.view(self._clock.now(), cached, held)
+
+    def _on_prefill_end(self, node: NodeId) -> None:
+        if self.tenants.several and node in self._fleet.board:
+            member = self._fleet.members.named(node)
+            if member is not None and not self._fleet.prefills_at(member):
+                # The node has done all that this gateway sent. If its prefills took less time than
+                # predicted, it would seem busy until its next report, and requests would wait.
+                self._fleet.board.forget_work(node)
+        self._retry_if_waiting()
+
+    def _try_again(self, placement: PlacementRequest) -> Hold | None:
+        hold = self.try_dispatch(placement)
+        if hold is not None:
+            placement.waits_for = hold.cluster
+        return hold

@@ -16,6 +16,7 @@ from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
+from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
@@ -68,6 +69,7 @@ class GatewayStatus:
                 "waiting": len(router.waiting_room),
                 "waiting_for": {c: count for c, count in waiting.items() if count},
             },
+            "tenants": router.tenants.state(),
             "retries": {
                 "left": round(self._budget.left, 1),
                 "spent": self._budget.spent,
@@ -102,6 +104,7 @@ class GatewayStatus:
             pace.add_metric([cluster], self._fleet.pace.factors.get(cluster, 1.0))
         yield pace
         yield from self._router.short_term_log.metrics()
+        yield from tenant_metrics(self._router.tenants)
         failures = CounterMetricFamily(
             "prfaas_gateway_loop_failures",
             "Unexpected failures in a loop of the gateway, which went on.",
@@ -229,6 +232,33 @@ class GatewayStatus:
         plan = self._router.plan
         wanted = None if plan is None else plan.roles.get(node)
         return None if wanted == self._fleet.roles.of(node) else wanted
+
+
+def tenant_metrics(tenants: Tenants) -> Iterator[Metric]:
+    """One series for each tenant that has a name and keys now."""
+    named = {name: found for name, found in tenants.state().items() if name}
+    if not named:
+        return
+    gauges = {
+        "in_flight": "Requests of a tenant in flight.",
+        "queued": "Requests of a tenant that wait for a node.",
+        "queued_tokens": "Prompt tokens of a tenant's requests that have no first token yet.",
+        "body_bytes": "Bytes of the bodies of a tenant's requests in flight.",
+        "weight": "Weight of a tenant.",
+    }
+    for key, meaning in gauges.items():
+        gauge = GaugeMetricFamily(f"prfaas_gateway_tenant_{key}", meaning, labels=["tenant"])
+        for name, found in named.items():
+            gauge.add_metric([name], found[key])
+        yield gauge
+    refused = CounterMetricFamily(
+        "prfaas_gateway_tenant_refused",
+        "Requests of a tenant that a limit has refused.",
+        labels=["tenant"],
+    )
+    for name, found in named.items():
+        refused.add_metric([name], found["refused"])
+    yield refused
 
 
 def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:

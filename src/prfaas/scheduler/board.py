@@ -133,6 +133,11 @@ class Board:
         """Requests of this router whose KV is in place and that have not ended."""
         return self._nodes[name].own_decodes
 
+    def decoding(self, name: NodeId) -> int:
+        """Requests whose KV is in place and that have not ended, also those of other routers."""
+        node = self._nodes[name]
+        return node.own_decodes + node.other_decodes
+
     def __contains__(self, name: NodeId) -> bool:
         return name in self._nodes
 

@@ -63,10 +63,11 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
 
 
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
-    """Whether a prefill queue of `cluster` is short enough to retry the requests held for it."""
+    """Whether a prefill queue of `cluster` is short enough to retry the requests held for it. Also
+    when no node prefills there any more: then these requests go elsewhere."""
     found = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
     wait_s = shortest_wait_s(found, view.now_s)
-    return wait_s is not None and wait_s <= state.rules.adaptive.queue_s
+    return wait_s is None or wait_s <= state.rules.adaptive.queue_s
 
 
 def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:

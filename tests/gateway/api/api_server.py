@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +80,7 @@ class OneNode:
 
     node: LocalApi
     stays_open: bool = False  # responses do not end after their last event
+    before_answer: Callable[[], Awaitable[object]] | None = None  # awaited before the first token
     requests: list[GatewayRequest] = field(default_factory=list)
     traces: list[RequestTrace] = field(default_factory=list)
     heartbeats: list[Heartbeat] = field(default_factory=list)
@@ -96,6 +97,8 @@ class OneNode:
             body["prompt"] = request.token_ids.json()
         trace.attempts, trace.reason, trace.routed_s = 1, "the only node", trace.arrived_s
         try:
+            if self.before_answer is not None:
+                await self.before_answer()
             async with self.node.http.post(
                 request.path, data=msgspec.json.encode(body)
             ) as response:
@@ -172,8 +175,9 @@ async def api_server(
             lambda: keys, operator=operator, member=member, insecure=any_member
         )
         options = GatewayOptions(tokenizer=tokenizer, credentials=credentials)
+        listed = [{"key": key.secret, "tenant": key.tenant} for key in keys]
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
-                deployment(**section), backend, options, MonotonicClock(), listening
+                deployment(keys=listed, **section), backend, options, MonotonicClock(), listening
             ) as url:
                 yield ApiServer(url, http, backend)

@@ -14,10 +14,10 @@ from prfaas.config.deployment import MovesSection
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
-from prfaas.gateway.router import PlacementRequest
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError, StreamBroken
-from prfaas.gateway.api.body_limits import RETRY_S, BodyReader
+from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.credentials import REGISTER, GatewayCredentials
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
 from prfaas.gateway.api.metrics import RequestRecord
@@ -32,7 +32,9 @@ from prfaas.gateway.api.request_schema import (
 )
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
+from prfaas.gateway.api.tenants import AdmittedRequest, admit
 from prfaas.gateway.request import Backend, GatewayRequest
+from prfaas.gateway.tenants import Tenants
 from prfaas.text import Chat, is_multimodal
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    max_in_flight: int
+    tenants: Tenants
     stall_s: float
 
 
@@ -76,7 +78,6 @@ class GatewayApi:
         self._request_log = request_log
         self._metrics = request_log.metrics
         self._start_limiter = StartLimiter()
-        self._in_flight = 0
         self._started_s = int(time.time())
 
     def application(self) -> web.Application:
@@ -138,31 +139,33 @@ class GatewayApi:
         return await self._generate(request, parse_chat)
 
     async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
-        with self._request_log.record(request[_ID], request.path, request[_TENANT]) as record:
-            if self._in_flight >= self._limits.max_in_flight:
-                raise RequestError(
-                    429, "overloaded", "too many requests in flight", retry_after_s=RETRY_S
-                )
-            self._in_flight += 1
-            try:
-                return await self._respond(request, parser, record)
-            finally:
-                self._in_flight -= 1
+        tenant = request[_TENANT]
+        with (
+            self._request_log.record(request[_ID], request.path, tenant) as record,
+            admit(self._limits.tenants, tenant) as admitted,
+        ):
+            return await self._respond(request, parser, record, admitted)
 
     async def _respond(
-        self, request: web.Request, parser: Parser, record: RequestRecord
+        self,
+        request: web.Request,
+        parser: Parser,
+        record: RequestRecord,
+        admitted: AdmittedRequest,
     ) -> web.StreamResponse:
-        async with self._body_reader.read(request) as body:
+        async with self._body_reader.read(request, admitted.add_bytes) as body:
             await self._start_limiter.wait()
             parsed = await self._prompts.parse(parser, body)
             gateway_request = await self._gateway_request(request, parsed, len(body))
             del body
             record.prompt_tokens = len(gateway_request.token_ids)
+            admitted.begin_wait(record.prompt_tokens)
             response = ResponseStream(
                 request, shows_usage=parsed.options.shows_usage, stall_s=self._limits.stall_s
             )
             try:
                 async with self._backend.answer(gateway_request, record.trace) as upstream:
+                    admitted.end_wait()
                     if gateway_request.stream:
                         return await response.stream(upstream)
                     return await response.whole(upstream)
@@ -187,6 +190,7 @@ class GatewayApi:
             conversation=chat is not None,
             prompt_logprobs=parsed.prompt_logprobs,
             multimodal=chat is not None and is_multimodal(chat.messages),
+            tenant=request[_TENANT],
         )
 
     def _no_such_model(self, name: str) -> RequestError:

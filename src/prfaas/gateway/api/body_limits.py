@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -28,7 +28,10 @@ class BodyReader:
         return self._held_bytes
 
     @asynccontextmanager
-    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
+    async def read(
+        self, request: web.Request, count: Callable[[int], None] = lambda nbytes: None
+    ) -> AsyncIterator[bytes]:
+        """`count` is called with the size of each chunk that arrives. It may refuse the request."""
         if (request.content_length or 0) > self._each_bytes:
             raise self._too_large()  # before reading a byte of the body
         nbytes = 0
@@ -37,6 +40,7 @@ class BodyReader:
             try:
                 async with asyncio.timeout(self._patience_s):
                     async for chunk in request.content.iter_any():
+                        count(len(chunk))
                         nbytes += len(chunk)
                         self._held_bytes += len(chunk)
                         self._check(nbytes)

@@ -35,6 +35,7 @@ class Keyring:
 
     def __init__(self, keys: Sequence[TenantKey]) -> None:
         self._keys = [(digest(key.secret), key.tenant) for key in keys]
+        self.tenants = frozenset(key.tenant for key in keys) or frozenset({""})
 
     @property
     def locked(self) -> bool:
@@ -85,6 +86,11 @@ class GatewayCredentials:
     def locked(self) -> bool:
         """Whether requests to the API need a key."""
         return self._keyring.locked
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants that have keys now. Without keys there is one, without a name."""
+        return self._keyring.tenants
 
     def reload(self) -> None:
         keyring = Keyring(self._read_tenant_keys())

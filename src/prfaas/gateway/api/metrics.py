@@ -37,6 +37,9 @@ class ApiMetrics:
         self._requests = self._counter(
             "requests", "Finished requests.", ("path", "route", "outcome")
         )
+        self._tenant_requests = self._counter(
+            "tenant_requests", "Finished requests of a tenant.", ("tenant", "outcome")
+        )
         self._ttft_s = self._histogram(
             "time_to_first_token_seconds", "Seconds from arrival to the first token.", ("route",)
         )
@@ -72,6 +75,8 @@ class ApiMetrics:
         trace, usage = record.trace, record.usage
         route = route_of(trace)
         self._requests.labels(record.path, route, outcome).inc()
+        if record.tenant:  # a tenant that has keys: their number bounds the number of series
+            self._tenant_requests.labels(record.tenant, outcome).inc()
         self._retries.inc(max(0, trace.attempts - 1))
         if trace.first_token_s is None:
             return

@@ -37,8 +37,9 @@ from prfaas.gateway.dispatch.handoff import (
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
-from prfaas.gateway.router import PlacementRequest, Router
+from prfaas.gateway.router import Router
 from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.request import Request
 
@@ -92,10 +93,10 @@ class Dispatcher:
             routed = routed_request(request, number, trace.arrived_s)
             attempts = Attempts(self._fleet, self._budget, self._clock, trace)
             while True:
-                placement = PlacementRequest(routed, prompt, attempts.avoid)
+                placement = PlacementRequest(routed, prompt, attempts.avoid, tenant=request.tenant)
                 booking = await self._router.place(placement, attempts.time_left_s())
                 async with AsyncExitStack() as stack:
-                    stack.callback(self._close, booking)
+                    stack.callback(self._router.close, booking)
                     try:
                         answer = await self._attempt(stack, request, prompt, booking, trace)
                     except AttemptFailed as failure:
@@ -241,9 +242,6 @@ class Dispatcher:
             _LOG.info("the transfer of a failed chat: %s", unanswered)
             return False
         return status.state == "released" and status.reason == OTHER_PROMPT
-
-    def _close(self, booking: Booking) -> None:
-        booking.close(self._clock.now())
 
     def _observe(self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes) -> None:
         if answer.complete:

@@ -1,0 +1,66 @@
+"""Admission of a tenant's requests: in flight, bytes of bodies, and prompt tokens that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prfaas.errors import RequestError
+from prfaas.gateway.tenants import Tenants
+
+
+class AdmittedRequest:
+    """What one request has taken of its tenant's limits. It is given back when `admit` ends."""
+
+    def __init__(self, tenants: Tenants, tenant: str) -> None:
+        self._tenants = tenants
+        self._tenant = tenant
+        self._nbytes = 0
+        self._tokens = 0
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So many more bytes of the body have arrived. Raises `RequestError`."""
+        limit = self._tenants.body_bytes.most(self._tenant)
+        if self._nbytes + nbytes > limit.value:
+            raise RequestError(
+                413,
+                "body_too_large",
+                f"the request body is larger than {limit.value} bytes, which is all that tenant "
+                f"{self._tenant!r} may have in flight ({limit.setting})",
+            )
+        self._tenants.body_bytes.take(self._tenant, nbytes)
+        self._nbytes += nbytes
+
+    def begin_wait(self, prompt_tokens: int) -> None:
+        """The request has a prompt and waits for its first token. Raises `RequestError`."""
+        queued = self._tenants.queued_tokens
+        if not queued.used(self._tenant):
+            # A request that is alone would never find more room than now.
+            prompt_tokens = min(prompt_tokens, queued.most(self._tenant).value)
+        queued.take(self._tenant, prompt_tokens)
+        self._tokens = prompt_tokens
+
+    def end_wait(self) -> None:
+        """The request has its first token, or will not have one."""
+        if self._tokens:
+            self._tenants.queued_tokens.release(self._tenant, self._tokens)
+            self._tokens = 0
+
+    def end(self) -> None:
+        self.end_wait()
+        if self._nbytes:
+            self._tenants.body_bytes.release(self._tenant, self._nbytes)
+            self._nbytes = 0
+        self._tenants.in_flight.release(self._tenant)
+
+
+@contextmanager
+def admit(tenants: Tenants, tenant: str) -> Iterator[AdmittedRequest]:
+    """A request of the tenant is in flight for the time of the block. Raises `RequestError`, before
+    a byte of the body is read, when the tenant or all tenants together have too many."""
+    tenants.in_flight.take(tenant)
+    admitted = AdmittedRequest(tenants, tenant)
+    try:
+        yield admitted
+    finally:
+        admitted.end()

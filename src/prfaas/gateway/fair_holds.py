@@ -1,0 +1,96 @@
+"""Holds that make tenants share full nodes fairly, besides those of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from prfaas.clock import Clock
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.placement import PlacementRequest
+from prfaas.gateway.tenants import Tenants
+from prfaas.scheduler.request import Route
+from prfaas.scheduler.short_term import has_room
+from prfaas.scheduler.state import ShortTermState
+from prfaas.scheduler.view import NodeView, View, exclude_nodes
+from prfaas.scheduler.waiting import Hold, WaitingRoom
+from prfaas.types import NodeId
+
+
+class FairHolds:
+    def __init__(
+        self,
+        fleet: Fleet,
+        tenants: Tenants,
+        waiting_room: WaitingRoom[PlacementRequest],
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._tenants = tenants
+        self._waiting_room = waiting_room
+        self._clock = clock
+
+    def find(
+        self, placement: PlacementRequest, found: Route, state: ShortTermState, *, alone: bool
+    ) -> Hold | None:
+        """Several tenants share the nodes fairly only if their requests wait here, and not in the
+        queues of nodes, which are in the order of arrival. So a routed request is held, under every
+        policy, while every queue that could take it is long enough, or while requests of other
+        tenants are before it. With one tenant, `route` decides alone."""
+        if not self._tenants.several:
+            return None
+        tenant, arrived_s = placement.tenant, placement.request.arrived_s
+        if found.prefill == found.decode:
+            # One node does everything, so that room in the prefill queues means nothing. It is
+            # retried whenever something has ended.
+            if alone:  # of all nodes of its set, this one has the least wait
+                node = self._fleet.board.node(found.decode)
+                is_free = self._is_free(node, state, prefills=True)
+            else:
+                is_free = self.can_decode(state, placement.avoid, prefills=True)
+            if is_free:
+                return None
+            return Hold("every decode node is busy", None, found.prefill_s, arrived_s)
+
+        def hold(reason: str) -> Hold:
+            return Hold(reason, found.cluster, found.prefill_s, arrived_s)
+
+        view = exclude_nodes(self._view(), placement.avoid)
+        if not has_room(found.cluster, view, state):
+            if self._wait_s(found.prefill) > state.rules.adaptive.queue_s:
+                return hold("every prefill queue of the cluster is long enough")
+        if not self.can_decode(state, placement.avoid):
+            return hold("no decode node has a free slot")
+        if found.cluster == placement.waits_for:
+            return None  # it is the first of its queue
+        if self._waiting_room.others_are_before(found.cluster, tenant):
+            return hold("requests of other tenants are before it")
+        # Policy `adaptive` has a rule of its own for the order of one tenant's requests.
+        first_s = self._waiting_room.first(found.cluster, tenant)
+        if state.rules.policy != "adaptive" and first_s <= arrived_s:
+            return hold("other requests have waited longer")
+        return None
+
+    def can_decode(
+        self, state: ShortTermState, avoid: Collection[NodeId] = (), *, prefills: bool = False
+    ) -> bool:
+        """Whether a decode node has a free slot; `prefills`: and could start a prefill soon. A slot
+        is free until a request's state is in place: if requests were held while others are
+        prefilled for the last slots, slots would be idle for the time of a prefill."""
+        usable = [
+            node for node in self._view().local.nodes if node.usable and node.role == "decode"
+        ]
+        chosen = [node for node in usable if node.node not in avoid] or usable
+        # Where no node decodes any more, a request that waits is routed anew.
+        return not chosen or any(self._is_free(node, state, prefills=prefills) for node in chosen)
+
+    def _is_free(self, node: NodeView, state: ShortTermState, *, prefills: bool) -> bool:
+        if self._fleet.board.decoding(node.node) >= node.slots:
+            return False
+        return not prefills or self._wait_s(node.node) <= state.rules.adaptive.queue_s
+
+    def _wait_s(self, node: NodeId) -> float:
+        """Prefill seconds that a node has before a new request."""
+        return self._fleet.board.node(node).free_at_s - self._clock.now()
+
+    def _view(self) -> View:
+        return self._fleet.board.view(self._clock.now(), {}, self._waiting_room.work)

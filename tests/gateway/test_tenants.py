@@ -1,0 +1,104 @@
+"""A `prfaas gateway` process with two tenants over emulated nodes, while one of them floods it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from prfaas.contracts.readiness import GatewayReady
+from tests.gateway.backends import MODEL, prompt, written
+from tests.gateway.conftest import Hosts
+from tests.node.hosts import Process
+from tests.waiting import HANG_S
+
+FLOOD = 200
+OTHERS = 5
+OPERATOR = "the-operator-key-of-the-test"
+LONG_TOKENS = 4_096
+
+
+@pytest.mark.slow
+async def test_a_flood_of_one_tenant_is_overtaken_by_another(
+    unassigned: Hosts, tmp_path: Path
+) -> None:
+    (tmp_path / "operator.key").write_text(f"{OPERATOR}\n")
+    raw = msgspec.to_builtins(unassigned.deployment())
+    raw["gateway"] = {
+        "port": 0,
+        "operator_key_file": "operator.key",
+        "keys": [{"key": "key-a", "tenant": "a"}, {"key": "key-b", "tenant": "b"}],
+        "tenants": {"b": {"weight": 2.0}},
+        "timeouts": {"queue_s": HANG_S},
+    }
+    gateway = Process("gateway", str(written(raw, tmp_path / "deployment.toml")), "--advise")
+    try:
+        url = gateway.ready(GatewayReady).http
+        connections = aiohttp.TCPConnector(limit=0)
+        async with asyncio.timeout(HANG_S), aiohttp.ClientSession(connector=connections) as http:
+            await until_in_use(http, url)
+            served = await flood_and_others(http, url)
+            tenants = (await state(http, url))["tenants"]
+            page = await metrics(http, url)
+    finally:
+        gateway.stop()
+    last = max(place for place, tenant in enumerate(served) if tenant == "b")
+    # Much of the flood still waited when the last request of the other tenant was served.
+    assert served[last:].count("a") > FLOOD / 4
+    assert (served.count("a"), served.count("b")) == (FLOOD, OTHERS)
+    idle = {"weight": 1.0, "in_flight": 0, "queued": 0, "queued_tokens": 0, "body_bytes": 0}
+    assert tenants == {"a": {**idle, "refused": 0}, "b": {**idle, "weight": 2.0, "refused": 0}}
+    assert 'prfaas_gateway_tenant_weight{tenant="b"} 2.0' in page
+    assert 'prfaas_gateway_tenant_refused_total{tenant="a"} 0.0' in page
+    for tenant, count in ("a", FLOOD), ("b", OTHERS):
+        labels = f'outcome="completed",tenant="{tenant}"'
+        assert f"prfaas_gateway_tenant_requests_total{{{labels}}} {count}.0" in page
+
+
+async def flood_and_others(http: aiohttp.ClientSession, url: str) -> list[str]:
+    """The tenants in the order in which their requests were served. The other tenant asks when all
+    requests of the flood are in flight."""
+    served: list[str] = []
+
+    async def ask(tenant: str, seed: int) -> None:
+        body = {"model": MODEL, "prompt": prompt(LONG_TOKENS, seed), "max_tokens": 1}
+        headers = {"Authorization": f"Bearer key-{tenant}"}
+        async with http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+        served.append(tenant)
+
+    async with asyncio.TaskGroup() as tasks:
+        for seed in range(FLOOD):
+            tasks.create_task(ask("a", seed))
+        while True:
+            requests = (await state(http, url))["requests"]
+            if requests["in_flight"] + len(served) >= FLOOD:
+                break
+        for seed in range(OTHERS):
+            tasks.create_task(ask("b", FLOOD + seed))
+    return served
+
+
+async def until_in_use(http: aiohttp.ClientSession, url: str) -> None:
+    while True:
+        nodes = [n for c in (await state(http, url))["clusters"] for n in c["nodes"]]
+        if all(node.get("in_use") for node in nodes):
+            return
+
+
+async def metrics(http: aiohttp.ClientSession, url: str) -> str:
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    async with http.get(f"{url}/metrics", headers=headers) as answer:
+        return await answer.text()
+
+
+async def state(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    async with http.get(f"{url}/prfaas/v1/state", headers=headers) as answer:
+        found: dict[str, Any] = await answer.json()
+        return found
