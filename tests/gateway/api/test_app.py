@@ -67,6 +67,61 @@ async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     assert "n" in bad["error"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m" * 500_000},
+        {"logit_bias": {str(n): 1.0 for n in range(200_000)}},
+        {"x" * 500_000: 1, "y": "z" * 600_000},
+    ],
+    ids=["model", "entries", "name"],
+)
+@pytest.mark.xfail(strict=True, reason="a model's name of 500,000 characters is logged whole")
+async def test_log_lines_and_error_bodies_are_bounded(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with api_server() as server:
+            status, answer = await server.post("/v1/completions", {**GOOD, **fields})
+    assert status in (400, 404)
+    assert len(msgspec.json.encode(answer)) < 2000
+    assert max(len(record.getMessage()) for record in caplog.records) < 2000
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [-1]}),
+        ("/v1/chat/completions", {"messages": 5}),
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="the prompt is parsed before the model's name is compared")
+async def test_a_request_for_another_model_gets_404_before_its_prompt_is_parsed(
+    path: str, fields: dict[str, Any], padding: int
+) -> None:
+    async with api_server() as server:
+        body = {**fields, "user": "x" * padding, "model": "another"}
+        status, answer = await server.post(path, body)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["param"] == "model"
+
+
+@pytest.mark.xfail(strict=True, reason="the time of a whole answer is counted as a TTFT")
+async def test_answers_that_do_not_stream_have_no_time_to_first_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "prfaas.gateway.requests"):
+        async with api_server() as server:
+            await server.post("/v1/completions", GOOD)
+            await events(server)
+            page = (await server.get("/metrics"))[1].decode()
+    assert 'prfaas_gateway_time_to_first_token_seconds_count{route="local"} 1.0' in page
+    assert 'prfaas_gateway_request_seconds_count{route="local"} 2.0' in page
+    whole, streamed = (json.loads(record.getMessage()) for record in caplog.records)
+    assert whole["ttft_s"] is None and streamed["ttft_s"] > 0
+
+
 async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
