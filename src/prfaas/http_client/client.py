@@ -18,6 +18,7 @@ import msgspec
 from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError
 from prfaas.http_client.connection import Connection
 from prfaas.http_client.connection_pool import CONNECT_S, ClientTls, ConnectionPool, header
+from prfaas.http_client.paced_writer import RequestBody, body_bytes
 from prfaas.security.shared_key import SharedKey
 
 # Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
@@ -93,7 +94,7 @@ class HttpClient:
         kind: type[T],
         *,
         timeout_s: float,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         max_bytes: int = LARGEST_BYTES,
     ) -> T:
@@ -109,7 +110,7 @@ class HttpClient:
         url: str,
         *,
         timeout_s: float,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         max_bytes: int = LARGEST_BYTES,
     ) -> bytes:
@@ -123,7 +124,7 @@ class HttpClient:
         self,
         method: str,
         url: str,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         *,
         total_s: float | None = None,
@@ -143,7 +144,7 @@ class HttpClient:
         for name, value in headers.items():
             head += header(name, value)
         if method != "GET":
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {body_bytes(body)}\r\n"
         connection = await pool.connection()
         connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
         return Exchange(connection, url)

@@ -19,6 +19,7 @@ from prfaas.contracts.openai import Usage, UsageField
 from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
+from prfaas.http_client.paced_writer import RequestBody
 
 _DRAINING = "draining"  # the error code of /health
 _DONE = b"data: [DONE]"
@@ -127,7 +128,7 @@ class NodeClient:
             return error.code == _DRAINING
         return False
 
-    async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
+    async def prefill(self, body: RequestBody, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed the prefill and handed the result to its kvd; the
         receiving kvd reports when the transfer is committed. Returns the number of cached tokens,
         or None when the node does not report it."""
@@ -152,7 +153,7 @@ class NodeClient:
     async def answer(
         self,
         path: str,
-        body: bytes,
+        body: RequestBody,
         headers: Mapping[str, str],
         *,
         stream: bool,
