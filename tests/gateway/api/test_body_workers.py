@@ -179,13 +179,22 @@ async def test_a_body_that_takes_too_long_is_refused_and_its_worker_replaced() -
         assert has_ended(first) and lost == ["timeout"]
 
 
-async def test_a_body_that_takes_too_much_memory_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("chat", b'{"messages": [' + b"{}," * 6_000_000 + b"{}]}"),
+        ("completion", b'{"prompt": "' + b"x y " * 1_500_000 + b'"}'),  # the tokenizer aborts
+    ],
+    ids=["messages", "text"],
+)
+async def test_a_body_that_takes_too_much_memory_is_refused(
+    folder: Path, kind: Kind, body: bytes
+) -> None:
     """The next body has all of the worker's memory again."""
-    small = settings(memory_bytes=300 << 20, max_tokens=10**8)
+    small = settings(folder, memory_bytes=300 << 20, max_tokens=10**8)
     async with pool(small, workers=1) as workers:
-        many = b'{"messages": [' + b"{}," * 6_000_000 + b"{}]}"
         with pytest.raises(RequestError) as refused:
-            await prepare(workers, many, "chat")
+            await prepare(workers, body, kind)
         assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
         assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
 

@@ -379,10 +379,10 @@ def test_streams_are_unharmed_while_clients_send_hostile_bodies() -> None:
     """The benchmark with small figures; its lag is not judged here, on a busy machine."""
     script = Path(__file__).parents[3] / "bench" / "hostile_bodies.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--seconds", "4", "--clients", "3", "--size", "12000000"],
+        [sys.executable, str(script), "--seconds", "3", "--clients", "3", "--size", "6000000"],
         capture_output=True,
         check=False,
     )
     found = json.loads(done.stdout)
     assert found["held"]["streams"] and found["held"]["memory"], found
-    assert found["answers"] and not any(": 5" in answer for answer in found["answers"]), found
+    assert found["answers"] and not any(": 500" in answer for answer in found["answers"]), found

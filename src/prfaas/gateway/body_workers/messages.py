@@ -77,12 +77,22 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
             )
         return cls(error.problem[:_TEXT_CHARS], error.where, error.fix)
 
+    def request_error(self) -> RequestError:
+        return RequestError(self.status, self.code, self.problem, param=self.where)
+
     def error(self) -> PrfaasError:
         if self.status:
-            return RequestError(self.status, self.code, self.problem, param=self.where)
+            return self.request_error()
         return InputError(self.problem, where=self.where, fix=self.fix)
 
 
+# The gateway then starts a new process, which has all of its memory.
+OUT_OF_MEMORY = Refused(
+    "the body takes too much memory to read; send a shorter request",
+    status=400,
+    code="body_too_complex",
+    ends=True,
+)
 Reply: TypeAlias = Ready | Prepared | Refused
 _REPLY = msgspec.json.Decoder(Reply)
 

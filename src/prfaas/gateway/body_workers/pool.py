@@ -19,7 +19,14 @@ from prfaas.errors import RequestError
 from prfaas.gateway.api.body_limits import RETRY_S, RequestBody
 from prfaas.gateway.api.request_preparation import PreparedRequest
 from prfaas.gateway.api.request_schema import Kind
-from prfaas.gateway.body_workers.messages import Job, Prepared, Refused, WorkerSettings, unpack
+from prfaas.gateway.body_workers.messages import (
+    OUT_OF_MEMORY,
+    Job,
+    Prepared,
+    Refused,
+    WorkerSettings,
+    unpack,
+)
 from prfaas.gateway.body_workers.process import Answer, WorkerLost, WorkerProcess
 
 _LOG = logging.getLogger(__name__)
@@ -114,6 +121,8 @@ class BodyWorkers:
                 "body_too_complex",
                 f"the body takes longer than {self._job_s:g} s to read; send a shorter request",
             )
+        if error.out_of_memory:
+            return OUT_OF_MEMORY.request_error()
         return RequestError(
             503, "body_worker_lost", "the process that read the body ended unexpectedly"
         )

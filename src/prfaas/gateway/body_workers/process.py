@@ -43,9 +43,12 @@ _ENVIRONMENT = {
 class WorkerLost(Exception):
     """The worker process ended, or did not answer in time, or could not be started."""
 
-    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, timed_out: bool = False, out_of_memory: bool = False
+    ) -> None:
         super().__init__(reason)
         self.timed_out = timed_out
+        self.out_of_memory = out_of_memory
 
 
 class Answer(NamedTuple):
@@ -165,17 +168,22 @@ class WorkerProcess:
         except msgspec.MsgspecError:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise WorkerLost(f"a body worker ended{await self._cause()}") from None
+            raise await self._loss() from None
 
-    async def _cause(self) -> str:
-        """Why the process ended, for the log."""
-        if self._popen is None:
-            return ""
+    async def _loss(self) -> WorkerLost:
+        """Why the process ended."""
+        assert self._popen is not None
         try:
-            code = await asyncio.to_thread(self._popen.wait, 1.0)
+            code = await asyncio.to_thread(self._popen.wait, _REAP_S)
         except subprocess.TimeoutExpired:
-            return ""
-        return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+            return WorkerLost("a body worker closed its socket")
+        if code >= 0:
+            return WorkerLost(f"a body worker ended with exit code {code}")
+        # The tokenizer's library aborts the process when it gets no memory.
+        return WorkerLost(
+            f"a body worker ended by {signal.Signals(-code).name}",
+            out_of_memory=-code == signal.SIGABRT,
+        )
 
 
 class _NotSent(WorkerLost):

@@ -25,6 +25,7 @@ from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.content_encoding import TooManyBytes, decompress, too_large
 from prfaas.gateway.api.request_preparation import RequestPreparer
 from prfaas.gateway.body_workers.messages import (
+    OUT_OF_MEMORY,
     PACKET_BYTES,
     Job,
     Ready,
@@ -38,13 +39,6 @@ from prfaas.text import load_tokenizer
 _NICE = 5  # streams come first
 _LONG_BYTES = 1 << 20  # after such a body, garbage is collected at once
 _TRACEBACK_CHARS = 4000
-# The gateway then starts a new process, which has all of its memory.
-_OUT_OF_MEMORY = Refused(
-    "the body takes too much memory to read; send a shorter request",
-    status=400,
-    code="body_too_complex",
-    ends=True,
-)
 _JOB = msgspec.json.Decoder(Job)
 
 
@@ -95,7 +89,7 @@ def _serve(connection: socket.socket, settings: WorkerSettings, preparer: Reques
             os.close(result)
             os.close(body)
         signal.alarm(0)
-        if reply is _OUT_OF_MEMORY:
+        if reply is OUT_OF_MEMORY:
             return
         if nbytes > _LONG_BYTES:
             gc.collect()
@@ -114,7 +108,7 @@ def _reply(
     except TooManyBytes:
         return Refused.of(too_large(settings.body_bytes))
     except MemoryError:
-        return _OUT_OF_MEMORY
+        return OUT_OF_MEMORY
     except Exception:
         sys.stderr.write(traceback.format_exc()[-_TRACEBACK_CHARS:])
         return Refused("internal gateway error", status=500, code="internal_error")
