@@ -1,18 +1,20 @@
 """A node and its kvd that answer at once: the rest of a request's time is the gateway's.
 
 \b
-    python bench/_null_node.py PORT NAME [PORT NAME ...]
+    python bench/_null_node.py [--tokens N --event-s SECONDS] PORT NAME [PORT NAME ...]
 
-It implements the part of both HTTP APIs that a gateway, or vLLM's router, uses. It grants every
-transfer, reports every transfer as committed and streams `TOKENS` tokens in one piece. It computes
-and stores nothing. It uses plain asyncio protocols, because a web framework would take longer than
-the time to be measured.
+With `--event-s` a stream has N tokens, one event every so many seconds. It implements the part of
+both HTTP APIs that a gateway, or vLLM's router, uses. It grants every transfer, reports every
+transfer as committed and streams its tokens in one piece otherwise. It computes and stores nothing.
+It uses plain asyncio protocols, because a web framework would take longer than the time to be
+measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -41,11 +43,17 @@ _USAGE = (
     b'data: {"id":"x","object":"text_completion","choices":[],"usage":{"prompt_tokens":1,'
     b'"completion_tokens":%d,"total_tokens":1}}\n\n' % TOKENS
 )
-_STREAM = _TOKEN * TOKENS + _USAGE + b"data: [DONE]\n\n"
-_STREAMED = (
+_STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    b"%x\r\n%b\r\n0\r\n\r\n" % (len(_STREAM), _STREAM)
 )
+_GENERATING = (b"/v1/completions", b"/v1/chat/completions")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_STREAMED = _STREAM_HEAD + _chunk(_TOKEN * TOKENS + _USAGE + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 # vLLM's router copies this from the prefill's response into the decode request.
 _PREFILLED = {
     "id": "x",
@@ -126,7 +134,7 @@ class Host:
         self._transfer = _reply(encode(TransferStatus(TransferId("0"), "committed", "", 0)))
 
     def answer(self, path: bytes, body: bytes) -> bytes:
-        if path == b"/v1/completions":
+        if path in _GENERATING:
             return _STREAMED if b'"stream":true' in body else self._prefilled
         if path == b"/v1/open":
             grant = Grant(_OPENED.decode(body).transfer_id, "t", "127.0.0.1:1", {}, 1 << 40, 60.0)
@@ -141,8 +149,10 @@ class Host:
 class Http(asyncio.Protocol):
     """An HTTP/1.1 server protocol. Requests come one at a time, with a Content-Length."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, tokens: int = TOKENS, event_s: float = 0.0) -> None:
         self._host = host
+        self._tokens = tokens
+        self._event_s = event_s
         self._held = bytearray()
         self._wanted = 0  # bytes of the current request, once its head has arrived
 
@@ -163,11 +173,22 @@ class Http(asyncio.Protocol):
             del self._held[: self._wanted]
             self._wanted = 0
             path = head.split(b" ", 2)[1]
+            if path in _GENERATING and self._event_s and b'"stream":true' in body:
+                self._write(_STREAM_HEAD)
+                self._write_event(self._tokens)
+                continue
             answer = self._host.answer(path, body)
             if b"since=0" in path:  # a long poll on a cache without events
                 asyncio.get_running_loop().call_later(30, self._write, answer)
             else:
                 self._write(answer)
+
+    def _write_event(self, left: int) -> None:
+        if left:
+            self._write(_chunk(_TOKEN))
+            asyncio.get_running_loop().call_later(self._event_s, self._write_event, left - 1)
+        else:
+            self._write(_chunk(_USAGE + b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     def _write(self, answer: bytes) -> None:
         if not self._transport.is_closing():
@@ -182,17 +203,23 @@ def _length(head: bytes) -> int:
     return 0
 
 
-async def serve(hosts: dict[int, str]) -> None:
+async def serve(hosts: dict[int, str], tokens: int, event_s: float) -> None:
     loop = asyncio.get_running_loop()
     for port, name in hosts.items():
         host = Host(name, port)
-        await loop.create_server(lambda host=host: Http(host), "127.0.0.1", port)  # type: ignore[misc]
+        make = partial(Http, host, tokens, event_s)
+        await loop.create_server(make, "127.0.0.1", port)
     print("ready", flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--event-s", type=float, default=0.0)
+    parser.add_argument("words", nargs="+")
+    given = parser.parse_args()
+    words = given.words
     ports = {int(port): name for port, name in zip(words[::2], words[1::2], strict=True)}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(ports))
+        runner.run(serve(ports, given.tokens, given.event_s))

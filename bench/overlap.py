@@ -370,8 +370,8 @@ def main(
                 results[engine] = "not run: no --vllm-python was given"
                 continue
             with ExitStack() as stack:
-                source = stack.enter_context(attached_kvd(KVD_OPTIONS))
-                target = stack.enter_context(attached_kvd(KVD_OPTIONS))
+                source = stack.enter_context(attached_kvd(KVD_OPTIONS, 0.0))
+                target = stack.enter_context(attached_kvd(KVD_OPTIONS, 0.0))
                 assert source.url is not None and target.url is not None
                 gate = stack.enter_context(
                     ReadyGate(folder / f"{engine}.kvd", source.socket, clock)

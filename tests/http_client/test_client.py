@@ -398,3 +398,33 @@ async def test_a_url_with_a_fragment_is_refused() -> None:
         with pytest.raises(ConnectionLost, match="URL"):
             await http.request("GET", f"{peer.url}/secret#/v1/match", timeout_s=20)
         assert not peer.requests
+
+
+async def test_a_long_body_in_parts_arrives_whole_and_in_order() -> None:
+    parts = (b"{" * 70_000, memoryview(bytes(range(256)) * 20_000), b"", b"}")
+    async with talking([HELLO], [HELLO]) as server, open_client() as http:
+        for body in (parts, b"".join(parts)):
+            answer = await http.request("POST", server.url, timeout_s=PATIENCE_S, body=body)
+            assert answer == b"hello"
+            head, _, sent = server.requests.pop().partition(b"\r\n\r\n")
+            assert sent == b"".join(parts) and b"Content-Length: %d" % len(sent) in head
+        assert server.connections == 1
+
+
+async def test_a_response_before_the_end_of_the_request_closes_the_connection() -> None:
+    connections = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\n{}")
+        await asyncio.Event().wait()  # the body is not read
+
+    body = (memoryview(bytes(60_000_000)),)
+    async with serving(refuse) as url, open_client() as http:
+        for _ in range(2):
+            with pytest.raises(PeerHttpError) as refused:
+                await http.request("POST", url, timeout_s=PATIENCE_S, body=body)
+            assert refused.value.status == 413
+    assert connections == 2

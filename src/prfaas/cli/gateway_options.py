@@ -67,8 +67,11 @@ def load_options(
     )
     protection = Protection(credentials.locked, tls is not None, insecure)
     refuse_exposure(section.host, protection, where="--host", key_flag="[[gateway.keys]]")
+    tokenizer = _at(folder, section.tokenizer or None)
     return GatewayOptions(
-        tokenizer=load_tokenizer(folder / section.tokenizer) if section.tokenizer else None,
+        tokenizer=load_tokenizer(tokenizer) if tokenizer is not None else None,
+        tokenizer_folder=tokenizer,
+        warm_worker=True,
         credentials=credentials,
         backend=BackendOptions(record=record, member_key=member, tls=tls),
         tls=tls,

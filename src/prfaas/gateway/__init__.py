@@ -1,6 +1,7 @@
 """One OpenAI endpoint over a local PD cluster and remote PrfaaS clusters.
 
     api/         HTTP for clients and operators
+    body_workers/  processes that read long request bodies
     dispatch/    one request: attempts, hand-off, answer
     fleet/       members, roles, booked work, links, polling
     planning/    plans, role changes, prefix copies

@@ -7,21 +7,25 @@ import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
-from prfaas.gateway.api import GatewayApi, Limits, ServedModel
+from prfaas.gateway.api.app import GatewayApi, Limits, ServedModel
 from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.api.loop_lag import measure_lag
 from prfaas.gateway.api.metrics import ApiMetrics
 from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
+from prfaas.gateway.api.request_preparation import RequestPreparer
 from prfaas.gateway.backend import BackendOptions, running
+from prfaas.gateway.body_workers.messages import WorkerSettings
+from prfaas.gateway.body_workers.pool import JOB_S, BodyWorkers, body_workers, memory_bound
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
@@ -44,9 +48,15 @@ class GatewayOptions:
     """Contents of the files that the deployment names, and options that it does not have."""
 
     tokenizer: ModelTokenizer | None = None
+    tokenizer_folder: Path | None = None  # where `tokenizer` is from: body workers load it, too
+    # Start a body worker with the gateway. Otherwise the first long body starts it.
+    warm_worker: bool = False
     credentials: GatewayCredentials = field(default_factory=GatewayCredentials)
     backend: BackendOptions = BackendOptions()
     tls: TlsIdentity | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.tokenizer is None) == (self.tokenizer_folder is None)
 
 
 async def run_gateway(
@@ -89,13 +99,21 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves the API over any backend; yields its URL. `tenants` is also the backend's."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
-        metrics = ApiMetrics()
-        metrics.include(backend.metrics)
+    metrics = ApiMetrics()
+    metrics.include(backend.metrics)
+    async with AsyncExitStack() as stack:
+        workers = await stack.enter_async_context(_body_workers(deployment, options, metrics))
+        threads = stack.enter_context(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising")
+        )
         api = GatewayApi(
             ServedModel(deployment.model.name, max_tokens),
             backend,
-            Prompts(options.tokenizer, max_tokens, threads),
+            Prompts(
+                RequestPreparer(deployment.model.name, max_tokens, options.tokenizer),
+                threads,
+                workers,
+            ),
             options.credentials,
             BodyReader(
                 each_bytes=int(section.max_body_mb * _MB),
@@ -115,6 +133,8 @@ async def serving(
             # A client that disconnects cancels its request, also while nothing is written to it.
             handler_cancellation=True,
             access_log=None,
+            # The gateway does it itself, within limits and off the event loop.
+            auto_decompress=False,
             # Also closes connections whose first request is never completed.
             keepalive_timeout=section.timeouts.body_s,
             lingering_time=LINGER_S,
@@ -126,7 +146,28 @@ async def serving(
         try:
             context = options.tls.public_http() if options.tls is not None else None
             await web.SockSite(runner, listening, ssl_context=context).start()
-            async with measure_lag(metrics.loop_lag_s.observe):
+            async with measure_lag(metrics.observe_lag):
                 yield service_url(listening, tls=options.tls is not None)
         finally:
             await runner.cleanup()
+
+
+@asynccontextmanager
+async def _body_workers(
+    deployment: Deployment, options: GatewayOptions, metrics: ApiMetrics
+) -> AsyncIterator[BodyWorkers]:
+    body_bytes = int(deployment.gateway.max_body_mb * _MB)
+    folder = options.tokenizer_folder
+    settings = WorkerSettings(
+        model=deployment.model.name,
+        max_tokens=deployment.model.max_tokens,
+        body_bytes=body_bytes,
+        memory_bytes=memory_bound(body_bytes),
+        job_s=JOB_S,
+        tokenizer_folder=None if folder is None else str(folder.resolve()),
+    )
+    async with body_workers(settings, metrics.count_lost_worker) as workers:
+        metrics.bodies_waiting.set_function(lambda: workers.waiting)
+        if options.warm_worker:
+            workers.start_one()
+        yield workers

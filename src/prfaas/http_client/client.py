@@ -25,6 +25,7 @@ from prfaas.http_client.connection_pool import (
     ConnectionPool,
     header,
 )
+from prfaas.http_client.paced_writer import RequestBody, body_bytes
 from prfaas.security.shared_key import SharedKey
 
 _SHOWN_CHARS = 500  # of a response that cannot be decoded
@@ -97,7 +98,7 @@ class HttpClient:
         kind: type[T],
         *,
         timeout_s: float,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         max_bytes: int = LARGEST_BYTES,
     ) -> T:
@@ -113,7 +114,7 @@ class HttpClient:
         url: str,
         *,
         timeout_s: float,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         max_bytes: int = LARGEST_BYTES,
     ) -> bytes:
@@ -127,7 +128,7 @@ class HttpClient:
         self,
         method: str,
         url: str,
-        body: bytes = b"",
+        body: RequestBody = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
         *,
         total_s: float | None = None,
@@ -147,7 +148,7 @@ class HttpClient:
         for name, value in headers.items():
             head += header(name, value)
         if method != "GET":
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {body_bytes(body)}\r\n"
         connection = await pool.connection()
         connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
         return Exchange(connection, url)

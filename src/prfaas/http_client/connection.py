@@ -15,13 +15,14 @@ from typing import cast
 import httptools
 
 from prfaas.errors import ConnectionLost
+from prfaas.http_client.paced_writer import PacedWriter, RequestBody
 
 _HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
 _HEADER_BYTES = 1 << 16  # of a response: its status line, headers and trailers
 _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster than two buffers
 
 
-class Connection(asyncio.Protocol):
+class Connection(PacedWriter):
     """Calls `idle` when the next request may be sent, `closed` when it has been closed, and `heard`
     whenever bytes arrive."""
 
@@ -32,12 +33,12 @@ class Connection(asyncio.Protocol):
         closed: Callable[[Connection], None],
         heard: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._name = name
         self._idle = idle
         self._closed = closed
         self._heard = heard
         self.idle_since_s = 0.0
-        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -62,17 +63,18 @@ class Connection(asyncio.Protocol):
     # Requests -------------------------------------------------------------------------------------
 
     def send(
-        self, head: bytes, body: bytes, *, total_s: float | None, silence_s: float | None
+        self, head: bytes, body: RequestBody, *, total_s: float | None, silence_s: float | None
     ) -> None:
-        """`total_s` bounds the whole response, `silence_s` the time in which no byte arrives."""
+        """The parts of the body must not change until the response has ended. `total_s` bounds the
+        whole response, `silence_s` the time in which no byte arrives."""
         self._stop_timer()
         self._begin(total_s, silence_s)
         self._pending = True
         self._watch()
-        if len(body) <= _ONE_WRITE_BYTES:
+        if isinstance(body, bytes) and len(body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + body)
-        else:
-            self._transport.writelines((head, body))
+            return
+        self._write_paced((head, body) if isinstance(body, bytes) else (head, *body))
 
     async def wait_for_headers(self) -> None:
         """Returns when `status` and `headers` have arrived."""
@@ -109,7 +111,9 @@ class Connection(asyncio.Protocol):
         is closed after `idle_s` without a request; any other connection is closed now."""
         self._stop_timer()
         self._pending = False
-        if self._complete and self._keep_alive and self._problem is None:
+        # A peer may respond before it has the whole request.
+        reusable = self._complete and self._keep_alive and not self._unsent
+        if reusable and self._problem is None:
             self._timer = self._loop.call_later(idle_s, self.close, "idle")
             self.idle_since_s = time.monotonic()
             self._idle(self)
@@ -121,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         if self._problem is None:
             self._problem = ConnectionLost(f"{self._name}: {reason}")
+            self._unsent.clear()
             self._transport.abort()
             self._closed(self)
         self._wake()

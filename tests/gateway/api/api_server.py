@@ -4,10 +4,13 @@ request to that node and hands nothing off, so that tests observe only the API."
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,11 +20,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, parse_deployment
 from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
+from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.process import GatewayOptions, serving
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
+from prfaas.http_client.paced_writer import RequestBody
 from prfaas.security.shared_key import SharedKey
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
@@ -100,7 +106,7 @@ class OneNode:
             if self.before_answer is not None:
                 await self.before_answer()
             async with self.node.http.post(
-                request.path, data=msgspec.json.encode(body)
+                request.path, data=joined(encode_body(body))
             ) as response:
                 if response.status != 200:
                     error = (await response.json())["error"]
@@ -138,7 +144,7 @@ class ApiServer:
     backend: OneNode
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        data = io.BytesIO(body if isinstance(body, bytes) else msgspec.json.encode(body))
         async with self.http.post(f"{self.url}{path}", data=data, headers=headers) as answer:
             return answer.status, msgspec.json.decode(await answer.read())
 
@@ -150,6 +156,18 @@ class ApiServer:
     def address(self) -> tuple[str, int]:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
+
+
+@contextmanager
+def _bytes_folder() -> Iterator[Path]:
+    """The folder of the tokenizer `BYTES`, for body workers."""
+    with tempfile.TemporaryDirectory() as name:
+        save_tokenizer(Path(name), max_tokens=MAX_TOKENS)
+        yield Path(name)
+
+
+def joined(body: RequestBody) -> bytes:
+    return body if isinstance(body, bytes) else b"".join(body)
 
 
 @asynccontextmanager
@@ -169,13 +187,17 @@ async def api_server(
         asyncio.timeout(timeout_s),
         local_api(engine, BYTES) as node,
         aiohttp.ClientSession() as http,
+        AsyncExitStack() as stack,
     ):
         backend = OneNode(node)
         credentials = GatewayCredentials(
             lambda: keys, operator=operator, member=member, insecure=any_member
         )
-        options = GatewayOptions(tokenizer=tokenizer, credentials=credentials)
         listed = [{"key": key.secret, "tenant": key.tenant} for key in keys]
+        folder = None if tokenizer is None else stack.enter_context(_bytes_folder())
+        options = GatewayOptions(
+            tokenizer=tokenizer, tokenizer_folder=folder, credentials=credentials
+        )
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
                 deployment(keys=listed, **section), backend, options, MonotonicClock(), listening

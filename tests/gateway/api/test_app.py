@@ -58,13 +58,70 @@ async def test_a_valid_request_id_is_kept_and_others_are_replaced() -> None:
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "prfaas.gateway.requests"):
         async with api_server() as server:
-            await server.post("/v1/completions", GOOD, **{"X-Request-Id": "good"})
+            async with server.http.post(
+                f"{server.url}/v1/completions",
+                json={**GOOD, "stream": True},
+                headers={"X-Request-Id": "good"},
+            ) as answer:
+                await answer.read()
             await server.post("/v1/completions", {"prompt": "x", "n": 2}, **{"X-Request-Id": "bad"})
     good, bad = (json.loads(record.getMessage()) for record in caplog.records)
     assert (good["id"], good["outcome"], good["output_tokens"]) == ("good", "completed", 2)
     assert good["prompt_tokens"] == 3 and good["total_s"] >= good["ttft_s"] > 0
     assert (bad["id"], bad["outcome"], bad["route"]) == ("bad", "rejected", "none")
     assert "n" in bad["error"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m" * 500_000},
+        {"logit_bias": {str(n): 1.0 for n in range(200_000)}},
+        {"x" * 500_000: 1, "y": "z" * 600_000},
+    ],
+    ids=["model", "entries", "name"],
+)
+async def test_log_lines_and_error_bodies_are_bounded(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with api_server() as server:
+            status, answer = await server.post("/v1/completions", {**GOOD, **fields})
+    assert status in (400, 404)
+    assert len(msgspec.json.encode(answer)) < 2000
+    assert max(len(record.getMessage()) for record in caplog.records) < 2000
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [-1]}),
+        ("/v1/chat/completions", {"messages": 5}),
+    ],
+)
+async def test_a_request_for_another_model_gets_404_before_its_prompt_is_parsed(
+    path: str, fields: dict[str, Any], padding: int
+) -> None:
+    async with api_server() as server:
+        body = {**fields, "user": "x" * padding, "model": "another"}
+        status, answer = await server.post(path, body)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["param"] == "model"
+
+
+async def test_answers_that_do_not_stream_have_no_time_to_first_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "prfaas.gateway.requests"):
+        async with api_server() as server:
+            await server.post("/v1/completions", GOOD)
+            await events(server)
+            page = (await server.get("/metrics"))[1].decode()
+    assert 'prfaas_gateway_time_to_first_token_seconds_count{route="local"} 1.0' in page
+    assert 'prfaas_gateway_request_seconds_count{route="local"} 2.0' in page
+    whole, streamed = (json.loads(record.getMessage()) for record in caplog.records)
+    assert whole["ttft_s"] is None and streamed["ttft_s"] > 0
 
 
 async def test_a_client_that_leaves_after_the_last_event_has_its_answer(

@@ -12,8 +12,9 @@ from openai import AsyncOpenAI
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.credentials import TenantKey
+from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.request import GatewayRequest
-from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server
+from tests.gateway.api.api_server import MAX_TOKENS, ApiServer, api_server, joined
 from tests.node.local_api import BYTES
 from tests.waiting import HANG_S
 
@@ -26,7 +27,7 @@ MESSAGES = [
 
 def forwarded(request: GatewayRequest) -> Any:
     """The fields as the decode engine reads them."""
-    return msgspec.json.decode(msgspec.json.encode(request.fields))
+    return msgspec.json.decode(joined(encode_body(request.fields)))
 
 
 def client_of(server: ApiServer, key: str = "sk-right") -> AsyncOpenAI:

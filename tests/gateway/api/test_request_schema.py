@@ -16,8 +16,10 @@ from prfaas.gateway.api.request_schema import (
     parse_completion,
     parse_either,
 )
+from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.text import Chat
+from tests.gateway.api.api_server import joined
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT_JSON = f'"messages":{json.dumps(MESSAGES)}'
@@ -35,7 +37,7 @@ def completion(**fields: Any) -> ParsedRequest:
 
 def forwarded(parsed: ParsedRequest) -> Any:
     """The fields as the decode engine reads them."""
-    return msgspec.json.decode(msgspec.json.encode(parsed.fields))
+    return msgspec.json.decode(joined(encode_body(parsed.fields)))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.gateway.client.token_ids import LIMIT, TokenIds
+from prfaas.gateway.client.request_body import encode_body
+from prfaas.gateway.client.token_ids import LIMIT, STEP, TokenIds
 
 SPACE = st.text(" \n\r\t", max_size=2)
 
@@ -28,9 +28,17 @@ def test_ids_survive_reading_and_writing(
     read = TokenIds.read(text)
     assert read is not None and read.array.tolist() == ids and len(read) == len(ids)
     stop = data.draw(st.integers(1, len(ids) + 1))
-    for tokens in (read, TokenIds.of(ids)):
-        assert json.loads(msgspec.json.encode(tokens.json())) == ids
-        assert json.loads(msgspec.json.encode({"p": tokens.json(stop)}))["p"] == ids[:stop]
+    for tokens in (read, TokenIds.of(ids), read.marked()):
+        assert json.loads(bytes(tokens.json())) == ids
+        assert json.loads(encode_body({"p": tokens.json(stop)}))["p"] == ids[:stop]
+
+
+@pytest.mark.parametrize("count", [STEP - 1, STEP, STEP + 1, 3 * STEP, 3 * STEP + 7])
+def test_long_prompts_are_cut_at_every_place(count: int) -> None:
+    ids = [number * number % 200_000 for number in range(count)]
+    tokens = TokenIds.of(ids).marked()
+    for stop in {1, 2, STEP - 1, STEP, STEP + 1, 2 * STEP, 2 * STEP + 1, count - 1, count}:
+        assert json.loads(bytes(tokens.json(stop))) == ids[:stop]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +18,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.body_limits import BodyReader
+from prfaas.gateway.api.content_encoding import too_large
 from prfaas.gateway.api.credentials import REGISTER, GatewayCredentials
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
 from prfaas.gateway.api.metrics import RequestRecord
 from prfaas.gateway.api.openapi import openapi
 from prfaas.gateway.api.prompts import Prompts
 from prfaas.gateway.api.request_log import RequestLog
-from prfaas.gateway.api.request_schema import (
-    ParsedRequest,
-    Parser,
-    parse_chat,
-    parse_completion,
-    parse_either,
-)
+from prfaas.gateway.api.request_preparation import PreparedRequest
+from prfaas.gateway.api.request_schema import Kind, no_such_model
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
 from prfaas.gateway.api.tenants import AdmittedRequest, admit
 from prfaas.gateway.request import Backend, GatewayRequest
 from prfaas.gateway.tenants import Tenants
-from prfaas.text import Chat, is_multimodal
 
 _LOG = logging.getLogger(__name__)
+_HEARTBEAT_BYTES = 2 << 20  # as a gateway accepts of the report itself, when it polls a kvd
+_TRACEBACK_CHARS = 8000  # an exception may quote the request
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ID = web.RequestKey("id", str)
 _TENANT = web.RequestKey("tenant", str)
@@ -125,7 +123,7 @@ class GatewayApi:
         except ConnectionError:
             return web.Response()  # the client has left: this response is not sent
         except Exception:
-            _LOG.exception("request %s", request[_ID])
+            _LOG.error("request %s: %s", request[_ID], traceback.format_exc()[-_TRACEBACK_CHARS:])
             if _BEGUN in request:
                 raise  # aiohttp closes the connection
             return error_response(RequestError(500, "internal_error", "internal gateway error"))
@@ -133,36 +131,38 @@ class GatewayApi:
     # Completions and chats ------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, parse_completion)
+        return await self._generate(request, "completion")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, parse_chat)
+        return await self._generate(request, "chat")
 
-    async def _generate(self, request: web.Request, parser: Parser) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         tenant = request[_TENANT]
         with (
             self._request_log.record(request[_ID], request.path, tenant) as record,
             admit(self._limits.tenants, tenant) as admitted,
         ):
-            return await self._respond(request, parser, record, admitted)
+            return await self._respond(request, kind, record, admitted)
 
     async def _respond(
         self,
         request: web.Request,
-        parser: Parser,
+        kind: Kind,
         record: RequestRecord,
         admitted: AdmittedRequest,
     ) -> web.StreamResponse:
         async with self._body_reader.read(request, admitted.add_bytes) as body:
             await self._start_limiter.wait()
-            parsed = await self._prompts.parse(parser, body)
-            gateway_request = await self._gateway_request(request, parsed, len(body))
-            del body
+            prepared = await self._prompts.prepare(kind, body, request[_TENANT])
+            self._body_reader.replace(body, prepared.nbytes or body.nbytes)
+            gateway_request = self._gateway_request(request, prepared)
             record.prompt_tokens = len(gateway_request.token_ids)
             admitted.begin_wait(record.prompt_tokens)
+            record.stream = gateway_request.stream
             response = ResponseStream(
-                request, shows_usage=parsed.options.shows_usage, stall_s=self._limits.stall_s
+                request, shows_usage=prepared.shows_usage, stall_s=self._limits.stall_s
             )
+            del prepared
             try:
                 async with self._backend.answer(gateway_request, record.trace) as upstream:
                     admitted.end_wait()
@@ -173,32 +173,18 @@ class GatewayApi:
                 record.usage, record.cut_short = response.usage, response.cut_short
                 record.delivered = response.delivered
 
-    async def _gateway_request(
-        self, request: web.Request, parsed: ParsedRequest, body_bytes: int
-    ) -> GatewayRequest:
-        options = parsed.options
-        if options.model is not None and options.model != self._model.name:
-            raise self._no_such_model(options.model)
-        chat = parsed.prompt if isinstance(parsed.prompt, Chat) else None
+    def _gateway_request(self, request: web.Request, prepared: PreparedRequest) -> GatewayRequest:
         return GatewayRequest(
             id=request[_ID],
-            path=parsed.path,
-            token_ids=await self._prompts.token_ids(parsed, body_bytes),
-            fields=parsed.fields,
-            salt=self._credentials.salt(request[_TENANT], options.cache_salt or ""),
-            stream=bool(options.stream),
-            conversation=chat is not None,
-            prompt_logprobs=parsed.prompt_logprobs,
-            multimodal=chat is not None and is_multimodal(chat.messages),
+            path=prepared.path,
+            token_ids=prepared.token_ids,
+            fields=prepared.fields,
+            salt=self._credentials.salt(request[_TENANT], prepared.cache_salt),
+            stream=prepared.stream,
+            conversation=prepared.conversation,
+            prompt_logprobs=prepared.prompt_logprobs,
+            multimodal=prepared.multimodal,
             tenant=request[_TENANT],
-        )
-
-    def _no_such_model(self, name: str) -> RequestError:
-        return RequestError(
-            404,
-            "model_not_found",
-            f"the model {name!r} is not served; {self._model.name!r} is",
-            param="model",
         )
 
     # Models, state and routes ---------------------------------------------------------------------
@@ -209,7 +195,7 @@ class GatewayApi:
     async def _one_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name != self._model.name:
-            raise self._no_such_model(name)
+            raise no_such_model(name, self._model.name)
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -231,14 +217,15 @@ class GatewayApi:
         # The cache of this tenant is the one that counts.
         request[_TENANT] = request.query.get("tenant", "")
         async with self._body_reader.read(request) as body:
-            parsed = await self._prompts.parse(parse_either, body)
-            gateway_request = await self._gateway_request(request, parsed, len(body))
-            return _json(self._backend.explain(gateway_request))
+            prepared = await self._prompts.prepare("either", body, request[_TENANT])
+            return _json(self._backend.explain(self._gateway_request(request, prepared)))
 
     async def _register(self, request: web.Request) -> web.Response:
-        async with self._body_reader.read(request) as body:
+        async with self._body_reader.read(request, inline_bytes=_HEARTBEAT_BYTES) as body:
+            if body.data is None:
+                raise too_large(_HEARTBEAT_BYTES)
             try:
-                heartbeat = msgspec.json.decode(body, type=Heartbeat)
+                heartbeat = msgspec.json.decode(body.data, type=Heartbeat)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InputError(f"the body is not a heartbeat of a kvd: {error}") from None
         await self._backend.register(heartbeat)

@@ -11,7 +11,9 @@ from prfaas.contracts.openai import Error, ErrorBody
 from prfaas.errors import InputError, RequestError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-MAX_MESSAGE = 1000  # characters: a message may quote the request, but not all of it
+# Characters: an error may quote the request, but not all of it.
+MAX_MESSAGE = 1000
+_MAX_PARAM = 200
 
 
 def error_body(error: RequestError) -> bytes:
@@ -20,7 +22,8 @@ def error_body(error: RequestError) -> bytes:
     message = error.message
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}..."
-    return msgspec.json.encode(ErrorBody(Error(message, kind, error.param, error.code)))
+    param = error.param[:_MAX_PARAM] if error.param is not None else None
+    return msgspec.json.encode(ErrorBody(Error(message, kind, param, error.code)))
 
 
 def error_response(error: RequestError) -> web.Response:

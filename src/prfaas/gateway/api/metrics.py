@@ -10,10 +10,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from prfaas.contracts.openai import Usage
+from prfaas.gateway.api.loop_lag import Lag, LargestLag
 from prfaas.gateway.api.response_stream import CutShort
 from prfaas.gateway.request import RequestTrace
 
-_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 
 
@@ -28,6 +29,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     usage: Usage | None = None
     cut_short: CutShort | None = None
+    stream: bool = False  # the client requested a stream
     delivered: bool = False  # a stream was sent up to its last event
 
 
@@ -41,7 +43,10 @@ class ApiMetrics:
             "tenant_requests", "Finished requests of a tenant.", ("tenant", "outcome")
         )
         self._ttft_s = self._histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token.", ("route",)
+            "time_to_first_token_seconds",
+            "Seconds from arrival to the first token, of answers that stream. An answer that does "
+            "not stream has no first token; request_seconds counts it.",
+            ("route",),
         )
         self._total_s = self._histogram(
             "request_seconds", "Seconds from arrival to the end of the response.", ("route",)
@@ -59,10 +64,35 @@ class ApiMetrics:
         self.in_flight = Gauge(
             "prfaas_gateway_in_flight", "Requests in flight.", registry=self.registry
         )
-        self.loop_lag_s = Histogram(
+        self._lag_s = Histogram(
             "prfaas_gateway_loop_stall_seconds",
             "Event-loop lag.",
             buckets=_LAG_SECONDS,
+            registry=self.registry,
+        )
+        self._own_lag_s = Histogram(
+            "prfaas_gateway_loop_stall_own_seconds",
+            "Part of the event-loop lag in which the gateway itself used the CPU.",
+            buckets=_LAG_SECONDS,
+            registry=self.registry,
+        )
+        self._largest_lag, self._largest_own_lag = LargestLag(), LargestLag()
+        largest = Gauge(
+            "prfaas_gateway_loop_stall_max_seconds",
+            "Largest event-loop lag of the last one to two minutes; `own`: the largest part of a "
+            "lag in which the gateway itself used the CPU.",
+            ("part",),
+            registry=self.registry,
+        )
+        largest.labels("all").set_function(lambda: self._largest_lag.at(self._probed_s))
+        largest.labels("own").set_function(lambda: self._largest_own_lag.at(self._probed_s))
+        self._probed_s = 0.0
+        self._lost_workers = self._counter(
+            "body_workers_lost", "Body workers that died or took too long.", ("reason",)
+        )
+        self.bodies_waiting = Gauge(
+            "prfaas_gateway_bodies_waiting",
+            "Long bodies that wait for a body worker.",
             registry=self.registry,
         )
         self.body_bytes = Gauge(
@@ -80,13 +110,24 @@ class ApiMetrics:
         self._retries.inc(max(0, trace.attempts - 1))
         if trace.first_token_s is None:
             return
-        self._ttft_s.labels(route).observe(trace.first_token_s - trace.arrived_s)
+        if record.stream:
+            self._ttft_s.labels(route).observe(trace.first_token_s - trace.arrived_s)
         self._total_s.labels(route).observe(now_s - trace.arrived_s)
         self._prompt_tokens.labels(route).inc(record.prompt_tokens)
         self._cached_tokens.labels(route).inc(trace.cached_tokens)
         self._handed_bytes.labels(route).inc(trace.nbytes)
         if usage is not None:
             self._output_tokens.labels(route).inc(usage.completion_tokens)
+
+    def observe_lag(self, lag: Lag, now_s: float) -> None:
+        self._probed_s = now_s
+        self._lag_s.observe(lag.lag_s)
+        self._own_lag_s.observe(lag.own_s)
+        self._largest_lag.observe(lag.lag_s, now_s)
+        self._largest_own_lag.observe(lag.own_s, now_s)
+
+    def count_lost_worker(self, reason: str) -> None:
+        self._lost_workers.labels(reason).inc()
 
     def include(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Adds the metrics that `collect` returns to the page."""

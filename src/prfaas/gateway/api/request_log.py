@@ -15,6 +15,8 @@ from prfaas.gateway.api.metrics import ApiMetrics, RequestRecord, route_of
 from prfaas.gateway.request import RequestTrace
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
+_ERROR_CHARS = 500  # of an error: it may quote the request
+_MOST_FAILURES = 8  # of failed attempts
 
 
 class RequestLog:
@@ -61,7 +63,8 @@ def _outcome(status: int) -> str:
 
 def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> str:
     trace, usage = record.trace, record.usage
-    first_s = trace.first_token_s
+    # An answer that does not stream has no first token.
+    first_s = trace.first_token_s if record.stream else None
     fields = {
         "id": record.id,
         "path": record.path,
@@ -82,7 +85,11 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
     if record.tenant:
         fields["tenant"] = record.tenant
     if error_text:
-        fields["error"] = error_text
+        fields["error"] = _shown(error_text)
     if trace.failures:
-        fields["failures"] = trace.failures
+        fields["failures"] = [_shown(failure) for failure in trace.failures[:_MOST_FAILURES]]
     return msgspec.json.encode(fields).decode()
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _ERROR_CHARS else f"{text[:_ERROR_CHARS]}..."

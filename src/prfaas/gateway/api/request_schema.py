@@ -2,12 +2,12 @@
 reach the decode engine unchanged, as the bytes that the client sent. Pure.
 
 A long prompt of token ids is parsed once, as one array. A body never becomes many more objects than
-its prompt can have tokens: parsing holds the interpreter, and every stream would wait.
+its prompt can have tokens. Cheap checks come first: the number of values, the model's name, refused
+fields and the size of the other fields, before the prompt is parsed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -15,11 +15,14 @@ import msgspec
 import numpy as np
 
 from prfaas.contracts.openai import StreamOptions
-from prfaas.errors import InputError
+from prfaas.errors import InputError, RequestError
+from prfaas.gateway.client.request_body import JsonParts
 from prfaas.gateway.client.token_ids import LIMIT, TokenIds
 from prfaas.schema import prepare
 from prfaas.text import Chat
 
+Body: TypeAlias = bytes | memoryview
+Kind: TypeAlias = Literal["completion", "chat", "either"]
 Path: TypeAlias = Literal["/v1/completions", "/v1/chat/completions"]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=LIMIT)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
@@ -27,7 +30,7 @@ Ids: TypeAlias = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 One: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1)]
 T = TypeVar("T")
-_SHOWN_CHARS = 64  # of a field's name
+_SHOWN_CHARS = 64  # of a field's name, and of a model's
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +91,7 @@ REFUSED = {
     "prompt_embeds": "a prompt must be text or token ids",
 }
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MODEL = msgspec.json.Decoder(str | None)
 _PROMPT = msgspec.json.Decoder(Prompt)
 _PROMPTS = msgspec.json.Decoder(_Prompts)
 _COMPLETION = msgspec.json.Decoder(CompletionOptions)
@@ -97,10 +101,12 @@ _STREAM_OPTIONS = msgspec.json.Decoder(dict[str, Any])
 # The fields of a conversation: the chat template reads them, and they may be as long as a prompt.
 _CONVERSATION = ("messages", "tools", "documents")
 _MAX_FIELD_BYTES = 1 << 20  # of all other fields together
+_MAX_FIELDS = 1000  # the engines know fewer than a hundred
 # Brackets and commas in a body, per token that the model's context has: each of them is about a
 # token of text, or stands between two token ids.
 _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
+_COUNTED_BYTES = 1 << 20  # of a body at once: the count stops soon after its limit
 prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in threads
 
 
@@ -114,26 +120,57 @@ class ParsedRequest:
     add_special_tokens: bool = True
 
 
-Parser: TypeAlias = Callable[[bytes], ParsedRequest]
-
-
-def check_values(body: bytes, max_tokens: int) -> None:
-    """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
-    need. Counts in numpy, which does not hold the interpreter."""
-    array = np.frombuffer(body, dtype=np.uint8)
-    values = sum(int(np.count_nonzero(array == ord(mark))) for mark in "[{,")
-    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
-    if values > limit:
-        raise InputError(
-            f"the body has more than {limit} brackets and commas, and the model's context has "
-            f"{max_tokens} tokens",
-            fix="send a shorter prompt",
-        )
-
-
-def parse_completion(body: bytes) -> ParsedRequest:
-    """Raises `InputError`, which names the field."""
+def parse(kind: Kind, body: Body, model: str | None = None) -> ParsedRequest:
+    """The request that the body describes. `either` is a chat when the body has messages, else a
+    completion. Raises `InputError`, which names the field, and `RequestError` with status 404 when
+    the request is not for `model`; None accepts every model."""
     raw = _parsed(_OBJECT, body)
+    if model is not None and "model" in raw:
+        asked = _parsed(_MODEL, raw["model"], "model")
+        if asked is not None and asked != model:
+            raise no_such_model(asked, model)
+    if kind == "chat" or (kind == "either" and "messages" in raw):
+        return _chat(raw, body)
+    return _completion(raw, body)
+
+
+def parse_completion(body: Body) -> ParsedRequest:
+    return parse("completion", body)
+
+
+def parse_chat(body: Body) -> ParsedRequest:
+    return parse("chat", body)
+
+
+def parse_either(body: Body) -> ParsedRequest:
+    return parse("either", body)
+
+
+def no_such_model(name: str, served: str) -> RequestError:
+    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
+    return RequestError(
+        404, "model_not_found", f"the model {shown!r} is not served; {served!r} is", param="model"
+    )
+
+
+def check_values(body: Body, max_tokens: int) -> None:
+    """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
+    need."""
+    array = np.frombuffer(body, dtype=np.uint8)
+    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
+    values = 0
+    for begin in range(0, len(array), _COUNTED_BYTES):
+        part = array[begin : begin + _COUNTED_BYTES]
+        values += sum(int(np.count_nonzero(part == ord(mark))) for mark in "[{,")
+        if values > limit:
+            raise InputError(
+                f"the body has more than {limit} brackets and commas, and the model's context has "
+                f"{max_tokens} tokens",
+                fix="send a shorter prompt",
+            )
+
+
+def _completion(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, ("prompt",))
     options = _parsed(_COMPLETION, msgspec.json.encode(fields))
     return ParsedRequest(
@@ -147,13 +184,13 @@ def parse_completion(body: bytes) -> ParsedRequest:
     )
 
 
-def parse_chat(body: bytes) -> ParsedRequest:
-    """Raises `InputError`, which names the field."""
-    raw = _parsed(_OBJECT, body)
+def _chat(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, _CONVERSATION)
     options = _parsed(_CHAT_OPTIONS, msgspec.json.encode(fields))
-    conversation = {name: raw[name].copy() for name in _CONVERSATION if name in raw}
-    forwarded = _engine_fields({**fields, **conversation}, options)
+    forwarded = _engine_fields(fields, options)
+    for name in _CONVERSATION:
+        if name in raw:
+            forwarded[name] = JsonParts(memoryview(raw[name]))
     return ParsedRequest(
         "/v1/chat/completions",
         options,
@@ -163,12 +200,7 @@ def parse_chat(body: bytes) -> ParsedRequest:
     )
 
 
-def parse_either(body: bytes) -> ParsedRequest:
-    """A chat when the body has messages, else a completion."""
-    return parse_chat(body) if "messages" in _parsed(_OBJECT, body) else parse_completion(body)
-
-
-def _prompt(raw: msgspec.Raw | None, body: bytes) -> str | TokenIds:
+def _prompt(raw: msgspec.Raw | None, body: Body) -> str | TokenIds:
     ids = TokenIds.read(bytes(raw)) if raw is not None else None
     if ids is not None:
         return ids
@@ -195,22 +227,32 @@ def _text_or_ids(prompt: str | list[int]) -> str | TokenIds:
 def _checked_fields(raw: dict[str, msgspec.Raw], long: tuple[str, ...]) -> dict[str, msgspec.Raw]:
     """All fields but the `long` ones, which are parsed separately. They stay bytes, copied so that
     they do not keep the whole body in memory."""
+    if len(raw) > _MAX_FIELDS:
+        raise InputError(
+            f"the body has {len(raw)} fields, more than {_MAX_FIELDS}",
+            fix="leave out the fields that the engine does not know",
+        )
+    for name, reason in REFUSED.items():
+        if name in raw and bytes(memoryview(raw[name])[:5]) != b"null":
+            raise InputError(reason, where=name, fix="leave it out")
+    _check_size(raw, long)
     fields = {name: value.copy() for name, value in raw.items() if name not in long}
-    nbytes = sum(len(name) + len(bytes(value)) for name, value in fields.items())
+    for name, value in fields.items():
+        _check_text(bytes(value), name)
+    return fields
+
+
+def _check_size(raw: dict[str, msgspec.Raw], long: tuple[str, ...]) -> None:
+    sizes = {name: len(memoryview(value)) for name, value in raw.items() if name not in long}
+    nbytes = sum(sizes.values()) + sum(map(len, sizes))
     if nbytes > _MAX_FIELD_BYTES:
-        largest = max(fields, key=lambda name: len(bytes(fields[name])))
+        largest = max(sizes, key=lambda name: sizes[name] + len(name))
         raise InputError(
             f"the fields beside {' and '.join(long)} have {nbytes} bytes, more than "
             f"{_MAX_FIELD_BYTES}",
             where=largest[:_SHOWN_CHARS],
             fix="shorten it",
         )
-    for name, value in fields.items():
-        _check_text(bytes(value), name)
-    for name, reason in REFUSED.items():
-        if name in fields and bytes(fields[name]) != b"null":
-            raise InputError(reason, where=name, fix="leave it out")
-    return fields
 
 
 def _check_text(value: bytes, name: str) -> None:
@@ -240,7 +282,7 @@ def _engine_fields(fields: dict[str, msgspec.Raw], options: Options) -> dict[str
     return forwarded
 
 
-def _parsed(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, at: str = "") -> T:
+def _parsed(decoder: msgspec.json.Decoder[T], data: Body | msgspec.Raw, at: str = "") -> T:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:

@@ -19,6 +19,7 @@ from prfaas.contracts.openai import Usage, UsageField
 from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
+from prfaas.http_client.paced_writer import RequestBody
 
 DRAINING = "draining"  # the error code of a node that takes no new requests
 _DONE = b"data: [DONE]"
@@ -128,7 +129,7 @@ class NodeClient:
             return error.code == DRAINING
         return False
 
-    async def check(self, path: str, body: bytes) -> None:
+    async def check(self, path: str, body: RequestBody) -> None:
         """Returns when the engine has accepted a short request, whose answer is of no use. Raises
         `PeerHttpError` when the engine refuses the request, or has no such path."""
         await self._http.request(
@@ -145,7 +146,7 @@ class NodeClient:
             "GET", f"{self.url}/health", timeout_s=timeout_s, max_bytes=HEALTH_BYTES
         )
 
-    async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
+    async def prefill(self, body: RequestBody, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed the prefill and handed the result to its kvd; the
         receiving kvd reports when the transfer is committed. Returns the number of cached tokens,
         or None when the node does not report it."""
@@ -170,7 +171,7 @@ class NodeClient:
     async def answer(
         self,
         path: str,
-        body: bytes,
+        body: RequestBody,
         headers: Mapping[str, str],
         *,
         stream: bool,

@@ -16,14 +16,13 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import msgspec
-
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
+from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
 from prfaas.gateway.dispatch.field_checks import FieldChecks
 from prfaas.gateway.dispatch.handoff import (
@@ -190,7 +189,7 @@ class Dispatcher:
                 answer = await stack.enter_async_context(
                     NodeClient(self._http, url, self._fleet.timeouts).answer(
                         request.path,
-                        msgspec.json.encode(body),
+                        encode_body(body),
                         {"X-Request-Id": request.id},
                         stream=request.stream,
                         unless=partial(self._fleet.liveness.cancel_when_hung, route.decode),

@@ -18,11 +18,13 @@ import msgspec
 
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError
 from prfaas.gateway.client.node_client import Card, NodeClient
+from prfaas.gateway.client.request_body import JsonParts, encode_body
 from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest
 from prfaas.http_client.client import HttpClient
+from prfaas.http_client.paced_writer import body_bytes
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +83,14 @@ class FieldChecks:
         if self._accepted.get(without_path) is not card:
             body = _short_request(request) | {"model": card.model}
             try:
-                await node.check(f"{request.path}/render", msgspec.json.encode(body))
+                await node.check(f"{request.path}/render", encode_body(body))
                 return
             except PeerHttpError as error:
                 if error.status not in _NO_SUCH_PATH:
                     raise
             self._remember(without_path, card)
         body = _trial_request(request) | {"model": card.model}
-        await node.check(request.path, msgspec.json.encode(body))
+        await node.check(request.path, encode_body(body))
 
     def _remember(self, digest: bytes, card: Card) -> None:
         self._accepted[digest] = card
@@ -107,7 +109,7 @@ def _short_request(request: GatewayRequest) -> dict[str, Any]:
     if request.path == "/v1/completions":
         return {**fields, "prompt": [int(request.token_ids.array[0])]}
     spoken = {name: fields[name] for name in _CONVERSATION & fields.keys()}
-    if len(msgspec.json.encode(spoken)) <= _LONGEST_CONVERSATION:
+    if body_bytes(encode_body(spoken)) <= _LONGEST_CONVERSATION:
         return fields
     return _without_conversation(fields)
 
@@ -130,7 +132,11 @@ def _without_conversation(fields: dict[str, Any]) -> dict[str, Any]:
 def _digest(url: str, path: str, fields: dict[str, Any]) -> bytes:
     """Of everything but the conversation."""
     digest = hashlib.sha256()
-    named = [(n, msgspec.json.encode(v)) for n, v in fields.items() if n not in _CONVERSATION]
+    named = [
+        (n, bytes(v) if isinstance(v, JsonParts) else msgspec.json.encode(v))
+        for n, v in fields.items()
+        if n not in _CONVERSATION
+    ]
     for part in (url.encode(), path.encode(), *(p for n, v in sorted(named) for p in (n, v))):
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "big"))

@@ -22,6 +22,7 @@ from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import DRAINING, NodeClient
+from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
@@ -268,7 +269,7 @@ class HandOff:
             )
         node = NodeClient(self._http, url, self._timeouts)
         prefilling = self._prefilling = self._background_calls.run(
-            node.prefill(msgspec.json.encode(body), headers), self._timeouts.prefill_s
+            node.prefill(encode_body(body), headers), self._timeouts.prefill_s
         )
         record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now())
         prefilling.add_done_callback(record)

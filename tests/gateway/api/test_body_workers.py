@@ -1,0 +1,332 @@
+"""Body workers: long bodies are read by other processes, and what happens to such a process costs
+one request only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.engine.checkpoint.tokenizer import save_tokenizer
+from prfaas.errors import InputError, RequestError
+from prfaas.gateway.api.body_limits import RequestBody
+from prfaas.gateway.api.request_preparation import PreparedRequest, RequestPreparer
+from prfaas.gateway.api.request_schema import Kind
+from prfaas.gateway.body_workers.messages import WorkerSettings
+from prfaas.gateway.body_workers.pool import QUEUED_PER_TENANT, BodyWorkers, memory_bound
+from prfaas.gateway.client.request_body import encode_body
+from prfaas.text import load_tokenizer
+from tests.gateway.api.api_server import api_server, joined
+from tests.waiting import HANG_S, wait_until
+
+MAX_TOKENS = 100_000
+BODY_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        save_tokenizer(Path(name), max_tokens=MAX_TOKENS)
+        yield Path(name)
+
+
+def settings(folder: Path | None = None, **changes: Any) -> WorkerSettings:
+    values: dict[str, Any] = {
+        "model": "made-up",
+        "max_tokens": MAX_TOKENS,
+        "body_bytes": BODY_BYTES,
+        "memory_bytes": memory_bound(BODY_BYTES),
+        "job_s": HANG_S,
+        "tokenizer_folder": None if folder is None else str(folder),
+    }
+    return WorkerSettings(**{**values, **changes})
+
+
+@asynccontextmanager
+async def pool(given: WorkerSettings, **options: Any) -> AsyncIterator[BodyWorkers]:
+    workers = BodyWorkers(given, **options)
+    try:
+        async with asyncio.timeout(HANG_S):
+            yield workers
+    finally:
+        await workers.close()
+
+
+def body_of(data: bytes) -> RequestBody:
+    body = RequestBody(inline_bytes=0)  # a short body in a file, as if it were long
+    body.add(data)
+    body.end()
+    return body
+
+
+async def prepare(
+    workers: BodyWorkers, fields: Any, kind: Kind = "completion", tenant: str = ""
+) -> PreparedRequest:
+    data = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return await workers.prepare(kind, body_of(data), tenant)
+
+
+def same(one: PreparedRequest, other: PreparedRequest) -> None:
+    def plain(request: PreparedRequest) -> Any:
+        ids, body = request.token_ids, joined(encode_body(request.fields))
+        return (
+            *(ids.array.tolist(), json.loads(bytes(ids.json())), msgspec.json.decode(body)),
+            *(request.path, request.cache_salt, request.stream, request.shows_usage),
+            *(request.conversation, request.prompt_logprobs, request.multimodal),
+        )
+
+    assert plain(one) == plain(other)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+GOOD: list[tuple[Kind, dict[str, Any]]] = [
+    ("completion", {"prompt": list(range(9000)), "max_tokens": 5, "logit_bias": {"5": 1.5}}),
+    ("completion", {"prompt": "once é upon", "stream": True, "cache_salt": "s", "x": [None]}),
+    ("completion", {"prompt": [[1, 2]], "echo": True, "logprobs": 1, "model": "made-up"}),
+    ("chat", {"messages": [{"role": "user", "content": "hi"}], "tools": []}),
+    ("either", {"messages": [{"role": "user", "content": [IMAGE]}], "documents": [{"a": 1}]}),
+    ("either", {"prompt": [7], "stream": True, "stream_options": {"include_usage": True}}),
+]
+BAD: list[tuple[Kind, dict[str, Any]]] = [
+    ("completion", {"prompt": [1, -1]}),
+    ("completion", {"prompt": [1], "model": "another"}),
+    ("completion", {"prompt": "x" * (MAX_TOKENS + 1)}),
+    ("completion", {"prompt": [1], "chat_template": "x"}),
+    ("chat", {"messages": [{"content": "no role"}]}),
+]
+
+
+async def test_a_worker_prepares_what_the_gateway_would_prepare(folder: Path) -> None:
+    preparer = RequestPreparer("made-up", MAX_TOKENS, load_tokenizer(folder))
+    async with pool(settings(folder)) as workers:
+        for kind, fields in GOOD:
+            same(
+                await prepare(workers, fields, kind),
+                preparer.prepare(kind, json.dumps(fields).encode()),
+            )
+        for kind, fields in BAD:
+            with pytest.raises((InputError, RequestError)) as here:
+                preparer.prepare(kind, json.dumps(fields).encode())
+            with pytest.raises(type(here.value)) as there:
+                await prepare(workers, fields, kind)
+            assert str(there.value) == str(here.value)
+
+
+def running(workers: BodyWorkers) -> list[int]:
+    return [process.pid for process in workers.processes if process.pid is not None]
+
+
+async def started() -> None:
+    """Every task that was created has done its first steps: its job is sent, or waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def test_a_worker_that_dies_costs_its_own_request_only() -> None:
+    lost: list[str] = []
+    async with pool(settings(), workers=1, count_loss=lost.append) as workers:
+        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        (first,) = running(workers)
+        os.kill(first, signal.SIGSTOP)  # it takes the job and does not answer
+        stuck = asyncio.create_task(prepare(workers, {"prompt": [1]}))
+        next_one = asyncio.create_task(prepare(workers, {"prompt": [1, 2, 3]}))
+        await started()
+        assert workers.waiting == 1
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(RequestError) as refused:
+            await stuck
+        assert (refused.value.status, refused.value.code) == (503, "body_worker_lost")
+        assert len((await next_one).token_ids) == 3
+        assert running(workers) != [first] and lost == ["died"]
+
+
+async def test_a_worker_that_dies_between_two_jobs_costs_no_request() -> None:
+    async with pool(settings(), workers=1) as workers:
+        await prepare(workers, {"prompt": [1]})
+        (first,) = running(workers)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: has_ended(first))
+        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+
+
+async def test_a_body_that_takes_too_long_is_refused_and_its_worker_replaced() -> None:
+    lost: list[str] = []
+    async with pool(settings(job_s=0.5), workers=1, count_loss=lost.append) as workers:
+        await workers.processes[0].start()
+        (first,) = running(workers)
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(RequestError) as refused:
+            await prepare(workers, {"prompt": [1]})
+        assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
+        assert has_ended(first) and lost == ["timeout"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("chat", b'{"messages": [' + b"{}," * 6_000_000 + b"{}]}"),
+        ("completion", b'{"prompt": "' + b"x y " * 1_500_000 + b'"}'),  # the tokenizer aborts
+    ],
+    ids=["messages", "text"],
+)
+async def test_a_body_that_takes_too_much_memory_is_refused(
+    folder: Path, kind: Kind, body: bytes
+) -> None:
+    """The next body has all of the worker's memory again."""
+    small = settings(folder, memory_bytes=300 << 20, max_tokens=10**8)
+    async with pool(small, workers=1) as workers:
+        with pytest.raises(RequestError) as refused:
+            await prepare(workers, body, kind)
+        assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
+        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+
+
+async def test_a_worker_without_its_tokenizer_is_an_error_of_the_request(tmp_path: Path) -> None:
+    async with pool(settings(tmp_path), workers=1) as workers:
+        for _ in range(2):
+            with pytest.raises(RequestError) as refused:
+                await prepare(workers, {"prompt": [1]})
+            assert refused.value.code == "body_worker_lost"
+
+
+async def stopped(workers: BodyWorkers) -> Callable[[], None]:
+    """Stops the only worker; the result lets it continue."""
+    await workers.processes[0].start()
+    (pid,) = running(workers)
+    os.kill(pid, signal.SIGSTOP)
+    return lambda: os.kill(pid, signal.SIGCONT)
+
+
+async def test_tenants_take_turns() -> None:
+    async with pool(settings(), workers=1) as workers:
+        proceed = await stopped(workers)
+        order: list[str] = []
+
+        async def send(tenant: str) -> None:
+            await prepare(workers, {"prompt": [1]}, tenant=tenant)
+            order.append(tenant)
+
+        tasks = [asyncio.create_task(send("many")) for _ in range(6)]
+        await started()
+        assert workers.waiting == 5
+        tasks.append(asyncio.create_task(send("one")))
+        await started()
+        assert workers.waiting == 6
+        proceed()
+        await asyncio.gather(*tasks)
+        assert order.index("one") <= 2
+
+
+async def test_waiting_bodies_are_bounded_per_tenant() -> None:
+    async with pool(settings(), workers=1) as workers:
+        proceed = await stopped(workers)
+        tasks = [
+            asyncio.create_task(prepare(workers, {"prompt": [1]}, tenant="many"))
+            for _ in range(QUEUED_PER_TENANT + 1)
+        ]
+        await started()
+        assert workers.waiting == QUEUED_PER_TENANT
+        with pytest.raises(RequestError) as refused:
+            await prepare(workers, {"prompt": [1]}, tenant="many")
+        assert refused.value.status == 503 and refused.value.retry_after_s
+        other = asyncio.create_task(prepare(workers, {"prompt": [1]}, tenant="other"))
+        for task in tasks[1:]:
+            task.cancel()  # these clients leave
+        proceed()
+        assert len((await other).token_ids) == 1
+        await tasks[0]
+        assert workers.waiting == 0
+
+
+async def test_a_body_does_not_wait_for_ever() -> None:
+    async with pool(settings(), workers=1, wait_s=0.1) as workers:
+        proceed = await stopped(workers)
+        first = asyncio.create_task(prepare(workers, {"prompt": [1]}))
+        await started()
+        with pytest.raises(RequestError) as refused:
+            await prepare(workers, {"prompt": [1]})
+        assert refused.value.status == 503 and workers.waiting == 0
+        proceed()
+        await first
+
+
+async def test_a_client_that_leaves_does_not_cost_the_worker() -> None:
+    async with pool(settings(), workers=1) as workers:
+        proceed = await stopped(workers)
+        before = running(workers)
+        leaving = asyncio.create_task(prepare(workers, {"prompt": [1]}))
+        await started()
+        leaving.cancel()
+        proceed()
+        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        assert running(workers) == before
+
+
+PROGRAM = """
+import asyncio, sys
+from prfaas.gateway.body_workers.messages import WorkerSettings
+from prfaas.gateway.body_workers.pool import BodyWorkers
+
+async def main():
+    workers = BodyWorkers(WorkerSettings("made-up", 1000, 1000, 1 << 30, 60.0))
+    await asyncio.gather(*(process.start() for process in workers.processes))
+    print(*(process.pid for process in workers.processes), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_the_gateway_also_when_it_is_killed() -> None:
+    gateway = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert gateway.stdout is not None
+    pids = [int(word) for word in gateway.stdout.readline().split()]
+    assert len(pids) == 2 and not any(map(has_ended, pids))
+    gateway.kill()
+    gateway.communicate()
+    wait_until(lambda: all(map(has_ended, pids)), within_s=HANG_S)
+
+
+def test_a_worker_leaves_signals_to_its_gateway() -> None:
+    """Ctrl-C and a service manager's SIGTERM reach all processes of a gateway, which drains."""
+    gateway = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert gateway.stdout is not None
+    pids = [int(word) for word in gateway.stdout.readline().split()]
+    for pid in pids:
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert ignored >> (number - 1) & 1
+    gateway.kill()
+    gateway.communicate()
+
+
+async def test_the_gateway_parses_no_long_body_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*_: object) -> None:
+        raise AssertionError("a long body is parsed in the gateway's process")
+
+    monkeypatch.setattr(RequestPreparer, "parse", parse)
+    async with api_server() as server:
+        long = {"prompt": [1] * 2000, "user": "x" * 100_000, "max_tokens": 1}
+        assert (await server.post("/v1/completions", long))[0] == 200
+        chat = {"messages": [{"role": "user", "content": "x"}], "user": "x" * 100_000}
+        assert (await server.post("/v1/chat/completions", {**chat, "max_tokens": 1}))[0] == 200
+        assert (await server.post("/prfaas/v1/explain", long))[1]["prompt_tokens"] == 2000
