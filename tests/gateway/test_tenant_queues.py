@@ -30,11 +30,12 @@ TENANTS = ("flood", "other")
 class Deployment:
     """A fleet whose prefills end one after the other, as the test advances the clock."""
 
-    def __init__(self, policy: str, limits: GatewaySection | None = None) -> None:
+    def __init__(self, policy: str, limits: GatewaySection | None, queue_s: float) -> None:
         self.clock = FakeClock()
         self.fleet, self.router = fleet_and_router(
             self.clock,
             policy=policy,
+            adaptive={"queue_s": queue_s},
             tenants=TENANTS,
             limits=limits or GatewaySection(),
             late_since=lambda since_s: self.clock.now() - since_s,  # no node is ever silent
@@ -97,8 +98,10 @@ class Deployment:
 
 
 @asynccontextmanager
-async def running(policy: str, limits: GatewaySection | None = None) -> AsyncIterator[Deployment]:
-    deployment = Deployment(policy, limits)
+async def running(
+    policy: str, limits: GatewaySection | None = None, queue_s: float = 0.5
+) -> AsyncIterator[Deployment]:
+    deployment = Deployment(policy, limits, queue_s)
     try:
         yield deployment
     finally:
@@ -158,6 +161,35 @@ async def test_a_node_that_is_done_earlier_than_predicted_gets_work_at_once() ->
         for _, booking in list(deployment.dispatched):
             booking.landed(deployment.clock.now())  # no time has passed
         await until(lambda: len(deployment.dispatched) > begun)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_free_node_goes_to_the_tenant_that_was_given_less(policy: str) -> None:
+    """A node has become free without an event, when a request of the other tenant arrives."""
+    async with running(policy, queue_s=0.0) as deployment:
+        while not deployment.router.waiting_room:
+            await deployment.send("flood")
+        await deployment.send("other")
+        (last,) = [wanted for wanted in deployment.sent[:-1] if wanted.booking is None]
+        assert deployment.router.waiting_room.remove(last)  # its client has left
+        deployment.sent.remove(last)
+        begun = len(deployment.dispatched)
+        assert "other" not in deployment.order()
+        deployment.clock.advance(60.0)
+        await deployment.send("flood")
+        await until(lambda: len(deployment.dispatched) == deployment.placed)
+        assert deployment.dispatched[begun][0] == "other"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_flood_that_has_waited_longer_does_not_delay_another_tenant(policy: str) -> None:
+    async with running(policy, queue_s=0.0) as deployment:
+        await deployment.send("flood", count=20)
+        begun = len(deployment.dispatched)
+        deployment.clock.advance(60.0)
+        await deployment.send("other")
+        await until(lambda: len(deployment.dispatched) == deployment.placed > begun)
+        assert deployment.dispatched[begun][0] == "other"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
