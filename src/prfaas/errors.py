@@ -24,7 +24,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.body_workers.process._NotSent       a body worker had ended before its job
     prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
     prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
-    prfaas.gateway.fleet.liveness.FellSilent           a node stopped answering; a call waited for it
+    prfaas.gateway.fleet.liveness.FellSilent           a node that a call waits for is silent
     prfaas.gateway.fleet.membership.TooManyMembers     so many kvds registered that no more may
     prfaas.service.request_body.DamagedBody            a body did not arrive as it was sent
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly

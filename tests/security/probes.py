@@ -26,10 +26,11 @@ from tests.security.deployments import (
     send,
 )
 
+_FOR_PROBES = {("GET", path) for path in ("/health", "/live", "/ready", "/openapi.json")}
 OPEN = {
-    "kvd": {("GET", "/health"), ("POST", "/v1/prove")},
-    "node": {("GET", "/health")},
-    "gateway": {("GET", "/health"), ("GET", "/openapi.json")},
+    "kvd": _FOR_PROBES | {("POST", "/v1/prove")},
+    "node": _FOR_PROBES,
+    "gateway": _FOR_PROBES,
 }
 FOR_TENANTS = {
     ("GET", "/v1/models"),
@@ -45,7 +46,7 @@ def paths(service: str) -> Iterator[tuple[str, str]]:
     nothing: Any = None
     app: web.Application
     if service == "kvd":
-        app = HttpApi(*[nothing] * 6).app()
+        app = HttpApi(*[nothing] * 7).app()
     elif service == "node":
         app = NodeApi(*[nothing] * 4).application()
     else:

@@ -34,6 +34,7 @@ from prfaas.security.reload import reload_on_hangup
 from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.probes import add_probes
+from prfaas.service.request_body import log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
 
@@ -127,6 +128,7 @@ async def serving(
             RequestLog(metrics, clock),
         )
         app = api.application()
+        log_malformed_requests_briefly()
         add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)
         runner = web.AppRunner(
             app,

@@ -209,7 +209,7 @@ async def test_every_path_but_those_of_probes_requires_a_key() -> None:
         closed = ("/v1/models", "/prfaas/v1/state", "/prfaas/v1/plan", "/metrics", "/nowhere")
         for path in closed:
             assert (await server.get(path))[0] == 401
-        for path in ("/health", "/openapi.json"):
+        for path in ("/health", "/live", "/ready", "/openapi.json"):
             assert (await server.get(path))[0] == 200
         # Each key opens its own paths only.
         opened = {
