@@ -21,6 +21,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
     prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
     prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
+    prfaas.gateway.fleet.liveness.FellSilent           a node that a call waits for is silent
     prfaas.gateway.fleet.membership.TooManyMembers     so many kvds registered that no more may
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
     prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
