@@ -114,13 +114,21 @@ class Gateway:
     process: subprocess.Popen[bytes]
     log: Path
     url: str
+    read_bytes: int = 0  # of the log
+    found: list[str] = field(default_factory=list)
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
     def silent(self) -> list[str]:
-        return _SILENT.findall(self.log.read_text())
+        """The nodes that the gateway has called silent so far, in order."""
+        with self.log.open("rb") as log:
+            log.seek(self.read_bytes)
+            new = log.read().rpartition(b"\n")[0]  # whole lines
+        self.read_bytes += len(new)
+        self.found += _SILENT.findall(new.decode())
+        return self.found
 
     def state(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/prfaas/v1/state", timeout=PATIENCE_S) as page:
@@ -454,6 +462,7 @@ def main(
             "load": os.getloadavg(),
         }
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its processes
     with suppress(KeyboardInterrupt):
         click.echo(json.dumps(asyncio.run(measure()), indent=2))
 
