@@ -1,0 +1,75 @@
+"""`python -m prfaas.faults.actors FILE`: all hostile actors, until SIGTERM.
+
+FILE is a `Situation` in JSON. The report is written at the end, into the file that the situation
+names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from prfaas.faults.actors.budget import CpuBudget
+from prfaas.faults.actors.connections import Network
+from prfaas.faults.actors.lanes import run_lanes
+from prfaas.faults.actors.member import HostileMember
+from prfaas.faults.actors.peer import HostilePeer
+from prfaas.faults.actors.situation import ActorsReport, Census, Situation
+from prfaas.faults.actors.tenant import HostileTenant
+
+READY = '{"ready":"actors"}'
+
+
+async def run(situation: Situation) -> ActorsReport:
+    """Runs until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    budget, census, began_s = CpuBudget(), Census(), time.monotonic()
+    network = Network(budget, census)
+    tenant = HostileTenant(
+        network,
+        situation.gateways,
+        situation.tenant_key,
+        situation.model,
+        situation.max_tokens,
+    )
+    peer = HostilePeer(network, situation.member_key, situation.kvds)
+    running = [
+        asyncio.create_task(run_lanes(tenant.lanes, network, f"{situation.seed} tenant")),
+        asyncio.create_task(HostileMember(network, situation).run()),
+        asyncio.create_task(run_lanes(peer.lanes, network, f"{situation.seed} peer")),
+    ]
+    sys.stdout.write(f"{READY}\n")
+    sys.stdout.flush()
+    stopping = asyncio.create_task(stop.wait())
+    ended, _ = await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running, timeout=2.0)
+    for task in ended - {stopping}:
+        error = task.exception() or RuntimeError("an actor has ended")
+        census.record_failure("actors", error)
+    return ActorsReport(
+        round(time.monotonic() - began_s, 1),
+        round(budget.used_share, 3),
+        dict(sorted(census.deeds.items())),
+        census.failures,
+    )
+
+
+def main(file: Path) -> None:
+    situation = msgspec.json.decode(file.read_bytes(), type=Situation)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(run(situation))
+    Path(situation.report).write_bytes(msgspec.json.encode(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Request bodies that are made to hurt. Pure.
+
+Each stays below the gateway's limit for one body (64 MB), so that only its content is the problem.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+LONG_BYTES = 60 * 10**6
+SHORTER_BYTES = 12 * 10**6
+BOMB_BYTES = 512 << 20  # after decompression
+
+
+def with_field(model: str, field: str, value: bytes) -> bytes:
+    """A valid completion with one more field, whose JSON is `value`."""
+    fixed = json.dumps({"model": model, "prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    return fixed[:-1] + b"," + json.dumps(field).encode() + b":" + value + b"}"
+
+
+def brackets(nbytes: int = LONG_BYTES) -> bytes:
+    """`[[],[],...]`: twenty million objects for a parser that builds them."""
+    return b"[" + b"[]," * (nbytes // 3) + b"[]]"
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+def digits(nbytes: int = SHORTER_BYTES) -> bytes:
+    """One number: a parser that converts it takes quadratic time."""
+    return b"9" * nbytes
+
+
+def fields(model: str, nbytes: int = SHORTER_BYTES) -> bytes:
+    """A completion with about a million unknown fields."""
+    many = b",".join(b'"x%d":%d' % (n, n % 10) for n in range(nbytes // 12))
+    fixed = json.dumps({"model": model, "prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    return fixed[:-1] + b"," + many + b"}"
+
+
+def escapes(nbytes: int = SHORTER_BYTES) -> bytes:
+    """A string in which every character is an escape sequence."""
+    return b'"' + b"\\u0041" * (nbytes // 6) + b'"'
+
+
+def biases(entries: int = 200_000) -> bytes:
+    """A parameter that engines refuse, with many entries."""
+    return json.dumps({str(n): 1.5 for n in range(entries)}).encode()
+
+
+def bomb(nbytes: int = BOMB_BYTES) -> bytes:
+    """A small gzip stream of many spaces. It has several members, so that making it stays cheap."""
+    part = 16 << 20
+    return gzip.compress(b" " * part, 6) * (nbytes // part)
+
+
+def long_prompt(model: str, tokens: int) -> tuple[bytes, bytes]:
+    """The head and the tail of a valid completion. A salt goes between them, so that each request
+    is prefilled as a whole."""
+    draw = random.Random(tokens)
+    ids = ",".join(str(draw.randrange(100, 10_000)) for _ in range(tokens))
+    head = f'{{"model":{json.dumps(model)},"prompt":[{ids}],"max_tokens":2,"stream":true,'
+    return (
+        f'{head}"temperature":0,"ignore_eos":true,"cache_salt":"'.encode(),
+        b'"}',
+    )
+
+
+def short_prompt(model: str, salt: str, tokens: int = 1, *, stream: bool = False) -> bytes:
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": [5, 6, 7],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": stream,
+            "cache_salt": salt,
+        }
+    ).encode()
