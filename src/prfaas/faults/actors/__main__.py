@@ -31,7 +31,7 @@ async def run(situation: Situation) -> ActorsReport:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    budget, census, began_s = CpuBudget(), Census(), time.monotonic()
+    budget, census = CpuBudget(), Census()
     network = Network(budget, census)
     tenant = HostileTenant(
         network,
@@ -40,10 +40,15 @@ async def run(situation: Situation) -> ActorsReport:
         situation.model,
         situation.max_tokens,
     )
+    member = HostileMember(network, situation)
     peer = HostilePeer(network, situation.member_key, situation.kvds)
+    for actor in (tenant, member, peer):
+        actor.prepare()
+    budget.restart()
+    began_s = time.monotonic()
     running = [
         asyncio.create_task(run_lanes(tenant.lanes, network, f"{situation.seed} tenant")),
-        asyncio.create_task(HostileMember(network, situation).run()),
+        asyncio.create_task(member.run()),
         asyncio.create_task(run_lanes(peer.lanes, network, f"{situation.seed} peer")),
     ]
     sys.stdout.write(f"{READY}\n")

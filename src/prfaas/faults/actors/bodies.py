@@ -9,6 +9,8 @@ import gzip
 import json
 import random
 
+from prfaas.measure.prompts import TEXT_IDS
+
 LONG_BYTES = 60 * 10**6
 SHORTER_BYTES = 12 * 10**6
 BOMB_BYTES = 512 << 20  # after decompression
@@ -61,7 +63,7 @@ def long_prompt(model: str, tokens: int) -> tuple[bytes, bytes]:
     """The head and the tail of a valid completion. A salt goes between them, so that each request
     is prefilled as a whole."""
     draw = random.Random(tokens)
-    ids = ",".join(str(draw.randrange(100, 10_000)) for _ in range(tokens))
+    ids = ",".join(map(str, draw.choices(TEXT_IDS, k=tokens)))
     head = f'{{"model":{json.dumps(model)},"prompt":[{ids}],"max_tokens":2,"stream":true,'
     return (
         f'{head}"temperature":0,"ignore_eos":true,"cache_salt":"'.encode(),

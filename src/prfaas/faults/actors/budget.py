@@ -19,12 +19,16 @@ class CpuBudget:
         used_s: Callable[[], float] = time.process_time,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used_s` returns the CPU seconds of this process. What it used before does not count."""
+        """`used_s` returns the CPU seconds of this process."""
         self._share = share
         self._used_s = used_s
         self._now_s = now_s
-        self._began_s = now_s()
-        self._before_s = used_s()
+        self.restart()
+
+    def restart(self) -> None:
+        """What the process used until now does not count."""
+        self._began_s = self._now_s()
+        self._before_s = self._used_s()
 
     @property
     def used_share(self) -> float:

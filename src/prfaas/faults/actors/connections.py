@@ -84,7 +84,10 @@ class Network:
         Records and returns what the server did."""
         began_s = time.monotonic()
         try:
-            answer = await self._send_and_see(place, pieces, limit_s, every_s)
+            async with self.connection(place) as (reader, writer):
+                began_s = time.monotonic()
+                async with asyncio.timeout(limit_s):
+                    answer = await self._send_and_see(reader, writer, pieces, every_s)
         except TimeoutError:
             answer = OVERDUE
         except OSError as error:
@@ -93,26 +96,29 @@ class Network:
         return answer
 
     async def _send_and_see(
-        self, place: Place, pieces: Iterable[bytes], limit_s: float, every_s: float
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pieces: Iterable[bytes],
+        every_s: float,
     ) -> str:
-        async with self.connection(place) as (reader, writer), asyncio.timeout(limit_s):
-            seen = asyncio.create_task(self._see(reader))
-            try:
-                for piece in pieces:
-                    for at in range(0, len(piece), PIECE_BYTES):
-                        await self.budget.turn()
-                        if seen.done():
-                            return seen.result()  # the server did not wait for the rest
-                        writer.write(memoryview(piece)[at : at + PIECE_BYTES])
-                        try:
-                            await writer.drain()
-                        except OSError:
-                            return await seen
-                    if every_s:
-                        await asyncio.wait({seen}, timeout=every_s)
-                return await seen
-            finally:
-                seen.cancel()
+        seen = asyncio.create_task(self._see(reader))
+        try:
+            for piece in pieces:
+                for at in range(0, len(piece), PIECE_BYTES):
+                    await self.budget.turn()
+                    if seen.done():
+                        return seen.result()  # the server did not wait for the rest
+                    writer.write(memoryview(piece)[at : at + PIECE_BYTES])
+                    try:
+                        await writer.drain()
+                    except OSError:
+                        return await seen
+                if every_s:
+                    await asyncio.wait({seen}, timeout=every_s)
+            return await seen
+        finally:
+            seen.cancel()
 
     async def _see(self, reader: asyncio.StreamReader) -> str:
         """Reads until the server closes the connection. Every request of a deed says `Connection:

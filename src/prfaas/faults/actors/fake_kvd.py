@@ -212,6 +212,8 @@ class FakeKvd:
                         head.split(b" ", 2)[1].decode(errors="replace"), body, writer
                     )
                     await writer.drain()
+        except asyncio.CancelledError:
+            pass  # the actors end, and asyncio would print a traceback for each connection
         except Exception as error:
             self._network.census.record_failure(self.kind, error)
         finally:

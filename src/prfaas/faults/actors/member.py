@@ -61,6 +61,10 @@ class HostileMember:
             if situation.borrows_names or manner != "borrows a name"
         ]
 
+    def prepare(self) -> None:
+        """Makes the long bodies, which takes seconds. They are kept."""
+        self._huge_bodies  # noqa: B018
+
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -88,12 +92,15 @@ class HostileMember:
         await self._network.deed(kind, draw.choice(self._gateways), pieces, ANSWER_S)
 
     async def _heartbeats(self, kind: str, draw: random.Random) -> None:
+        """One of each fake kvd to each gateway, all at once."""
+        sending = []
         for fake in self.fakes:
             for gateway in self._gateways:
                 if fake.url:
                     body = self._heartbeat(fake)
                     pieces = http_request("POST", REGISTER, self._member_key, body)
-                    await self._network.deed(kind, gateway, pieces, ANSWER_S)
+                    sending.append(self._network.deed(kind, gateway, pieces, ANSWER_S))
+        await asyncio.gather(*sending)
 
     async def _malformed(self, kind: str, draw: random.Random) -> None:
         tree = msgspec.to_builtins(msgspec.json.decode(self._heartbeat(draw.choice(self.fakes))))

@@ -60,6 +60,10 @@ class HostilePeer:
             kvd.http: deque(maxlen=MOST_GRANTS) for kvd in kvds
         }
 
+    def prepare(self) -> None:
+        """Makes the long body, which is kept."""
+        self._hashes_body  # noqa: B018
+
     @property
     def lanes(self) -> list[Lane]:
         return [

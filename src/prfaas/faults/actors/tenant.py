@@ -48,6 +48,12 @@ class HostileTenant:
         self._max_tokens = max_tokens
         self._numbers = count()
 
+    def prepare(self) -> None:
+        """Makes the bodies, which takes seconds. They are kept."""
+        for name, one in vars(type(self)).items():
+            if isinstance(one, cached_property):
+                getattr(self, name)
+
     @property
     def lanes(self) -> list[Lane]:
         return [
