@@ -35,7 +35,6 @@ from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
 TURNS = 3
-CONVERSATIONS = 12
 OUTPUT_TOKENS = (4, 8, 24)  # the longest answers stream for seconds
 MOMENT_S = 5.0  # a fault is skipped when no process is in the right state within this
 SAMPLE_S = 5.0  # between two samples of memory
@@ -58,6 +57,7 @@ class SoakOptions:
     seed: int = 0
     faults: bool = True
     hostile: bool = False  # hostile actors run beside the ordinary tenants
+    conversations: int = 12  # different ones; a single node computes their answers first
 
 
 @dataclass(slots=True)
@@ -237,7 +237,10 @@ class Soak:
         """Makes all conversations. Every prompt begins with the previous prompt and its answer."""
         single_node = self._deployment.node((await self._deployment.with_role("decode"))[0])
         return await asyncio.gather(
-            *(self._conversation(single_node, number) for number in range(CONVERSATIONS))
+            *(
+                self._conversation(single_node, number)
+                for number in range(self._options.conversations)
+            )
         )
 
     async def _conversation(self, single_node: Target, number: int) -> list[Question]:

@@ -25,7 +25,7 @@ from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
-from prfaas.listening import listen, service_url
+from prfaas.listening import listen, log_malformed_requests_briefly, service_url
 from prfaas.planner.problem import Problem
 from prfaas.security.reload import reload_on_hangup
 from prfaas.security.tls import TlsIdentity
@@ -83,6 +83,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves the API over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
+    log_malformed_requests_briefly()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = ApiMetrics()
         metrics.include(backend.metrics)

@@ -20,15 +20,13 @@ With a member key (`security/shared_key.py`), every path except /v1/prove and /h
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import ClientError, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from prfaas.contracts.kvd_api import (
@@ -55,6 +53,7 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
+from prfaas.listening import CLIENT_ERRORS, log_malformed_requests_briefly
 from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.types import BlockHash, NodeId, TransferId
@@ -66,10 +65,8 @@ _REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
 _INTEGER = re.compile("-?[0-9]{1,18}")
 # Besides its own errors msgspec raises these for invalid UTF-8 and for deeply nested values.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-# aiohttp raises these when a client leaves, or sends a body that cannot be decompressed.
 # RuntimeError: the connection had been closed before the handler began.
-_CLIENT_ERRORS = (web.RequestPayloadError, HttpProcessingError, ClientError, ConnectionError)
-_INCOMPLETE = (*_CLIENT_ERRORS, OSError, RuntimeError)
+_INCOMPLETE = (*CLIENT_ERRORS, OSError, RuntimeError)
 T = TypeVar("T")
 
 
@@ -95,7 +92,7 @@ class HttpApi:
     def app(
         self, member: SharedKey | None = None, operator: SharedKey | None = None
     ) -> web.Application:
-        logging.getLogger("aiohttp.server").addFilter(_MALFORMED)
+        log_malformed_requests_briefly()
         self._key = member
         checks = []
         if member is not None:
@@ -206,23 +203,6 @@ class HttpApi:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._reporter.metrics(), content_type="text/plain")
-
-
-class _MalformedRequests(logging.Filter):
-    """One line for a request that is malformed, or whose client has left. aiohttp logs these as
-    errors of the server, with a traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, _CLIENT_ERRORS):
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
-            reason = " ".join(str(error).split())
-            record.msg, record.args = "%s: %s", (record.getMessage(), _shown(reason))
-            record.exc_info = record.exc_text = None
-        return True
-
-
-_MALFORMED = _MalformedRequests()
 
 
 @web.middleware

@@ -18,7 +18,7 @@ from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.listening import listen, service_url
+from prfaas.listening import listen, log_malformed_requests_briefly, service_url
 from prfaas.node.event_follower import EventFollower, PromptListener
 from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
@@ -116,6 +116,7 @@ async def run_node(
         )
         api = NodeApi(model, engine, request_runner, metrics)
         application = api.application(member_key, operator_key)
+        log_malformed_requests_briefly()
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()

@@ -10,6 +10,7 @@ import asyncio
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,15 @@ import uvloop
 
 from prfaas.faults.actors.budget import CpuBudget
 from prfaas.faults.actors.connections import Network
+from prfaas.faults.actors.grants import Grants
 from prfaas.faults.actors.lanes import run_lanes
 from prfaas.faults.actors.member import HostileMember
-from prfaas.faults.actors.peer import HostilePeer
+from prfaas.faults.actors.peer_commands import PeerCommands
+from prfaas.faults.actors.peer_frames import PeerFrames
 from prfaas.faults.actors.situation import ActorsReport, Census, Situation
 from prfaas.faults.actors.tenant import HostileTenant
 
+END_S = 4.0  # for each part of the end; the soak kills the process after 10 s
 READY = '{"ready":"actors"}'
 
 
@@ -41,26 +45,33 @@ async def run(situation: Situation) -> ActorsReport:
         situation.max_tokens,
     )
     member = HostileMember(network, situation)
-    peer = HostilePeer(network, situation.member_key, situation.kvds)
-    for actor in (tenant, member, peer):
-        actor.prepare()
+    grants = Grants(network, situation.member_key, situation.kvds)
+    peer = PeerCommands(network, situation.member_key, situation.kvds, grants)
+    frames = PeerFrames(network, situation.kvds, grants)
+    tenant.prepare()
+    member.prepare()
+    peer.prepare()
     budget.restart()
     began_s = time.monotonic()
     running = [
         asyncio.create_task(run_lanes(tenant.lanes, network, f"{situation.seed} tenant")),
         asyncio.create_task(member.run()),
-        asyncio.create_task(run_lanes(peer.lanes, network, f"{situation.seed} peer")),
+        asyncio.create_task(
+            run_lanes([*peer.lanes, *frames.lanes], network, f"{situation.seed} peer")
+        ),
     ]
     sys.stdout.write(f"{READY}\n")
     sys.stdout.flush()
     stopping = asyncio.create_task(stop.wait())
-    ended, _ = await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
     for task in running:
+        if task.done() and not task.cancelled():  # an actor ends only by a defect of its own
+            census.record_failure("actors", task.exception() or RuntimeError("an actor has ended"))
         task.cancel()
-    await asyncio.wait(running, timeout=2.0)
-    for task in ended - {stopping}:
-        error = task.exception() or RuntimeError("an actor has ended")
-        census.record_failure("actors", error)
+    await asyncio.wait(running, timeout=END_S)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await grants.abort_all()
     return ActorsReport(
         round(time.monotonic() - began_s, 1),
         round(budget.used_share, 3),

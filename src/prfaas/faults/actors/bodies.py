@@ -13,6 +13,7 @@ from prfaas.measure.prompts import TEXT_IDS
 
 LONG_BYTES = 60 * 10**6
 SHORTER_BYTES = 12 * 10**6
+BRACKETS, BOMB = "tenant: brackets", "tenant: gzip bomb"
 BOMB_BYTES = 512 << 20  # after decompression
 
 
@@ -82,3 +83,38 @@ def short_prompt(model: str, salt: str, tokens: int = 1, *, stream: bool = False
             "cache_salt": salt,
         }
     ).encode()
+
+
+def refused_bodies(model: str, max_tokens: int) -> dict[str, list[bytes]]:
+    """Bodies by the kind of attack. Most are refused; those with unknown fields that the gateway
+    does not read may be served."""
+
+    def one(field: str, value: bytes) -> bytes:
+        return with_field(model, field, value)
+
+    number, text = digits(), escapes()
+    return {
+        BRACKETS: [one("x", brackets())],
+        "tenant: nested": [
+            one(field, nested(depth))
+            for field in ("x", "prompt")
+            for depth in (900, 100_000, 5_000_000)
+        ],
+        "tenant: long number": [
+            one("max_tokens", number),
+            one("x", b"0." + number + b"e-9"),
+            one("seed", b"-" + number),
+        ],
+        "tenant: many fields": [fields(model)],
+        "tenant: escapes": [one(field, text) for field in ("user", "model", "x")],
+        BOMB: [bomb()],
+        "tenant: refused parameter": [one("logit_bias", biases())],
+        "tenant: prompt beyond the context": [
+            b"beyond".join(long_prompt(model, 4 * max_tokens)),
+            b"beyond".join(long_prompt(model, max_tokens)),
+        ],
+        "tenant: not JSON": [
+            *(b"", b"{", b"\xff\xfe{}", b"[]", b"null", b'{"prompt": NaN}'),
+            random.Random(0).randbytes(5_000),
+        ],
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 SHARE = 0.25  # of one core
 BURST_S = 0.1  # CPU seconds ahead of the share
@@ -18,11 +18,13 @@ class CpuBudget:
         *,
         used_s: Callable[[], float] = time.process_time,
         now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`used_s` returns the CPU seconds of this process."""
         self._share = share
         self._used_s = used_s
         self._now_s = now_s
+        self._sleep = sleep
         self.restart()
 
     def restart(self) -> None:
@@ -39,8 +41,8 @@ class CpuBudget:
     async def turn(self) -> None:
         """Returns when the process is within its share. Every actor calls this before each piece of
         work of a few milliseconds."""
-        while (ahead_s := self._ahead_s()) > 0:  # noqa: ASYNC110 - no event: time passes
-            await asyncio.sleep(min(ahead_s / self._share, LONGEST_SLEEP_S))
+        while (ahead_s := self._ahead_s()) > 0:
+            await self._sleep(min(ahead_s / self._share, LONGEST_SLEEP_S))
 
     def _ahead_s(self) -> float:
         earned_s = self._share * (self._now_s() - self._began_s) + BURST_S

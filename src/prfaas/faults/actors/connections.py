@@ -10,7 +10,7 @@ import asyncio
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -148,3 +148,10 @@ def http_head(
 
 def http_request(method: str, target: str, key: str | None, body: bytes = b"") -> list[bytes]:
     return [http_head(method, target, key, length=len(body)), body]
+
+
+def byte_by_byte(head: bytes, slow: bytes) -> Iterator[bytes]:
+    """The head at once, then single bytes."""
+    yield head
+    for byte in slow:
+        yield bytes([byte])

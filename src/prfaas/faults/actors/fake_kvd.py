@@ -66,6 +66,7 @@ _METRICS = b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waitin
 
 
 class FakeKvd:
+    # limits: each parameter is one part of what this kvd pretends to be.
     def __init__(
         self,
         manner: Manner,
@@ -77,7 +78,7 @@ class FakeKvd:
         name: str,
         elsewhere: list[str],
         links_to: list[str],
-    ) -> None:  # limits: each parameter is one part of what this kvd pretends to be
+    ) -> None:
         """`elsewhere`: URLs of services that are not its own. `links_to`: data addresses of kvds
         about which it reports."""
         self.manner = manner
@@ -92,6 +93,12 @@ class FakeKvd:
         self._instance = uuid.uuid4().hex
         self._revision = "1"
         self._connections = 0
+        self._is_served = asyncio.Event()
+
+    async def served(self) -> str:
+        """Waits until this kvd has served for the first time; its URL."""
+        await self._is_served.wait()
+        return self.url
 
     @property
     def kind(self) -> str:
@@ -191,6 +198,7 @@ class FakeKvd:
         try:
             bound: int = server.sockets[0].getsockname()[1]
             self.url = f"http://{SOURCE}:{bound}"
+            self._is_served.set()
             yield bound
         finally:
             server.close()
@@ -201,7 +209,8 @@ class FakeKvd:
             return
         self._connections += 1
         try:
-            with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            # RuntimeError: uvloop refuses to write to a connection that the gateway has closed.
+            with suppress(OSError, EOFError, asyncio.LimitOverrunError, RuntimeError):
                 while True:
                     head = await reader.readuntil(b"\r\n\r\n")
                     found = _LENGTH.search(head)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from functools import cached_property
 
 import msgspec
 
@@ -13,6 +11,7 @@ from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.faults.actors.connections import (
     SOURCE,
     Network,
+    byte_by_byte,
     http_head,
     http_request,
     place_of,
@@ -42,6 +41,7 @@ class HostileMember:
             "http://169.254.169.254:80",
             f"http://{SOURCE}:1",
         ]
+        self._huge_bodies: list[bytes] = []
         key = SharedKey([situation.member_key])
         clusters = sorted({kvd.cluster for kvd in situation.kvds})
         self.fakes = [
@@ -63,7 +63,11 @@ class HostileMember:
 
     def prepare(self) -> None:
         """Makes the long bodies, which takes seconds. They are kept."""
-        self._huge_bodies  # noqa: B018
+        whole = self._heartbeat(self.fakes[0])
+        self._huge_bodies = [
+            whole[:-1] + b',"x":[' + b"[]," * (HUGE_BYTES // 3) + b"[]]}",
+            whole.replace(b'"incoming":{}', b'"incoming":{' + _many_fields() + b"}"),
+        ]
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -106,15 +110,6 @@ class HostileMember:
         tree = msgspec.to_builtins(msgspec.json.decode(self._heartbeat(draw.choice(self.fakes))))
         await self._register(kind, draw, mutate_json(tree, draw))
 
-    @cached_property
-    def _huge_bodies(self) -> list[bytes]:
-        fake = self.fakes[0]
-        whole = self._heartbeat(fake)
-        return [
-            whole[:-1] + b',"x":[' + b"[]," * (HUGE_BYTES // 3) + b"[]]}",
-            whole.replace(b'"incoming":{}', b'"incoming":{' + _many_fields() + b"}"),
-        ]
-
     async def _huge(self, kind: str, draw: random.Random) -> None:
         await self._register(kind, draw, draw.choice(self._huge_bodies))
 
@@ -122,13 +117,9 @@ class HostileMember:
         body = self._heartbeat(draw.choice(self.fakes))
         head = http_head("POST", REGISTER, self._member_key, length=len(body))
 
-        def pieces() -> Iterator[bytes]:
-            yield head
-            for byte in body:
-                yield bytes([byte])
-
         place = draw.choice(self._gateways)
-        await self._network.deed(kind, place, pieces(), ANSWER_S, every_s=0.5)
+        pieces = byte_by_byte(head, body)
+        await self._network.deed(kind, place, pieces, ANSWER_S, every_s=0.5)
 
     async def _foreign(self, kind: str, draw: random.Random) -> None:
         """The gateway would send the member key to a service that the member chose."""

@@ -6,8 +6,6 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Iterator
-from functools import cached_property
 from itertools import count
 from typing import cast
 
@@ -16,6 +14,7 @@ from prfaas.faults.actors import bodies
 from prfaas.faults.actors.connections import (
     OVERDUE,
     Network,
+    byte_by_byte,
     http_head,
     http_request,
     place_of,
@@ -30,6 +29,7 @@ SLOW_S = _TIMEOUTS.body_s + MARGIN_S  # until a request that does not arrive is 
 SERVED_S = _TIMEOUTS.queue_s + 120.0  # for a valid request
 # The tail of a request arrives this slowly.
 BYTE_EVERY_S = 0.5
+AT_ONCE = {bodies.BRACKETS: 2}  # of a kind of body; one of each other kind
 BURST = 100  # short requests on one connection
 UNREAD_S = 20.0  # a client that does not read its stream goes away after this
 UNREAD_TOKENS = 400
@@ -47,25 +47,18 @@ class HostileTenant:
         self._model = model
         self._max_tokens = max_tokens
         self._numbers = count()
+        self._bodies: dict[str, list[bytes]] = {}
+        self._longest = (b"", b"")
 
     def prepare(self) -> None:
         """Makes the bodies, which takes seconds. They are kept."""
-        for name, one in vars(type(self)).items():
-            if isinstance(one, cached_property):
-                getattr(self, name)
+        self._bodies = bodies.refused_bodies(self._model, self._max_tokens)
+        self._longest = bodies.long_prompt(self._model, self._max_tokens - 2)
 
     @property
     def lanes(self) -> list[Lane]:
         return [
-            Lane("tenant: brackets", self._brackets, 2),
-            Lane("tenant: nested", self._nested),
-            Lane("tenant: long number", self._number),
-            Lane("tenant: many fields", self._fields),
-            Lane("tenant: escapes", self._escapes),
-            Lane("tenant: gzip bomb", self._bomb),
-            Lane("tenant: refused parameter", self._biases),
-            Lane("tenant: prompt beyond the context", self._too_long),
-            Lane("tenant: not JSON", self._garbage),
+            *(Lane(kind, self._refused_body, AT_ONCE.get(kind, 1)) for kind in self._bodies),
             Lane("tenant: odd framing", self._framing),
             Lane("tenant: long headers", self._headers),
             Lane("tenant: wrong key", self._wrong_key),
@@ -79,87 +72,12 @@ class HostileTenant:
             Lane("tenant: does not read", self._unread, 4),
         ]
 
-    async def _post(self, kind: str, draw: random.Random, body: bytes, *lines: str) -> str:
+    async def _refused_body(self, kind: str, draw: random.Random) -> None:
+        """A whole request whose body is made to hurt."""
+        body = draw.choice(self._bodies[kind])
+        lines = ["Content-Encoding: gzip"] if kind == bodies.BOMB else []
         head = http_head("POST", COMPLETIONS, self._key, *lines, length=len(body))
-        return await self._network.deed(kind, draw.choice(self._gateways), [head, body], REFUSED_S)
-
-    # Bodies ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def _brackets_body(self) -> bytes:
-        return bodies.with_field(self._model, "x", bodies.brackets())
-
-    @cached_property
-    def _nested_bodies(self) -> list[bytes]:
-        return [
-            bodies.with_field(self._model, field, bodies.nested(depth))
-            for field in ("x", "prompt")
-            for depth in (900, 100_000, 5_000_000)
-        ]
-
-    @cached_property
-    def _number_bodies(self) -> list[bytes]:
-        number = bodies.digits()
-        return [
-            bodies.with_field(self._model, "max_tokens", number),
-            bodies.with_field(self._model, "x", b"0." + number + b"e-9"),
-            bodies.with_field(self._model, "seed", b"-" + number),
-        ]
-
-    @cached_property
-    def _fields_body(self) -> bytes:
-        return bodies.fields(self._model)
-
-    @cached_property
-    def _escapes_bodies(self) -> list[bytes]:
-        text = bodies.escapes()
-        return [bodies.with_field(self._model, field, text) for field in ("user", "model", "x")]
-
-    @cached_property
-    def _bomb_body(self) -> bytes:
-        return bodies.bomb()
-
-    @cached_property
-    def _biases_body(self) -> bytes:
-        return bodies.with_field(self._model, "logit_bias", bodies.biases())
-
-    @cached_property
-    def _longest(self) -> tuple[bytes, bytes]:
-        return bodies.long_prompt(self._model, self._max_tokens - 2)
-
-    @cached_property
-    def _beyond(self) -> tuple[bytes, bytes]:
-        return bodies.long_prompt(self._model, 4 * self._max_tokens)
-
-    async def _brackets(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, self._brackets_body)
-
-    async def _nested(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, draw.choice(self._nested_bodies))
-
-    async def _number(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, draw.choice(self._number_bodies))
-
-    async def _fields(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, self._fields_body)
-
-    async def _escapes(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, draw.choice(self._escapes_bodies))
-
-    async def _bomb(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, self._bomb_body, "Content-Encoding: gzip")
-
-    async def _biases(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, self._biases_body)
-
-    async def _too_long(self, kind: str, draw: random.Random) -> None:
-        await self._post(kind, draw, b"beyond".join(self._beyond))
-
-    async def _garbage(self, kind: str, draw: random.Random) -> None:
-        body = draw.choice(
-            (b"", b"{", b"\xff\xfe{}", b"[]", b"null", b'{"prompt": NaN}', draw.randbytes(5_000))
-        )
-        await self._post(kind, draw, body)
+        await self._network.deed(kind, draw.choice(self._gateways), [head, body], REFUSED_S)
 
     # Framing, headers and keys --------------------------------------------------------------------
 
@@ -231,13 +149,13 @@ class HostileTenant:
         head = http_head("POST", COMPLETIONS, self._key, length=len(body))
         place = draw.choice(self._gateways)
         await self._network.deed(
-            kind, place, _byte_by_byte(head, body), SLOW_S, every_s=BYTE_EVERY_S
+            kind, place, byte_by_byte(head, body), SLOW_S, every_s=BYTE_EVERY_S
         )
 
     async def _slow_head(self, kind: str, draw: random.Random) -> None:
         head = http_head("POST", COMPLETIONS, self._key, "X: " + "x" * 2_000, length=2)
         place = draw.choice(self._gateways)
-        await self._network.deed(kind, place, _byte_by_byte(b"", head), SLOW_S, every_s=0.5)
+        await self._network.deed(kind, place, byte_by_byte(b"", head), SLOW_S, every_s=0.5)
 
     async def _silent(self, kind: str, draw: random.Random) -> None:
         await self._network.deed(kind, draw.choice(self._gateways), [b""], SLOW_S)
@@ -299,9 +217,3 @@ class HostileTenant:
             writer.write(http_head("POST", COMPLETIONS, self._key, length=len(body)) + body)
             await asyncio.sleep(UNREAD_S)
         network.census.record(kind, "left", UNREAD_S)
-
-
-def _byte_by_byte(head: bytes, slow: bytes) -> Iterator[bytes]:
-    yield head
-    for byte in slow:
-        yield bytes([byte])
