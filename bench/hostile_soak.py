@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from prfaas.display.console import print_json, run_benchmark
+from prfaas.faults.actors.situation import ACTORS
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
@@ -38,7 +39,6 @@ def say(what: str) -> None:
 
 async def soak(engine: FaultEngine, options: SoakOptions, folder: Path) -> SoakReport:
     """One soak on a deployment of its own."""
-    folder.mkdir()
     ready, lengths = prepare_fault_deployment(engine, CASE_STUDY, folder, CACHE, say)
     async with launched_fault_deployment(
         ready.deployment, ready.engines, folder, attached_prefix(), say
@@ -67,9 +67,12 @@ def ratio_of_p90(without: SoakReport, beside: SoakReport) -> float | None:
 @click.option("--seed", default=0, show_default=True, help="Seed of the traffic and the actors.")
 def main(minutes: float, engine: FaultEngine, seed: int) -> None:
     def run(*, hostile: bool) -> SoakReport:
-        options = SoakOptions(seconds=60 * minutes, seed=seed, faults=False, hostile=hostile)
+        actors = ACTORS if hostile else ()
+        options = SoakOptions(seconds=60 * minutes, seed=seed, faults=False, actors=actors)
+        folder = root / ("beside" if hostile else "without")
+        folder.mkdir()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(soak(engine, options, root / f"hostile-{hostile}"))
+            return runner.run(soak(engine, options, folder))
 
     root = Path(tempfile.mkdtemp(prefix="prfaas-hostile-"))
     without, beside = run(hostile=False), run(hostile=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from prfaas.faults.actors.situation import ActorsReport, DeedCounts
+from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
 from prfaas.faults.growth import Growth
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport, Ttft
 from tests.complaints import check_output
@@ -75,7 +75,7 @@ def test_hostile_actors_do_not_harm_ordinary_tenants(emulated_setup: FaultSetup)
     """A soak of twenty seconds: every answer is right, and every attack is refused or served in
     time. How much later first tokens come is measured by bench/hostile_soak.py."""
     deployment, campaign = emulated_setup.deployment, emulated_setup.campaign
-    options = SoakOptions(seconds=20.0, faults=False, hostile=True, conversations=4)
+    options = SoakOptions(seconds=20.0, faults=False, actors=ACTORS, conversations=4)
     report = emulated_setup.run(Soak(deployment, campaign.lengths, options, print).run())
     assert report.problems == [], report
     assert report.requests and report.ttft is not None and report.actors is not None

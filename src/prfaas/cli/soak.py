@@ -13,6 +13,7 @@ import uvloop
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
+from prfaas.faults.actors.situation import ACTORS, ActorName
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
@@ -43,10 +44,17 @@ _OPTIONS = SoakOptions()
 )
 @click.option(
     "--hostile/--no-hostile",
-    default=_OPTIONS.hostile,
+    default=False,
     show_default=True,
     help="Whether a hostile tenant, member and peer kvd run beside the ordinary tenants, in one "
     "process with at most a quarter of a core.",
+)
+@click.option(
+    "--actor",
+    "actors",
+    type=click.Choice(ACTORS),
+    multiple=True,
+    help="Hostile actor that runs with --hostile; may be given several times.  [default: all]",
 )
 @click.option(
     "--fault-every-s",
@@ -78,6 +86,7 @@ def soak(
     engine: FaultEngine,
     faults: bool,
     hostile: bool,
+    actors: tuple[ActorName, ...],
     fault_every_s: float,
     seed: int,
     file: Path,
@@ -117,7 +126,7 @@ def soak(
         fault_every_s=fault_every_s,
         seed=seed,
         faults=faults,
-        hostile=hostile,
+        actors=(actors or ACTORS) if hostile else (),
     )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from prfaas.errors import PeerError
-from prfaas.faults.actors.situation import ActorsReport, KvdPlace, Situation
+from prfaas.faults.actors.situation import ActorName, ActorsReport, KvdPlace, Situation
 from prfaas.faults.credentials import HOSTILE_TENANT
 from prfaas.faults.deployment import FaultDeployment
 from prfaas.launch.attached_process import PROGRAM
@@ -41,11 +41,17 @@ class ActorsProcess:
 
 @asynccontextmanager
 async def running_actors(
-    deployment: FaultDeployment, prefix: Sequence[str], *, seed: int, with_faults: bool
+    deployment: FaultDeployment,
+    prefix: Sequence[str],
+    actors: Sequence[ActorName],
+    *,
+    seed: int,
+    with_faults: bool,
 ) -> AsyncIterator[ActorsProcess]:
     """Starts the actors. `prefix` as for `Children`. Raises `ChildDied`."""
     folder = deployment.hosts.folder
-    situation = _situation(deployment, folder / f"{NAME}.json", seed, with_faults=with_faults)
+    report = folder / f"{NAME}.json"
+    situation = _situation(deployment, report, actors, seed, with_faults=with_faults)
     file = folder / f"{NAME}-situation.json"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds keys
     with os.fdopen(descriptor, "wb") as opened:
@@ -64,11 +70,17 @@ def _is_ready(line: str) -> bool | None:
 
 
 def _situation(
-    deployment: FaultDeployment, report: Path, seed: int, *, with_faults: bool
+    deployment: FaultDeployment,
+    report: Path,
+    actors: Sequence[ActorName],
+    seed: int,
+    *,
+    with_faults: bool,
 ) -> Situation:
     hosts, keys = deployment.hosts, deployment.access.credentials
     model = deployment.deployment.model
     return Situation(
+        actors=list(actors),
         gateways=[target.url for target in deployment.targets],
         model=model.name,
         max_tokens=model.max_tokens,

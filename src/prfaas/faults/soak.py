@@ -20,7 +20,7 @@ from itertools import count
 import numpy as np
 
 from prfaas.errors import PeerError
-from prfaas.faults.actors.situation import ActorsReport
+from prfaas.faults.actors.situation import ActorName, ActorsReport
 from prfaas.faults.actors_process import ActorsProcess, running_actors
 from prfaas.faults.catalogue import FAULTS, Fault, Part, strike_when_possible
 from prfaas.faults.clients import ClientResult, Clients
@@ -56,7 +56,7 @@ class SoakOptions:
     shared: float = 0.3  # share of conversations that share their salt, so that they find caches
     seed: int = 0
     faults: bool = True
-    hostile: bool = False  # hostile actors run beside the ordinary tenants
+    actors: Sequence[ActorName] = ()  # hostile actors that run beside the ordinary tenants
     conversations: int = 12  # different ones; a single node computes their answers first
 
 
@@ -172,10 +172,14 @@ class Soak:
         before = measure_usage(deployment.processes)
         async with AsyncExitStack() as stack:
             actors: ActorsProcess | None = None
-            if options.hostile:
+            if options.actors:
                 self._say("hostile actors")
                 running = running_actors(
-                    deployment, attached_prefix(), seed=options.seed, with_faults=options.faults
+                    deployment,
+                    attached_prefix(),
+                    options.actors,
+                    seed=options.seed,
+                    with_faults=options.faults,
                 )
                 actors = await stack.enter_async_context(running)
             began_s = deployment.clock.now()

@@ -10,8 +10,10 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -23,7 +25,7 @@ from prfaas.faults.actors.lanes import run_lanes
 from prfaas.faults.actors.member import HostileMember
 from prfaas.faults.actors.peer_commands import PeerCommands
 from prfaas.faults.actors.peer_frames import PeerFrames
-from prfaas.faults.actors.situation import ActorsReport, Census, Situation
+from prfaas.faults.actors.situation import ActorName, ActorsReport, Census, Situation
 from prfaas.faults.actors.tenant import HostileTenant
 
 END_S = 4.0  # for each part of the end; the soak kills the process after 10 s
@@ -53,13 +55,15 @@ async def run(situation: Situation) -> ActorsReport:
     peer.prepare()
     budget.restart()
     began_s = time.monotonic()
-    running = [
-        asyncio.create_task(run_lanes(tenant.lanes, network, f"{situation.seed} tenant")),
-        asyncio.create_task(member.run()),
-        asyncio.create_task(
-            run_lanes([*peer.lanes, *frames.lanes], network, f"{situation.seed} peer")
-        ),
-    ]
+    runs: dict[ActorName, Coroutine[Any, Any, None]] = {
+        "tenant": run_lanes(tenant.lanes, network, f"{situation.seed} tenant"),
+        "member": member.run(),
+        "peer": run_lanes([*peer.lanes, *frames.lanes], network, f"{situation.seed} peer"),
+    }
+    running = [asyncio.create_task(run) for name, run in runs.items() if name in situation.actors]
+    for name, run in runs.items():
+        if name not in situation.actors:
+            run.close()
     sys.stdout.write(f"{READY}\n")
     sys.stdout.flush()
     stopping = asyncio.create_task(stop.wait())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal, TypeAlias
 
 import msgspec
+
+ActorName: TypeAlias = Literal["tenant", "member", "peer"]
+ACTORS: tuple[ActorName, ...] = ("tenant", "member", "peer")
 
 
 class KvdPlace(msgspec.Struct, frozen=True):
@@ -19,6 +23,7 @@ class KvdPlace(msgspec.Struct, frozen=True):
 class Situation(msgspec.Struct, frozen=True):
     """What the actors know."""
 
+    actors: list[ActorName]  # those that run
     gateways: list[str]  # URLs
     model: str
     max_tokens: int  # of prompt and answer together
