@@ -32,7 +32,6 @@ async def test_a_cut_link_is_not_used_until_it_is_restored() -> None:
     assert (await place(router, placement(2 * LONG, clock)))[0] == F
 
 
-@pytest.mark.xfail(strict=True, reason="reports of members that are not in use count")
 @pytest.mark.parametrize("model", ["another-model", None])
 async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
     model: str | None,
