@@ -83,7 +83,6 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves the API over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
-    log_malformed_requests_briefly()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising") as threads:
         metrics = ApiMetrics()
         metrics.include(backend.metrics)
@@ -112,6 +111,7 @@ async def serving(
             # has refused the rest of the bodies that are still arriving.
             shutdown_timeout=max(section.timeouts.drain_s / 2, SHORTEST_DRAIN_S),
         )
+        log_malformed_requests_briefly()
         await runner.setup()
         try:
             context = options.tls.public_http() if options.tls is not None else None
