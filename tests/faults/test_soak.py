@@ -70,7 +70,7 @@ def test_ttft_quantiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_hostile_actors_do_not_harm_ordinary_tenants(emulated_setup: FaultSetup) -> None:
     """A soak of twenty seconds: every answer is right, and every attack is refused or served in
     time. How much later first tokens come is measured by bench/hostile_soak.py."""

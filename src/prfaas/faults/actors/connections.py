@@ -109,8 +109,8 @@ class Network:
                     await self.budget.turn()
                     if seen.done():
                         return seen.result()  # the server did not wait for the rest
-                    writer.write(memoryview(piece)[at : at + PIECE_BYTES])
                     try:
+                        write(writer, memoryview(piece)[at : at + PIECE_BYTES])
                         await writer.drain()
                     except OSError:
                         return await seen
@@ -132,6 +132,15 @@ class Network:
             pass
         found = _STATUS.match(head)
         return f"HTTP {found[1].decode()}" if found else "closed"
+
+
+def write(writer: asyncio.StreamWriter, data: bytes | memoryview) -> None:
+    """Raises OSError when the server has closed the connection, for which uvloop has another
+    error."""
+    try:
+        writer.write(data)
+    except RuntimeError as error:
+        raise ConnectionResetError(str(error)) from None
 
 
 def http_head(

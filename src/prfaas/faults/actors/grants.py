@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from prfaas.contracts.kvd_api import KvdReport, OpenTransfer
-from prfaas.faults.actors.connections import Network, http_request, place_of
+from prfaas.faults.actors.connections import Network, http_request, place_of, write
 from prfaas.faults.actors.situation import KvdPlace
 from prfaas.types import Compat, Grant, TransferId
 
@@ -40,7 +40,7 @@ class Grants:
         """The body of a valid request's answer, read to its end. Raises OSError, TimeoutError."""
         place = place_of(kvd.http)
         async with self._network.connection(place) as (reader, writer), asyncio.timeout(ANSWER_S):
-            writer.write(b"".join(http_request(method, path, self._key, body)))
+            write(writer, b"".join(http_request(method, path, self._key, body)))
             return (await reader.read(-1)).partition(b"\r\n\r\n")[2]
 
     async def compat_of(self, kvd: KvdPlace) -> Compat | None:

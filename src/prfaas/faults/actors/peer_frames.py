@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable
 
 from prfaas.errors import WireError
-from prfaas.faults.actors.connections import Network, Place, byte_by_byte, place_of
+from prfaas.faults.actors.connections import Network, Place, byte_by_byte, place_of, write
 from prfaas.faults.actors.grants import Grants
 from prfaas.faults.actors.lanes import Lane
 from prfaas.faults.actors.mutations import mutate_bytes
@@ -102,7 +102,7 @@ class PeerFrames:
             try:
                 for piece in pieces:
                     await self._network.budget.turn()
-                    writer.write(piece)
+                    write(writer, piece)
                 async with asyncio.timeout(STAYS_S):
                     while data := await reader.read(65536):
                         kinds += [frame.header.kind.name for frame in decoder.feed(data)]

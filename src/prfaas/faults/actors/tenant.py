@@ -18,6 +18,7 @@ from prfaas.faults.actors.connections import (
     http_head,
     http_request,
     place_of,
+    write,
 )
 from prfaas.faults.actors.lanes import Lane
 
@@ -173,7 +174,7 @@ class HostileTenant:
                     self._model if draw.random() < 0.5 else "no-such-model", salt
                 )
                 head = http_head("POST", COMPLETIONS, self._key, length=len(body))
-                writer.write(head.replace(b"Connection: close\r\n", b"") + body)
+                write(writer, head.replace(b"Connection: close\r\n", b"") + body)
                 began_s = time.monotonic()
                 try:
                     async with asyncio.timeout(SERVED_S):
@@ -201,7 +202,7 @@ class HostileTenant:
         async with network.connection(draw.choice(self._gateways)) as (_, writer):
             for piece in self._valid_long():
                 await network.budget.turn()
-                writer.write(piece)
+                write(writer, piece)
             await asyncio.sleep(stays_s)
         network.census.record(kind, "left", stays_s)
 
@@ -214,6 +215,6 @@ class HostileTenant:
         place = draw.choice(self._gateways)
         async with network.connection(place, receive_bytes=2_048) as (_, writer):
             cast(asyncio.Transport, writer.transport).pause_reading()
-            writer.write(http_head("POST", COMPLETIONS, self._key, length=len(body)) + body)
+            write(writer, http_head("POST", COMPLETIONS, self._key, length=len(body)) + body)
             await asyncio.sleep(UNREAD_S)
         network.census.record(kind, "left", UNREAD_S)
