@@ -7,6 +7,7 @@ import pytest
 from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
 from prfaas.faults.growth import Growth
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport, Ttft
+from tests.benches import bench
 from tests.complaints import check_output
 from tests.faults.conftest import FaultSetup
 
@@ -67,6 +68,13 @@ def test_a_soak_with_actors_is_well_when_services_refuse_them_in_time() -> None:
 def test_ttft_quantiles() -> None:
     assert Ttft.of([]) is None
     assert Ttft.of([float(n) for n in range(101)]) == Ttft(101, 50.0, 90.0, 99.0)
+
+
+def test_the_benchmark_compares_the_soak_beside_actors_with_the_one_without() -> None:
+    ratio = bench("hostile_soak").ratio_of_p90
+    without = replace(CALM, ttft=Ttft(10, 0.5, 1.0, 2.0))
+    assert ratio(without, replace(CALM, ttft=Ttft(10, 0.5, 1.25, 9.0))) == 1.25
+    assert ratio(without, CALM) is None, "no answer is not a good answer"
 
 
 @pytest.mark.slow

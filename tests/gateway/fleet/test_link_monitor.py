@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from prfaas.testing.clock import FakeClock
-from prfaas.types import LinkStats
+from prfaas.types import ClusterId, LinkStats
 from tests.gateway.backends import FAR, HOME
 from tests.gateway.fleets import LONG, A, B, F, fleet_and_router, member_of, place, placement, step
 from tests.gateway.reports import report
@@ -47,7 +47,7 @@ async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
     if model is not None:
         compat = msgspec.structs.replace(found.pool.compat, model=model)
         pool = msgspec.structs.replace(found.pool, compat=compat)
-    member = fleet.register("http://stranger:7401", FAR)
+    member = fleet.register("http://stranger:7401", ClusterId(FAR))
     assert member is not None
     fleet.record_report(member, msgspec.structs.replace(found, pool=pool))
     step(fleet, router)
