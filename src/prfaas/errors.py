@@ -11,6 +11,7 @@
     │       └── MalformedResponse    the response breaks its contract or its limits
     └── PeerError               another process broke a rule, or went away
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
+        │   └── Unreachable     a connection could not be made
         ├── PeerHttpError       see above
         ├── WireError           bytes that are not our protocol, or break its limits
         └── TransferFailed      a transfer ended without a commit; has the reason
@@ -131,6 +132,10 @@ class MalformedResponse(PeerHttpError):
 
 class ConnectionLost(PeerError):
     """A connection could not be made, broke, or was silent for too long."""
+
+
+class Unreachable(ConnectionLost):
+    """No connection to the peer could be made: it refuses them, or its host does not answer."""
 
 
 class WireError(PeerError):

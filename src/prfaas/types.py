@@ -21,7 +21,8 @@ BlockHash = NewType("BlockHash", bytes)  # chained SHA-256 over token ids, salte
 
 
 class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields that must be equal in two engines, so that one can continue the other's state."""
+    """The fields that must be equal in two engines, so that one can continue the other's state. A
+    field that is not known could be one that differs: it is refused."""
 
     model: str
     revision: str
@@ -43,7 +44,7 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Grants ------------------------------------------------------------------------------------------
 
 
-class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant"):
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """The receiver has reserved all memory for one transfer, and pins what the sender may skip."""
 
     transfer_id: TransferId
@@ -55,7 +56,7 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant"
     checkpoint_tokens: tuple[int, ...] = ()  # the sender also sends the states after these lengths
 
 
-class NotNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="not_now"):
+class NotNow(msgspec.Struct, frozen=True, tag="not_now"):
     """An expected refusal: nothing was reserved, and the caller may retry."""
 
     reason: str
@@ -65,7 +66,7 @@ class NotNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="not_n
 # Links -------------------------------------------------------------------------------------------
 
 
-class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkStats(msgspec.Struct, frozen=True):
     """The latest report of one link, from the sender's side. None: this platform has no value."""
 
     peer: str
@@ -89,7 +90,7 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # Cache events ------------------------------------------------------------------------------------
 
 
-class HashEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HashEvent(msgspec.Struct, frozen=True):
     """A node stored or removed blocks of one group. Hashes only: token ids stay on the host."""
 
     seq: int  # per node, without gaps; after a gap the reader requests a replay

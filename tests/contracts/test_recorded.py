@@ -21,7 +21,7 @@ from prfaas.transport import messages as bodies
 from prfaas.transport import wire
 from prfaas.transport.receiver import ReceiverStats
 from prfaas.transport.wire import HEADER_BYTES, PIECE_BYTES, Kind
-from prfaas.types import Grant, NotNow
+from prfaas.types import Compat, Grant, NotNow
 
 RECORDED = Path(__file__).parent / "recorded"
 PROMPT_TOKENS = 100_000  # longer than every recorded hand-off
@@ -44,6 +44,8 @@ KVD_API: dict[str, Any] = {
     "POST /prfaas/v1/register request": kvd_api.Heartbeat,
     "error response": kvd_api.KvdErrorBody,
 }
+# Fields whose keys are data.
+MAPPINGS = ("skip_tokens", "incoming", "outgoing", "next_seq", "bytes_by_group", "snapshot")
 FRAME_BODIES: dict[Kind, Any] = {
     Kind.HELLO: bodies.Hello,
     Kind.WELCOME: bodies.Hello,
@@ -70,6 +72,35 @@ def test_kvd_api(message: tuple[str, str]) -> None:
     name, text = message
     body = text.encode()
     assert msgspec.json.encode(msgspec.json.decode(body, type=KVD_API[name])) == body
+
+
+@pytest.mark.parametrize("message", recorded("kvd_api.jsonl"))
+def test_fields_of_a_later_version_are_ignored(message: tuple[str, str]) -> None:
+    """Services of two versions work together while a deployment is upgraded."""
+    name, text = message
+    later = json.dumps(_with_more_fields(json.loads(text)))
+    assert "of_a_later_version" in later
+    decoded = msgspec.json.decode(later, type=KVD_API[name])
+    assert decoded == msgspec.json.decode(text, type=KVD_API[name])
+
+
+def _with_more_fields(value: Any, field: str = "") -> Any:
+    """Every object has a field more, except the mappings and `Compat`."""
+    if isinstance(value, list):
+        return [_with_more_fields(one) for one in value]
+    if not isinstance(value, dict) or field in (*MAPPINGS, "compat"):
+        return value
+    known = {name: _with_more_fields(one, name) for name, one in value.items()}
+    return {**known, "of_a_later_version": {"some": ["value", None]}}
+
+
+def test_a_compatibility_field_of_a_later_version_is_refused() -> None:
+    """Two engines that differ in it would exchange state that neither can use."""
+    fields = {"model": "m", "revision": "1", "kv_dtype": "f", "state_dtype": "f"}
+    known = {**fields, "block_tokens": 16, "layout": "canonical"}
+    assert msgspec.convert(known, Compat).tensor_parallel == 1
+    with pytest.raises(msgspec.ValidationError, match="of_a_later_version"):
+        msgspec.convert({**known, "of_a_later_version": 1}, Compat)
 
 
 def test_every_body_of_the_kvd_api_is_recorded() -> None:

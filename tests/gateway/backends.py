@@ -115,7 +115,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def prompt(tokens: int, seed: int = 0) -> list[int]:
+def prompt(tokens: int, seed: int | str = 0) -> list[int]:
     return random.Random(f"{tokens} {seed}").choices(range(32, 127), k=tokens)
 
 

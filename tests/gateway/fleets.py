@@ -15,6 +15,7 @@ from prfaas.gateway.router import PlacementRequest, Router
 from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
+from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
 from tests.gateway.backends import THRESHOLD, deployment, problem, prompt
 from tests.gateway.reports import appear
@@ -53,6 +54,21 @@ def fleet_and_router(
         fleet.assign_role(node, role)
     fleet.refresh()
     return fleet, router
+
+
+def fall_silent(fleet: Fleet, clock: FakeClock, *silent: NodeId) -> None:
+    """All members are asked, and these do not answer for a little longer than `silent_s`."""
+    clock.advance(0.1)  # since they were heard
+    for member in fleet.members:
+        member.kvd.ask(clock.now())
+        member.engine.ask(clock.now())
+    clock.advance(fleet.timeouts.silent_s + 0.1)
+    for member in fleet.members:
+        if member.node not in silent:
+            member.kvd.hear(clock.now())
+            member.engine.hear(clock.now())
+    if fleet.liveness.changed_verdicts():
+        fleet.refresh()
 
 
 def with_timeouts(**seconds: float) -> GatewaySection:

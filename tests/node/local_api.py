@@ -18,8 +18,9 @@ from prfaas.errors import ConnectionLost
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
+from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import RequestRunner, open_request_runner
-from prfaas.node.server import NodeApi, NodeModel
+from prfaas.node.server import NodeApi
 from prfaas.text import ModelTokenizer
 from prfaas.text.template import ChatTemplate
 from prfaas.types import Grant, NotNow, TransferId

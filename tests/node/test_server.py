@@ -121,6 +121,28 @@ async def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> Non
         status, answer = await node.complete(**fields)
         assert status == 400
         assert answer["error"]["param"] == param and answer["error"]["code"] == "invalid_request"
+        async with node.http.post("/v1/completions/render", json=fields) as rendered:
+            refused = await rendered.json()
+            assert (rendered.status, refused["error"]["param"]) == (400, param)
+
+
+async def test_a_request_is_rendered_without_being_computed() -> None:
+    async with node_server() as node:
+        body = {"prompt": PROMPT, "max_tokens": 3, "stop": ["x"], "stream": True}
+        async with node.http.post("/v1/completions/render", json=body) as answer:
+            (rendered,) = await answer.json()
+        assert rendered["token_ids"] == PROMPT and rendered["model"] == "made-up"
+        assert rendered["sampling_params"]["max_tokens"] == 3
+        assert rendered["sampling_params"]["stop"] == ["x"]
+
+
+async def test_a_chat_is_rendered_as_it_is_tokenised() -> None:
+    async with node_server(vocab_size=264) as node:
+        body = {"messages": MESSAGES}
+        async with node.http.post("/v1/chat/completions/render", json=body) as answer:
+            rendered = await answer.json()
+        async with node.http.post("/tokenize", json=body) as answer:
+            assert rendered["token_ids"] == (await answer.json())["tokens"]
 
 
 async def test_bad_bodies_paths_and_models() -> None:

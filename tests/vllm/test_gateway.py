@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.request import RequestTrace
@@ -53,6 +54,17 @@ async def test_thirty_prompts_eight_at_once(case: Case) -> None:
         await until(lambda: is_clean(backend))
     assert list(tokens) == expected
     await asyncio.to_thread(wait_until, case.pair.nothing_held)
+
+
+async def test_a_field_that_vllm_refuses_costs_no_prefill(case: Case) -> None:
+    async with behind(case) as backend:
+        asked = gateway_request(PROMPTS["all"][0], MAX_TOKENS, salt="refused")
+        trace = RequestTrace(0.0)
+        with pytest.raises(RequestError, match="min_p") as refused:
+            async with backend.answer(replace(asked, fields={**asked.fields, "min_p": 5.0}), trace):
+                pass
+        assert refused.value.status == 400 and trace.granted_s is None
+        await until(lambda: is_clean(backend))
 
 
 async def test_a_chat_is_rendered_here_as_the_engine_renders_it(case: Case) -> None:

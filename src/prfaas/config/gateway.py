@@ -57,10 +57,14 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Interval of the polls of a kvd's report, which describes its links."""
     event_poll_s: Amount = 30.0
     """Duration of one long poll for a kvd's cache events."""
+    silent_s: Amount = 1.5
+    """A node that has left a poll unanswered for this long, and sent nothing else, is silent.
+    Requests without a first token continue elsewhere, and new requests avoid the node."""
     unresponsive_s: Amount = 4.0
-    """A node that has not responded for this long receives no new requests."""
+    """The longest time that `silent_s` grows to for a node whose answers were late, as on a busy
+    machine: to three times the latest answer of the last 30 to 60 s."""
     hung_s: Amount = 10.0
-    """Requests at a node that has not responded for this long are retried elsewhere."""
+    """Responses that have begun end with an error when their node was silent for this long."""
     forget_s: Amount = 60.0
     """A registered node that has not responded for this long is removed from the fleet."""
     first_plan_s: Amount = 5.0

@@ -15,6 +15,10 @@
     POST /prfaas/v1/register     Heartbeat, from a kvd to a gateway
 
 `kvd/http_api.py` serves it; `gateway/client/kvd_client.py` calls it.
+
+Services of two versions work together during an upgrade: a later version may add fields that have
+defaults, and an earlier one ignores fields that it does not know. A field that must not be ignored
+belongs into `Compat`, which refuses unknown fields, or needs another path.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class KvdErrorBody(msgspec.Struct, frozen=True):
 # Transfers ---------------------------------------------------------------------------------------
 
 
-class OpenTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OpenTransfer(msgspec.Struct, frozen=True):
     """A gateway requests a grant from the decode node's kvd, before the prefill starts."""
 
     hashes: tuple[BlockName, ...]  # block hashes of the prompt up to `handoff_tokens`
@@ -77,14 +81,14 @@ class TransferStatus(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class AbortTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AbortTransfer(msgspec.Struct, frozen=True):
     reason: str = "aborted by the gateway"
 
 
 # Prefixes ----------------------------------------------------------------------------------------
 
 
-class MatchPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MatchPrefix(msgspec.Struct, frozen=True):
     """Hashes of whole blocks, from the beginning of a prompt."""
 
     hashes: tuple[BlockName, ...]
@@ -95,7 +99,7 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     attention_tokens: int  # the longest run of full-attention blocks
 
 
-class PullPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PullPrefix(msgspec.Struct, frozen=True):
     """A gateway makes a kvd copy a prefix from the kvd at `source`."""
 
     source: Annotated[str, msgspec.Meta(max_length=2_048)]  # URL
@@ -110,7 +114,7 @@ class PrefixPulled(msgspec.Struct, frozen=True, tag="pulled"):
     granted_bytes: int
 
 
-class PushPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PushPrefix(msgspec.Struct, frozen=True):
     """The kvd that pulls makes the kvd that has the prefix send it."""
 
     hashes: tuple[BlockName, ...]
@@ -127,7 +131,7 @@ class PushStarted(msgspec.Struct, frozen=True, tag="pushing"):
 RoleName: TypeAlias = Literal["prefill", "decode", "both"]
 
 
-class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Role(msgspec.Struct, frozen=True):
     """The work that the planner has assigned to a host. `epoch` counts the changes."""
 
     role: RoleName = "both"
@@ -222,7 +226,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 # Membership --------------------------------------------------------------------------------------
 
 
-class ProveMembership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProveMembership(msgspec.Struct, frozen=True):
     """A gateway makes a kvd prove that it has the member key, before the gateway sends the key."""
 
     challenge: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]

@@ -164,6 +164,7 @@ async def running(
         loops = [
             tasks.create_task(_measure_lateness(lateness, fleet, clock)),
             tasks.create_task(run_short_term_loop(fleet, router, poller)),
+            tasks.create_task(poller.watch()),
             tasks.create_task(planning.run()),
         ]
         if deployment.gateway.plans:

@@ -18,6 +18,7 @@ from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.sets import Choice, serve_alone
 from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
@@ -66,6 +67,7 @@ class Decision(msgspec.Struct, frozen=True):
     paces: dict[ClusterId, float] = {}
     route: Route | None = None
     hold: Hold | None = None
+    alone: bool = False  # one node prefills and decodes, because its set has no other
 
     @property
     def taken(self) -> Route | Hold:
@@ -78,16 +80,15 @@ class DecisionLog:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
-    def write(
-        self, request: Request, view: View, plan: Plan, state: ShortTermState, taken: Route | Hold
-    ) -> None:
-        self._file.write(msgspec.json.encode(_decision(request, view, plan, state, taken)) + b"\n")
+    def write(self, request: Request, choice: Choice, plan: Plan, state: ShortTermState) -> None:
+        self._file.write(msgspec.json.encode(_decision(request, choice, plan, state)) + b"\n")
 
 
 def replay(
     lines: Iterable[bytes], costs: Costs, plan: Plan
 ) -> Iterator[tuple[Decision, Route | Hold]]:
-    """Yields every recorded decision, and what `route` decides now. `plan` supplies the problem."""
+    """Yields every recorded decision, and what the scheduler decides now. `plan` supplies the
+    problem."""
     for line in lines:
         decision = msgspec.json.decode(line, type=Decision)
         recorded_plan = replace(
@@ -97,12 +98,13 @@ def replay(
             shares=decision.shares,
         )
         view = _view(decision, costs.paced(decision.paces))
-        yield decision, route(decision.request, view, recorded_plan, _state(decision))
+        state = _state(decision)
+        alone = serve_alone(decision.request, view, state) if decision.alone else None
+        yield decision, alone or route(decision.request, view, recorded_plan, state)
 
 
-def _decision(
-    request: Request, view: View, plan: Plan, state: ShortTermState, taken: Route | Hold
-) -> Decision:
+def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermState) -> Decision:
+    taken, view, alone = choice
     link_ids = {**view.links, **state.links}
     return Decision(
         now_s=view.now_s,
@@ -123,6 +125,7 @@ def _decision(
         paces=dict(view.costs.paces),
         route=taken if isinstance(taken, Route) else None,
         hold=taken if isinstance(taken, Hold) else None,
+        alone=alone,
     )
 
 

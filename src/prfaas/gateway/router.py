@@ -21,14 +21,21 @@ from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.short_term_log import ShortTermLog
-from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.explain import Explanation, explain, explain_in_sets
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.sets import (
+    Choice,
+    has_room_alone,
+    only_nodes,
+    route_in_sets,
+    serve_alone,
+)
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 _UNPLANNED = Hold("no node decodes yet", None, 0.0, 0.0)
 
@@ -90,7 +97,7 @@ class Router:
             )
         self.waiting_room.put(placement, hold)
         try:
-            if hold.cluster is not None and has_room(hold.cluster, self._view({}), self.state):
+            if hold.cluster is not None and self._has_room(hold.cluster):
                 # The request waits because others are before it: the free node is theirs now.
                 self.retry_waiting()
             async with asyncio.timeout(patience_s):
@@ -111,8 +118,7 @@ class Router:
         """Tries the waiting requests, as far as there is room."""
         self.waiting_room.retry(
             self.try_dispatch,
-            # A new view for each check: every placed request has changed the queues.
-            lambda cluster: has_room(cluster, self._view({}), self.state),
+            self._has_room,
             lambda placement: placement.placed.set(),
         )
 
@@ -125,14 +131,10 @@ class Router:
         request, manager = placement.request, self._fleet.manager
         match = manager.match(placement.prompt)
         view = self._view(self._fleet.prefixes.by_node(match))
-        seen = exclude_nodes(view, placement.avoid)
-        found = route(request, seen, self._plan, self.state)
-        if isinstance(found, Hold) and found.cluster is None and placement.avoid:
-            # Avoiding a node is a preference: nodes that do not answer are not usable anyway.
-            seen = view
-            found = route(request, seen, self._plan, self.state)
+        choice = self._choose(placement, view, self._plan)
+        found = choice.taken
         if self._decision_log is not None:
-            self._decision_log.write(request, seen, self._plan, self.state, found)
+            self._decision_log.write(request, choice, self._plan, self.state)
         if isinstance(found, Hold):
             return found
         stays = local_only_reason(request)
@@ -151,13 +153,55 @@ class Router:
         placement.booking = self._fleet.book(found, request.prompt_tokens, self._retry_if_waiting)
         return None
 
+    def _choose(self, placement: PlacementRequest, view: View, plan: Plan) -> Choice:
+        """The decision of the scheduler, or of each set where the nodes in use have several KV
+        formats."""
+        request, avoid = placement.request, placement.avoid
+        decide = self._choose_in_sets if len(self._fleet.sets) > 1 else self._choose_in_all
+        choice = decide(request, exclude_nodes(view, avoid), plan)
+        if isinstance(choice.taken, Hold) and choice.taken.cluster is None and avoid:
+            # Avoiding a node is a preference: nodes that do not answer are not usable anyway.
+            choice = decide(request, view, plan)
+        return choice
+
+    def _choose_in_all(self, request: Request, view: View, plan: Plan) -> Choice:
+        found = route(request, view, plan, self.state)
+        if isinstance(found, Hold) and found.cluster is None and self._is_restarting():
+            # The restart of the only prefill or the only decode node is no reason to wait for it.
+            alone = serve_alone(request, view, self.state)
+            if alone is not None:
+                return Choice(alone, view, True)
+        return Choice(found, view, False)
+
+    def _choose_in_sets(self, request: Request, view: View, plan: Plan) -> Choice:
+        return route_in_sets(request, self._by_set(view), plan, self.state)
+
+    def _by_set(self, view: View) -> list[View]:
+        sets = self._fleet.sets
+        return [view] if len(sets) < 2 else [only_nodes(view, nodes) for nodes in sets]
+
+    def _has_room(self, cluster: ClusterId) -> bool:
+        """Whether the requests held for a cluster are worth a retry. The view is a new one for each
+        check: every placed request has changed the queues."""
+        view = self._view({})
+        if has_room(cluster, view, self.state):
+            return True
+        if cluster != self._fleet.local or not (len(self._fleet.sets) > 1 or self._is_restarting()):
+            return False
+        return any(has_room_alone(part, self.state) for part in self._by_set(view))
+
+    def _is_restarting(self) -> bool:
+        return self._fleet.members.is_restarting(self._clock.now())
+
     def explain(self, request: Request, prompt: PromptHashes) -> Explanation | None:
         """Where the request would go now. None while there is no plan. Books nothing."""
         if self._plan is None:
             return None
         match = self._fleet.manager.match(prompt)
         view = self._view(self._fleet.prefixes.by_node(match))
-        return explain(request, view, self._plan, self.state)
+        if len(self._fleet.sets) < 2:
+            return explain(request, view, self._plan, self.state)
+        return explain_in_sets(request, self._by_set(view), self._plan, self.state)
 
     def adjust(self) -> None:
         """One step of the short-term loop: adjusts to the fleet's latest reports."""

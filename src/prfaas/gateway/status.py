@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -47,12 +47,13 @@ class GatewayStatus:
     def state(self, in_flight: int) -> dict[str, Any]:
         router, now_s = self._router, self._clock.now()
         view = self._fleet.board.view(now_s, {}, router.waiting_room.work)
-        clusters, reference = self._clusters(), self._fleet.members.reference
+        clusters = self._clusters()
         waiting = {c: router.waiting_room.count(c) for c in clusters}
         return {
             "policy": router.state.rules.policy,
             "up_s": round(now_s - self._started_s, 3),
-            "reference": None if reference is None else msgspec.to_builtins(reference),
+            "model": self._fleet.members.formats.model,
+            "sets": [self._set(nodes) for nodes in self._fleet.sets],
             "clusters": [self._cluster(cluster, now_s) for cluster in clusters],
             "links": [
                 _link(link_id, link, router.state.links) for link_id, link in view.links.items()
@@ -142,8 +143,10 @@ class GatewayStatus:
             "alive": member.is_alive(now_s),
             "listed": member.listed,
             "model": None if member.card is None else member.card.model,
-            "incompatible": list(fleet.members.differences(member)),
+            "format": None if member.compat is None else msgspec.to_builtins(member.compat),
+            "incompatible": [] if (why := fleet.members.formats.problem(member)) is None else [why],
             "problems": dict(member.problems),
+            "not_used": self._why_not_used(member, now_s),
         }
         if member.node is not None and member.node in fleet.board:
             seen = fleet.board.node(member.node)
@@ -172,6 +175,36 @@ class GatewayStatus:
                     "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
                 }
         return found
+
+    def _set(self, nodes: Collection[NodeId]) -> dict[str, Any]:
+        """Nodes in use with the same KV format: hand-offs stay within them."""
+        found = self._fleet.members.format_of(next(iter(nodes)))
+        roles = {str(node): self._fleet.board.node(node).role for node in sorted(nodes)}
+        return {"format": msgspec.to_builtins(found), "nodes": roles}
+
+    def _why_not_used(self, member: Member, now_s: float) -> str | None:
+        """Why the member gets no requests, in words; None: it does."""
+        fleet, node = self._fleet, member.node
+        if member.has_duplicate_name:
+            return "another member has its node name"
+        if node is None or node not in fleet.board:
+            return member.problems.get("kvd", "its kvd has not answered yet")
+        if fleet.board.node(node).usable:
+            return None
+        if not member.is_kvd_alive(now_s):
+            return f"its kvd does not answer: {member.problems.get('kvd', 'it is silent')}"
+        if member.leaving:
+            return "its engine drains, or has exited after that"
+        if member.compat is None:
+            return "no engine has registered with its kvd"
+        problem = fleet.members.formats.problem(member)
+        if problem is not None:
+            return problem
+        if not member.is_alive(now_s):
+            return f"its engine does not answer: {member.problems.get('engine', 'it is silent')}"
+        if fleet.roles.is_draining(node):
+            return "it finishes its requests before it changes its role"
+        return "it has no role yet"
 
     def _next_role(self, node: NodeId) -> str | None:
         """The node's role in the plan, where it differs from its role now."""

@@ -8,6 +8,7 @@ know which requests are made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -17,12 +18,15 @@ import msgspec
 
 from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError
 from prfaas.http_client.connection import Connection
-from prfaas.http_client.connection_pool import CONNECT_S, ClientTls, ConnectionPool, header
+from prfaas.http_client.connection_pool import (
+    CONNECT_S,
+    IDLE_S,
+    ClientTls,
+    ConnectionPool,
+    header,
+)
 from prfaas.security.shared_key import SharedKey
 
-# Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
-# the server is just closing fails, and the client cannot tell whether the server acted on it.
-IDLE_S = 4.0
 _SHOWN_CHARS = 500  # of a response that cannot be decoded
 # The largest response unless a caller gives another bound: a snapshot of 1.4 million block hashes.
 LARGEST_BYTES = 64 << 20
@@ -147,6 +151,18 @@ class HttpClient:
         connection = await pool.connection()
         connection.send(f"{head}\r\n".encode(), body, total_s=total_s, silence_s=silence_s)
         return Exchange(connection, url)
+
+    def heard_s(self, url: str) -> float:
+        """When bytes last arrived from this scheme, host and port, on any connection, as
+        `MonotonicClock` counts; minus infinity where none have."""
+        pool = self._pools.get(_split(url)[0])
+        return -math.inf if pool is None else pool.heard_s
+
+    def close_idle(self, url: str) -> None:
+        """The next request to this scheme, host and port makes a new connection."""
+        pool = self._pools.get(_split(url)[0])
+        if pool is not None:
+            pool.close_idle()
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -8,6 +8,7 @@ part of a request's CPU cost (bench/gateway.py). This module does not know which
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -21,17 +22,21 @@ _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster t
 
 
 class Connection(asyncio.Protocol):
-    """Calls `idle` when the next request may be sent, and `closed` when it has been closed."""
+    """Calls `idle` when the next request may be sent, `closed` when it has been closed, and `heard`
+    whenever bytes arrive."""
 
     def __init__(
         self,
         name: str,
         idle: Callable[[Connection], None],
         closed: Callable[[Connection], None],
+        heard: Callable[[], None],
     ) -> None:
         self._name = name
         self._idle = idle
         self._closed = closed
+        self._heard = heard
+        self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
@@ -106,6 +111,7 @@ class Connection(asyncio.Protocol):
         self._pending = False
         if self._complete and self._keep_alive and self._problem is None:
             self._timer = self._loop.call_later(idle_s, self.close, "idle")
+            self.idle_since_s = time.monotonic()
             self._idle(self)
         else:
             self.close("given up")
@@ -161,6 +167,7 @@ class Connection(asyncio.Protocol):
             self.close("peer sent data with no request pending")
             return
         self._received_s = self._loop.time()
+        self._heard()
         self._unparsed_bytes += len(data)
         try:
             self._parser.feed_data(data)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, Unreachable
 from prfaas.http_client.connection import Connection
 
 CONNECT_S = DEFAULTS.timeouts.connect_s
+# Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
+# the server is just closing fails, and the client cannot tell whether the server acted on it.
+IDLE_S = 4.0
+# A timeout that comes later than this shows that this process was stopped, not that the peer is
+# slow.
+_PAUSED_S = 1.0
 # Called for each connection, because a process may replace its certificates.
 ClientTls: TypeAlias = Callable[[], ssl.SSLContext]
 
@@ -38,25 +46,40 @@ class ConnectionPool:
             self._tls = tls or ssl.create_default_context
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
+        self.heard_s = -math.inf  # when bytes last arrived, on any connection
         self.headers = header("Host", parts.netloc.rpartition("@")[2])
 
     async def connection(self) -> Connection:
         """An idle connection, or a new one."""
-        if self._idle:
-            return self._idle.pop()  # the latest: the others reach their idle timeout and close
+        while self._idle:
+            connection = self._idle[-1]  # the latest: the others reach their idle timeout and close
+            # After a pause of this process its timers are late, and the server may have closed it.
+            if time.monotonic() - connection.idle_since_s <= IDLE_S:
+                return self._idle.pop()
+            connection.close("idle")
+        began_s = time.monotonic()
         try:
-            async with asyncio.timeout(self._connect_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._url, self._idle.append, self._forget),
-                    self._host,
-                    self._port,
-                    ssl=None if self._tls is None else self._tls(),
-                )
+            try:
+                connection = await self._connect()
+            except TimeoutError:
+                if time.monotonic() - began_s < self._connect_s + _PAUSED_S:
+                    raise
+                connection = await self._connect()
         except TimeoutError:
-            raise ConnectionLost(f"{self._url}: not connected in time") from None
+            raise Unreachable(f"{self._url}: not connected in time") from None
         except (OSError, ValueError) as error:  # ValueError: a host name that IDNA or TLS refuses
-            raise ConnectionLost(f"{self._url}: {error}") from None
+            raise Unreachable(f"{self._url}: {error}") from None
         self._open.add(connection)
+        return connection
+
+    async def _connect(self) -> Connection:
+        async with asyncio.timeout(self._connect_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(self._url, self._idle.append, self._forget, self._hear),
+                self._host,
+                self._port,
+                ssl=None if self._tls is None else self._tls(),
+            )
         return connection
 
     @property
@@ -67,6 +90,13 @@ class ConnectionPool:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+
+    def _hear(self) -> None:
+        self.heard_s = time.monotonic()
+
+    def close_idle(self) -> None:
+        for connection in list(self._idle):
+            connection.close("not used again")
 
     def close(self) -> None:
         for connection in list(self._open):

@@ -105,7 +105,7 @@ class Store:
         if differences:
             raise InputError(
                 f"engine {register.engine_id} does not match this kvd: {'; '.join(differences)}",
-                fix="run one kvd for each model and layout",
+                fix="run one kvd for each model and layout; after an upgrade, restart the kvd, too",
             )
         return storage
 

@@ -24,8 +24,9 @@ from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.publisher import open_publisher
+from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
-from prfaas.node.server import NodeApi, NodeModel
+from prfaas.node.server import NodeApi
 from prfaas.security.reload import reload_on_hangup
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity

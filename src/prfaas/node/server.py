@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,44 +10,18 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
-from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
-from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Sampling, Token
+from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
-from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
+from prfaas.node.request_reader import NodeModel, ReadRequest, RequestReader
 from prfaas.node.request_runner import ActiveRequest, RequestRunner
-from prfaas.node.request_schema import (
-    DEFAULT_MAX_TOKENS,
-    GenerationRequest,
-    chat_of,
-    parse_chat,
-    parse_completion,
-)
-from prfaas.node.responses import CHAT, DONE, TEXT, ResponseBuilder, ResponseShape, error_piece
+from prfaas.node.request_schema import GenerationRequest, chat_of
+from prfaas.node.responses import DONE, ResponseBuilder, error_piece
 from prfaas.security.shared_key import SharedKey, require_key
-from prfaas.text import AnswerText, ModelTokenizer
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
-
-
-@dataclass(frozen=True, slots=True)
-class NodeModel:
-    """The model that a node serves."""
-
-    name: str
-    tokenizer: ModelTokenizer | None  # None: the node takes token ids only
-    kvd_url: str | None = None  # of this node's kvd, for gateways
-    events: str | None = None  # endpoints of published and of replayed KV events
-    replay: str | None = None
-
-    def require_tokenizer(self) -> ModelTokenizer:
-        if self.tokenizer is None:
-            raise InputError(
-                "this node has no tokenizer", where="prompt", fix="send a list of token ids"
-            )
-        return self.tokenizer
 
 
 class NodeApi:
@@ -61,6 +32,7 @@ class NodeApi:
         self._engine = engine
         self._runner = runner
         self._metrics = metrics
+        self._reader = RequestReader(model, engine)
 
     def application(
         self, member: SharedKey | None = None, operator: SharedKey | None = None
@@ -73,6 +45,8 @@ class NodeApi:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*checks, _errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions/render", self._render_completion)
+        app.router.add_post("/v1/chat/completions/render", self._render_chat)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -130,54 +104,24 @@ class NodeApi:
     # Completions ----------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_completion(await request.read())
-        self._check_model(asked)
-        prompt = asked.only_prompt
-        if isinstance(prompt, str):
-            prompt = await asyncio.to_thread(
-                self._model.require_tokenizer().encode,
-                prompt,
-                add_special_tokens=asked.add_special_tokens,
-            )
-        default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
-        return await self._generate(request, asked, TEXT, prompt, asked.sampling(default_tokens))
+        read = await self._reader.read_completion(await request.read())
+        return await self._generate(request, read)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        parsed = parse_chat(await request.read())
-        asked = parsed.asked
-        self._check_model(asked)
-        prompt = await asyncio.to_thread(self._model.require_tokenizer().encode_chat, parsed.chat)
-        default_tokens = self._rest_tokens(prompt)
-        return await self._generate(request, asked, CHAT, prompt, asked.sampling(default_tokens))
+        read = await self._reader.read_chat(await request.read())
+        return await self._generate(request, read)
 
-    def _rest_tokens(self, prompt: list[int]) -> int:
-        """The default of max_tokens, as in vLLM: the rest of the model's context."""
-        return max(1, self._engine.limits.max_tokens - len(prompt))
+    async def _render_completion(self, request: web.Request) -> web.Response:
+        read = await self._reader.read_completion(await request.read())
+        return _json([self._reader.render(read)])
 
-    def _check_model(self, asked: GenerationRequest) -> None:
-        if asked.model is not None and asked.model != self._model.name:
-            raise request_error(
-                "model_not_found",
-                f"this node serves {self._model.name!r}, not {asked.model!r}",
-                param="model",
-            )
+    async def _render_chat(self, request: web.Request) -> web.Response:
+        read = await self._reader.read_chat(await request.read())
+        return _json(self._reader.render(read))
 
-    async def _generate(
-        self,
-        request: web.Request,
-        asked: GenerationRequest,
-        shape: ResponseShape,
-        prompt: list[int],
-        sampling: Sampling,
-    ) -> web.StreamResponse:
-        tokenized = TokenizedRequest(
-            id=f"{shape.id_prefix}-{secrets.token_hex(12)}",
-            prompt=prompt,
-            sampling=sampling,
-            salt=asked.cache_salt,
-            transfer=decode(asked.kv_transfer_params, len(prompt)),
-        )
-        builder = self._response_builder(asked, shape, tokenized)
+    async def _generate(self, request: web.Request, read: ReadRequest) -> web.StreamResponse:
+        asked, tokenized = read.asked, read.tokenized()
+        builder = self._reader.response_builder(read, tokenized)
         active = self._runner.start(tokenized)
         try:
             # The status line waits for the prefill, so that an error until then is an HTTP status.
@@ -192,33 +136,6 @@ class NodeApi:
             return await self._whole(active, builder)
         finally:
             active.cancel("abort")
-
-    def _response_builder(
-        self, asked: GenerationRequest, shape: ResponseShape, tokenized: TokenizedRequest
-    ) -> ResponseBuilder:
-        tokenizer = self._model.tokenizer if asked.detokenize else None
-        if asked.stops and tokenizer is None:
-            raise InputError(
-                "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
-            )
-        handed_off = None
-        if isinstance(tokenized.transfer, RemoteDecode):
-            handed_off = encode(
-                ResponseParams(
-                    transfer_id=tokenized.transfer.grant.transfer_id,
-                    handoff_tokens=tokenized.transfer.handoff_tokens,
-                )
-            )
-        return ResponseBuilder(
-            shape=shape,
-            id=tokenized.id,
-            model=self._model.name,
-            created_s=int(time.time()),
-            prompt_tokens=len(tokenized.prompt),
-            return_token_ids=asked.return_token_ids,
-            answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
-            transfer=handed_off,
-        )
 
     async def _whole(self, active: ActiveRequest, builder: ResponseBuilder) -> web.Response:
         text = ""

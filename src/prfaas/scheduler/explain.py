@@ -5,12 +5,14 @@ This is computed on demand; `route` itself does not build it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prfaas.scheduler.adaptive import alternatives
 from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
+from prfaas.scheduler.sets import route_in_sets
 from prfaas.scheduler.short_term import reachable_remotes, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
@@ -33,14 +35,32 @@ class Explanation(NamedTuple):
 
 
 def explain(request: Request, view: View, plan: Plan, state: ShortTermState) -> Explanation:
-    options = alternatives(request, view, state, reachable_remotes(request, view))
+    return _explanation(route(request, view, plan, state), [view], request, plan, state)
+
+
+def explain_in_sets(
+    request: Request, views: Sequence[View], plan: Plan, state: ShortTermState
+) -> Explanation:
+    """The same, where the nodes have several KV formats: the alternatives of every set."""
+    chosen = route_in_sets(request, views, plan, state).taken
+    return _explanation(chosen, views, request, plan, state)
+
+
+def _explanation(
+    chosen: Route | Hold,
+    views: Sequence[View],
+    request: Request,
+    plan: Plan,
+    state: ShortTermState,
+) -> Explanation:
     found = [
         Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
-        for o in options
+        for view in views
+        for o in alternatives(request, view, state, reachable_remotes(request, view))
     ]
     found.sort(key=lambda alternative: alternative.forecast.ttft_s)
     return Explanation(
-        chosen=route(request, view, plan, state),
+        chosen=chosen,
         threshold_tokens=plan.threshold_tokens * state.threshold_factor,
         alternatives=tuple(found),
     )

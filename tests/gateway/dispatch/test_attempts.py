@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import RequestError
+from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.dispatch.attempts import (
     Attempts,
     RetryBudget,
@@ -15,7 +16,7 @@ from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow
-from tests.gateway.fleets import LONG, A, B, C, F, fleet_and_router, placement
+from tests.gateway.fleets import LONG, A, B, C, F, fleet_and_router, member_of, placement
 
 MAX_ATTEMPTS = DEFAULTS.max_attempts
 TIMEOUTS = DEFAULTS.timeouts
@@ -45,6 +46,33 @@ async def test_one_attempt_too_many_fails_with_the_reason() -> None:
     with pytest.raises(RequestError, match="it broke") as refused:
         subject.record_failure(AttemptFailed("it broke", A), booking)
     assert refused.value.status == 503 and refused.value.retry_after_s
+
+
+async def test_a_node_that_leaves_on_purpose_costs_no_retry() -> None:
+    """A rolling upgrade refuses many requests, and none of them may fail for it."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget, trace = RetryBudget(left=0.0), RequestTrace(clock.now(), attempts=1)
+    subject = Attempts(fleet, budget, clock, trace)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    fleet.record_load(member_of(fleet, F), Load(0, 0), leaving=True, asked_s=0.0, own=0)
+    subject.record_failure(AttemptFailed("draining", F, prefill=True), booking)
+    assert (subject.avoid, trace.attempts, budget.spent) == ({F}, 0, 0)
+    with pytest.raises(RequestError, match="draining"):  # once for each node
+        subject.record_failure(AttemptFailed("draining", F, prefill=True), booking)
+
+
+async def test_an_attempt_that_no_node_has_received_costs_no_retry() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget, trace = RetryBudget(left=0.0), RequestTrace(clock.now(), attempts=1)
+    subject = Attempts(fleet, budget, clock, trace)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    subject.record_failure(AttemptFailed("refused", F, prefill=True, unsent=True), booking)
+    assert (subject.avoid, trace.attempts, budget.spent) == ({F}, 0, 0)
+    subject.record_failure(AttemptFailed("refused", B, unsent=True), booking)
+    with pytest.raises(RequestError, match="refused"):
+        subject.record_failure(AttemptFailed("refused", B, unsent=True), booking)
 
 
 def test_a_full_decode_node_means_another_node_and_then_a_backoff() -> None:
@@ -82,6 +110,21 @@ def test_the_attempts_of_one_request_are_bounded() -> None:
     assert [budget.take(n) for n in range(1, MAX_ATTEMPTS + 1)] == [True] * (MAX_ATTEMPTS - 1) + [
         False
     ]
+
+
+async def test_retries_after_a_silence_take_nothing_from_the_budget() -> None:
+    """Of a node at which more requests wait than the budget has retries, none is lost."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget = RetryBudget(left=0.0)
+    for _ in range(30):
+        subject = Attempts(fleet, budget, clock, RequestTrace(clock.now(), attempts=1))
+        booking = await router.place(placement(LONG, clock), 1.0)
+        subject.record_failure(AttemptFailed("b has fallen silent", B, silent=True), booking)
+        assert subject.avoid == {B}
+        booking.close(clock.now())
+    assert (budget.left, budget.spent, budget.denied) == (0.0, 30, 0)
+    assert not budget.take(MAX_ATTEMPTS, silent=True), "the attempts of one request are bounded"
 
 
 def test_a_quiet_time_saves_up_retries_up_to_the_limit() -> None:

@@ -92,6 +92,7 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         await kvd.script(ABORT, status("failed"))
         await kvd.script(STATUS, status("committed"))
         await engine.script(COMPLETIONS, {"usage": None})
+        await engine.script(f"{CHAT}/render", {})
 
         async def answer() -> None:
             async with dispatcher.answer(request, RequestTrace(0.0)):

@@ -14,6 +14,7 @@ import pytest
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
+from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
@@ -24,7 +25,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
-from prfaas.types import Grant, LinkStats, NotNow, TransferId
+from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
     FARS,
@@ -33,6 +34,7 @@ from tests.gateway.fleets import (
     A,
     B,
     F,
+    fall_silent,
     fleet_and_router,
     member_of,
     placement,
@@ -190,7 +192,38 @@ async def test_an_error_of_the_kvd_is_the_prefill_nodes_to_avoid() -> None:
         with pytest.raises(AttemptFailed, match="other format") as failed:
             await one.carry_out()
         assert failed.value.avoid == (F,) and one.fleet.board.node(B).usable
+        assert failed.value.unsent
         await one.kvd.requested(ABORT)
+
+
+async def test_nodes_whose_formats_differ_since_a_restart_hand_nothing_off() -> None:
+    async with case() as one:
+        upgraded = report("f", instance="second", revision="2")
+        one.fleet.record_report(member_of(one.fleet, F), upgraded)
+        one.fleet.record_card(member_of(one.fleet, F), Card("m", None, ours=True))
+        with pytest.raises(AttemptFailed, match="formats differ") as failed:
+            await one.carry_out()
+        assert failed.value.unsent and failed.value.avoid == (F,)
+        assert not one.kvd.bodies and not one.node.bodies
+
+
+async def test_a_prefill_node_that_drains_gets_no_more_requests_and_is_expected_back() -> None:
+    async with case() as one:
+        error = {"error": {"message": "this node is shutting down", "code": "draining"}}
+        await one.node.script(PREFILL, error, 503)
+        with pytest.raises(AttemptFailed, match="shutting down") as failed:
+            await one.carry_out()
+        assert failed.value.unsent and failed.value.prefill and failed.value.avoid == (F,)
+        assert not one.fleet.board.node(F).usable
+        assert member_of(one.fleet, F).is_expected_back(one.clock.now())
+
+
+async def test_a_node_that_has_exited_has_computed_nothing() -> None:
+    async with case() as one:
+        member_of(one.fleet, F).url = "http://127.0.0.1:1"  # no process listens
+        with pytest.raises(AttemptFailed) as failed:
+            await one.carry_out()
+        assert failed.value.unsent and not one.fleet.board.node(F).usable
 
 
 async def test_a_kvd_that_drops_the_connection_is_not_used() -> None:
@@ -262,6 +295,7 @@ async def test_a_prefill_node_that_drops_the_connection_is_not_used() -> None:
         with pytest.raises(AttemptFailed) as failed:
             await one.carry_out()
         assert failed.value.avoid == (F,) and failed.value.prefill
+        assert not failed.value.unsent, "it may have computed something"
         assert not one.fleet.board.node(F).usable
 
 
@@ -294,20 +328,22 @@ async def test_a_commit_that_does_not_come_times_out() -> None:
 
 
 @pytest.mark.parametrize(("silent", "prefill"), [(F, True), (B, False)])
-@pytest.mark.usefixtures("quick_checks")
-async def test_a_node_that_hangs_during_the_transfer_fails_the_attempt(
-    silent: str, prefill: bool
+@pytest.mark.parametrize("call", [OPEN, COMMIT])
+async def test_a_node_that_falls_silent_during_the_hand_off_fails_the_attempt(
+    silent: str, prefill: bool, call: str
 ) -> None:
     async with case() as one:
+        if call == OPEN:
+            one.kvd.silence(OPEN)
         carrying = asyncio.create_task(one.carry_out())
-        await one.kvd.requested(COMMIT)
-        one.clock.advance(TIMEOUTS.hung_s + 1.0)
-        for member in one.fleet.members:
-            if member.node != silent:
-                member.kvd_seen_s = member.engine_seen_s = one.clock.now()
+        await one.kvd.requested(call)
+        fall_silent(one.fleet, one.clock, NodeId(silent))
+        one.fleet.liveness.cancel_silent()
         with pytest.raises(AttemptFailed, match=f"{silent} has fallen silent") as failed:
             await carrying
         assert failed.value.avoid == (silent,) and failed.value.prefill == prefill
+        assert failed.value.silent
+        await one.kvd.requested(ABORT)
 
 
 @pytest.mark.usefixtures("quick_checks")

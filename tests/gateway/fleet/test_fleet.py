@@ -55,16 +55,6 @@ async def test_a_silent_node_is_not_used() -> None:
     assert (await place(router, placement(LONG, clock)))[0] == A
 
 
-async def test_an_incompatible_node_is_not_used() -> None:
-    clock = FakeClock()
-    fleet, router = fleet_and_router(clock)
-    far = member_of(fleet, F)
-    fleet.record_report(far, report("f", revision="2"))
-    assert fleet.members.differences(far)
-    assert (await place(router, placement(LONG, clock)))[0] == A
-    assert F not in fleet.pools()
-
-
 async def test_a_draining_engine_gets_no_new_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = FakeClock()
@@ -187,18 +177,3 @@ async def test_the_report_of_a_second_kvd_with_the_same_name_is_ignored() -> Non
     fleet.record_report(new, report("a"))
     assert new.report is None and member_of(fleet, A) is not new
     assert await place(router, placement(SHORT, clock)) == (A, B)
-
-
-async def test_upgrading_the_first_node_keeps_the_others_in_use() -> None:
-    clock = FakeClock()
-    fleet, _ = fleet_and_router(clock)
-    a = member_of(fleet, A)
-    fleet.record_report(a, report("a", instance="second", revision="2"))
-    usable = fleet.members.usable_nodes(fleet.local, clock.now())
-    assert usable == [B, C] and F in fleet.pools()
-    assert fleet.members.differences(a) == ("revision: 1 here, 2 there",)
-    for name in "bc":
-        member = member_of(fleet, NodeId(name))
-        fleet.record_report(member, report(name, instance="second", revision="2"))
-    assert fleet.members.usable_nodes(fleet.local, clock.now()) == [A, B, C]
-    assert F not in fleet.pools()

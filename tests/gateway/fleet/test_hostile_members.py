@@ -273,19 +273,50 @@ async def test_a_gap_in_the_events_is_filled_from_a_snapshot() -> None:
         await until(lambda: cached() == 5 * 64)
 
 
-async def test_the_state_shows_the_format_in_use_and_what_differs() -> None:
+async def test_the_state_shows_the_sets_and_why_a_member_is_not_used() -> None:
     async with gateway() as one:
         upgraded = report("a", instance="second", revision="2")
         await one.pair("a").kvd.script(STATS, upgraded)
-        await until(lambda: not one.state("a")["in_use"])
-        assert one.backend.state()["reference"]["revision"] == "1"
-        assert one.state("a")["incompatible"] == ["revision: 1 here, 2 there"]
-        assert one.state("b")["in_use"] and one.state("bad")["in_use"]
-        for name in ("b", "bad"):
-            upgraded = report(name, instance="second", revision="2")
-            await one.pair(name).kvd.script(STATS, upgraded)
-        await until(lambda: len(in_use(one.backend)) == 3)
-        assert one.backend.state()["reference"]["revision"] == "2"
+        await until(lambda: len(one.backend.state()["sets"]) == 2)
+        sets = {s["format"]["revision"]: set(s["nodes"]) for s in one.backend.state()["sets"]}
+        assert sets == {"1": {"b", "bad"}, "2": {"a"}}
+        assert all(one.state(name)["not_used"] is None for name in ("a", "b", "bad"))
+        replace, other = msgspec.structs.replace, report("bad", instance="second")
+        assert other.pool is not None
+        pool = replace(other.pool, compat=replace(other.pool.compat, model="x"))
+        await one.pair("bad").kvd.script(STATS, replace(other, pool=pool))
+        await until(lambda: not one.state("bad")["in_use"])
+        assert "the deployment serves m (" in one.state("bad")["not_used"]
+        assert one.state("bad")["incompatible"] == [one.state("bad")["not_used"]]
+        assert one.state("a")["in_use"] and one.state("b")["in_use"]
+
+
+async def test_a_pd_member_that_claims_one_format_after_another_harms_no_other() -> None:
+    async with gateway() as one:
+        fleet, kvd, replace = one.backend.fleet, one.pair("b").kvd, msgspec.structs.replace
+
+        def revision() -> str:
+            found = fleet.members.format_of(NodeId("b"))
+            return "" if found is None else found.revision
+
+        for number in range(1, 30):
+            claimed = report("b", instance=f"{number}", revision=f"{number}")
+            assert claimed.pool is not None
+            compat = replace(claimed.pool.compat, block_tokens=number)
+            pool = replace(claimed.pool, compat=compat, block_tokens=number)
+            await kvd.script(STATS, replace(claimed, pool=pool))
+            await until(lambda wanted=f"{number}": revision() == wanted)  # type: ignore[misc]
+            assert one.state("a")["in_use"] and one.state("bad")["in_use"]
+            assert len(fleet.sets) <= 2 and len(fleet.members.block_sizes()) <= 2
+        claimed = report("b", instance="30", revision="other")
+        await kvd.script(STATS, claimed)
+        await until(lambda: revision() == "other")
+        same = report("b", instance="30", revision="another")
+        await kvd.script(STATS, same)
+        await until(lambda: "format" in one.state("b")["problems"].get("kvd", ""))
+        assert not one.state("b")["in_use"] and one.state("b")["not_used"]
+        await kvd.script(STATS, claimed)
+        await one.check_alive()
 
 
 URLS = {
@@ -339,7 +370,8 @@ async def test_the_number_of_registered_members_is_bounded() -> None:
 PARTS: list[tuple[str, type, str]] = [
     ("short_term", Router, "adjust"),
     ("short_term", LinkMonitor, "update"),
-    ("short_term", Liveness, "cancel_silent"),
+    ("liveness", Liveness, "cancel_silent"),
+    ("liveness", Liveness, "changed_verdicts"),
     ("short_term", Poller, "drop_expired"),
     ("long_term", LongTermLoop, "_usable"),
     ("long_term", LongTermLoop, "_apply_role"),

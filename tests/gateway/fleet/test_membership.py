@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import MalformedResponse
+from prfaas.errors import MalformedResponse, Unreachable
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
+from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR, HOME, deployment
-from tests.gateway.reports import report
+from tests.gateway.fleets import B, fleet_and_router, member_of
+from tests.gateway.reports import appear, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -27,8 +29,13 @@ def members() -> tuple[Membership, Member, Member]:
 
 def answer(subject: Membership, member: Member, name: str, now_s: float, **more: str) -> bool:
     fresh = subject.record_report(member, report(name, **more), now_s)
-    member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+    engine_answers(member, now_s)
     return fresh
+
+
+def engine_answers(member: Member, now_s: float) -> None:
+    member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+    member.engine.hear(now_s)
 
 
 def test_a_member_that_answers_is_alive_until_it_is_silent_for_too_long() -> None:
@@ -36,8 +43,10 @@ def test_a_member_that_answers_is_alive_until_it_is_silent_for_too_long() -> Non
     assert [m.cluster for m in subject] == [HOME, HOME, FAR]
     assert home.kvd_url == "http://h:2" and not home.is_alive(0.0)
     answer(subject, home, "a", 10.0)
-    assert home.is_alive(10.0) and home.is_alive(10.0 + 0.99 * TIMEOUTS.unresponsive_s)
-    assert not home.is_alive(10.0 + TIMEOUTS.unresponsive_s)
+    home.kvd.ask(10.5)
+    home.engine.ask(10.6)
+    assert home.is_alive(10.0) and home.is_alive(10.5 + TIMEOUTS.silent_s)
+    assert not home.is_alive(10.6 + TIMEOUTS.silent_s)
     assert subject.named(NodeId("a")) is home and not far.is_alive(10.0)
 
 
@@ -45,8 +54,10 @@ def test_a_member_that_is_silent_for_longer_has_hung() -> None:
     subject, home, far = members()
     assert not home.has_hung(1000.0), "it has never answered: it may be starting"
     answer(subject, home, "a", 10.0)
+    home.kvd.ask(10.0 + 1e-6)
+    home.engine.ask(10.0 + 1e-6)
     assert not home.has_hung(10.0 + TIMEOUTS.hung_s) and home.has_hung(10.1 + TIMEOUTS.hung_s)
-    home.kvd_seen_s = 11.0 + TIMEOUTS.hung_s
+    home.kvd.hear(10.0 + TIMEOUTS.hung_s)
     assert home.has_hung(10.1 + TIMEOUTS.hung_s), "its kvd answers, its engine does not"
 
 
@@ -55,7 +66,7 @@ def test_a_node_needs_a_kvd_and_an_engine() -> None:
     subject.record_report(home, report("a"), 10.0)
     assert not home.is_alive(10.0), "no engine"
     subject.record_report(home, report("a", registered=False), 10.0)
-    home.card, home.engine_seen_s = Card("m", None, ours=True), 10.0
+    engine_answers(home, 10.0)
     assert not home.is_alive(10.0), "the engine has not registered with its kvd"
 
 
@@ -92,16 +103,36 @@ def test_a_name_belongs_to_the_first_member_that_reports_it() -> None:
     assert subject.named(NodeId("a")) is home and far.report is None
 
 
-def test_incompatible_with_the_decode_side() -> None:
-    subject, home, far = members()
-    answer(subject, far, "f", 10.0, revision="2")
-    subject.update_reference(10.0)
-    assert subject.differences(far) == (), "nothing to compare with yet"
+@pytest.mark.parametrize("old_is", ["silent", "refusing"])
+def test_a_kvd_that_comes_back_at_a_new_address_takes_over_its_name_at_once(old_is: str) -> None:
+    fleet, _ = fleet_and_router(clock := FakeClock())
+    old = member_of(fleet, B)
+    back = fleet.register("http://new:2", old.cluster)
+    assert back is not None
+    fleet.record_report(back, report("b", instance="second"))
+    assert fleet.members.named(B) is old, "both answer: the first keeps the name"
+    if old_is == "silent":
+        clock.advance(TIMEOUTS.node_poll_s + TIMEOUTS.unresponsive_s)
+    else:
+        fleet.record_problem(old, "kvd", Unreachable("http://b:2: connection refused"))
+    appear(fleet, back, "b", clock.now())
+    fleet.refresh()
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
+    appear(fleet, old, "b", clock.now())
+    assert fleet.members.named(B) is back, "both answer again: the first is the new one now"
+    fleet.remove(old)
+    assert fleet.members.named(B) is back and fleet.board.node(B).usable
+
+
+def test_a_process_cannot_change_its_format() -> None:
+    """A kvd has the format of its first engine until it exits."""
+    subject, home, _ = members()
     answer(subject, home, "a", 10.0)
-    subject.update_reference(10.0)
-    assert subject.reference == home.compat
-    assert subject.differences(home) == ()
-    assert subject.differences(far) == ("revision: 1 here, 2 there",)
+    with pytest.raises(MalformedResponse, match="format"):
+        answer(subject, home, "a", 11.0, revision="2")
+    assert home.compat is not None and home.compat.revision == "1"
+    assert answer(subject, home, "a", 12.0, instance="second", revision="2")
+    assert home.compat.revision == "2"
 
 
 def test_registered_members_expire_and_listed_members_do_not() -> None:
@@ -114,103 +145,3 @@ def test_registered_members_expire_and_listed_members_do_not() -> None:
     assert subject.expired(5.1 + TIMEOUTS.forget_s) == [new]
     subject.remove(new)
     assert len(subject) == 3
-
-
-# A rolling upgrade --------------------------------------------------------------------------------
-
-
-def pd_members(count: int) -> tuple[Membership, list[Member]]:
-    nodes = [{"url": f"http://n{i}:1", "kvd_url": f"http://n{i}:2"} for i in range(count)]
-    subject = Membership(deployment(nodes, [FAR_NODE]))
-    return subject, [member for member in subject if member.cluster == HOME]
-
-
-def usable(subject: Membership, now_s: float) -> list[str]:
-    subject.update_reference(now_s)
-    return [str(node) for node in subject.usable_nodes(ClusterId(HOME), now_s)]
-
-
-def poll(subject: Membership, members: list[Member], revisions: str, now_s: float) -> list[str]:
-    """Member i answers with revision `revisions[i]`, and not at all where that is '-'."""
-    for number, (member, revision) in enumerate(zip(members, revisions, strict=True)):
-        if revision != "-":
-            answer(subject, member, f"n{number}", now_s, revision=revision)
-    return usable(subject, now_s)
-
-
-def test_one_upgraded_node_does_not_make_the_others_incompatible() -> None:
-    subject, members = pd_members(5)
-    assert len(poll(subject, members, "11111", 10.0)) == 5
-    assert poll(subject, members, "21111", 11.0) == ["n1", "n2", "n3", "n4"]
-    assert subject.differences(members[0]) == ("revision: 1 here, 2 there",)
-
-
-def test_upgraded_nodes_are_used_once_the_last_old_node_has_left() -> None:
-    subject, members = pd_members(5)
-    poll(subject, members, "11111", 10.0)
-    for step, revisions in enumerate(("21111", "22111", "22211", "22221")):
-        found = poll(subject, members, revisions, 11.0 + step)
-        assert found == [f"n{i}" for i in range(5) if revisions[i] == "1"]
-    assert len(poll(subject, members, "22222", 16.0)) == 5
-
-
-def test_a_node_that_drains_does_not_keep_its_format_in_use() -> None:
-    subject, members = pd_members(3)
-    poll(subject, members, "111", 10.0)
-    assert poll(subject, members, "221", 11.0) == ["n2"]
-    members[2].leaving = True
-    assert poll(subject, members, "221", 12.0) == ["n0", "n1"]
-
-
-def test_the_format_of_dead_nodes_does_not_stay_in_use() -> None:
-    subject, members = pd_members(3)
-    poll(subject, members, "112", 10.0)
-    now = 10.0
-    while now < 10.0 + TIMEOUTS.hung_s + 2.0:
-        now += 0.5
-        found = poll(subject, members, "--2", now)
-        assert "n2" not in found or now >= 10.0 + TIMEOUTS.hung_s - 0.5
-    assert found == ["n2"]
-
-
-def test_a_pause_of_the_gateway_does_not_change_the_format_in_use() -> None:
-    """After the pause the nodes answer one after the other, and the upgraded node first."""
-    subject, members = pd_members(5)
-    assert len(poll(subject, members, "11112", 10.0)) == 4
-    later = 10.0 + 10 * TIMEOUTS.hung_s
-    assert poll(subject, members, "----2", later) == []
-    assert len(poll(subject, members, "11112", later + 0.5)) == 4
-
-
-def test_a_gateway_that_starts_during_an_upgrade_takes_the_format_of_most_nodes() -> None:
-    subject, members = pd_members(5)
-    poll(subject, members, "2----", 10.0)
-    assert poll(subject, members, "21111", 10.5) == ["n1", "n2", "n3", "n4"]
-
-
-def test_the_next_format_is_that_of_most_nodes_in_any_order() -> None:
-    for revisions in ("1223", "1232", "1322"):
-        subject, members = pd_members(4)
-        poll(subject, members, "1111", 10.0)
-        assert poll(subject, members, revisions, 11.0) == ["n0"]
-        members[0].leaving = True
-        assert len(poll(subject, members, revisions, 12.0)) == 2
-    found = set()
-    for revisions in ("123", "132"):
-        subject, members = pd_members(3)
-        poll(subject, members, "111", 10.0)
-        members[0].leaving = True
-        (node,) = poll(subject, members, revisions, 11.0)
-        found.add(revisions[int(node[1:])])
-    assert len(found) == 1, "a tie is broken by the format, not by the order of the members"
-
-
-def test_a_removed_member_does_not_keep_its_format_in_use() -> None:
-    subject, members = pd_members(2)
-    new = subject.register("http://n:2", ClusterId(HOME), 5.0)
-    assert new is not None
-    answer(subject, new, "new", 10.0)
-    assert usable(subject, 10.0) == ["new"]
-    assert poll(subject, members, "22", 10.0 + 2 * TIMEOUTS.first_plan_s) == []
-    subject.remove(new)
-    assert usable(subject, 10.1 + 2 * TIMEOUTS.first_plan_s) == ["n0", "n1"]

@@ -10,10 +10,17 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
+from prfaas.config.gateway import DEFAULTS
 from prfaas.contracts.kvd_api import Heartbeat, KvdReport
-from prfaas.errors import RequestError
+from prfaas.errors import ConnectionLost, RequestError
 from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.long_term_loop import LongTermLoop
+from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import RequestTrace
+from prfaas.http_client.client import open_client
+from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
 from tests.gateway.backends import (
     FAR,
@@ -23,12 +30,16 @@ from tests.gateway.backends import (
     gateway_request,
     in_use,
     is_clean,
+    problem,
     prompt,
     serving,
     until,
     with_role,
 )
+from tests.gateway.backends import deployment as plain_deployment
 from tests.gateway.conftest import Hosts
+from tests.gateway.fleets import FARS, HOMES, A, B, C, F, fleet_and_router, member_of
+from tests.gateway.reports import IDLE, appear
 
 
 def roles_at_kvds(hosts: Hosts) -> dict[str, tuple[str, int]]:
@@ -114,3 +125,43 @@ async def test_nodes_that_register_are_as_good_as_listed_ones(emulated: Hosts) -
         await backend.register(beat(emulated.far[0], FAR))  # again and again
         assert sum(len(c["nodes"]) for c in backend.state()["clusters"]) == 4
     await asyncio.to_thread(emulated.wait_until_idle)
+
+
+# Restarts -----------------------------------------------------------------------------------------
+
+
+async def test_a_restart_is_no_reason_for_another_plan_until_the_node_is_forgotten() -> None:
+    """A plan with one node less could drain another node for its role, and a node that returns
+    keeps its own."""
+    clock = FakeClock()
+    async with open_client() as http, BackgroundCalls(0.0) as background_calls:
+        fleet, router = fleet_and_router(clock)
+        for member in fleet.members:
+            member.kvd_url = "http://127.0.0.1:1"  # no process listens
+        made = plain_deployment(HOMES, FARS)
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        evacuations = Evacuations(fleet, copies, background_calls, clock, made.scheduler.moves)
+        loop = LongTermLoop(fleet, router, evacuations, made, problem(made), http, clock)
+
+        async def plans_after_step() -> list[str]:
+            await loop._step()
+            return [plan.reason for plan in loop.history.plans]
+
+        assert await plans_after_step() == []
+        for node in (A, F):
+            leaving = member_of(fleet, node)
+            fleet.record_load(leaving, IDLE, leaving=True, asked_s=clock.now(), own=0)
+            fleet.record_problem(leaving, "engine", ConnectionLost("it has exited"))
+            assert await plans_after_step() == []
+        assert not fleet.board.node(A).usable
+
+        appear(fleet, member_of(fleet, A), "a", clock.now())
+        assert await plans_after_step() == []
+        assert fleet.board.node(A).usable and fleet.board.node(A).role == "prefill"
+
+        clock.advance(DEFAULTS.timeouts.forget_s)
+        for node in (A, B, C):
+            appear(fleet, member_of(fleet, node), str(node), clock.now())
+        assert await plans_after_step() == ["nodes came or went"], "f is not expected any more"
+        fleet.record_problem(member_of(fleet, B), "engine", ConnectionLost("it has crashed"))
+        assert await plans_after_step() == ["nodes came or went"] * 2

@@ -32,7 +32,8 @@ from tests.gateway.backends import (
     until_it_would_resume,
 )
 from tests.gateway.conftest import Hosts
-from tests.gateway.fleets import A, B, C, fleet_and_router
+from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
+from tests.gateway.reports import report
 
 BLOCK = 64
 
@@ -102,6 +103,8 @@ async def test_one_for_all_and_a_rest_after_a_failure() -> None:
         assert await tried(copy._replace(source=C)), "but between others"
         assert not await tried(copy._replace(source=NodeId("unknown")))
         assert not await tried(copy._replace(hashes=()))
+        fleet.record_report(member_of(fleet, C), report("c", instance="second", revision="2"))
         clock.advance(REST_S)
+        assert not await tried(copy._replace(source=C)), "another KV format"
         assert await tried(copy) and (tally.made, tally.failed) == (0, 3)
         assert copies.under_way == []

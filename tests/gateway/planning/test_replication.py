@@ -11,6 +11,7 @@ import pytest
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.deployment import MovesSection
+from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.evacuation import Evacuations
@@ -25,7 +26,7 @@ from tests.gateway.backends import is_clean, moved, prompt, serving, until, with
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
-from tests.gateway.reports import report
+from tests.gateway.reports import IDLE, report
 
 
 async def test_a_saturated_holder_gets_company(
@@ -131,6 +132,24 @@ async def test_a_busy_fabric_is_not_given_more() -> None:
         assert await started(clock, fleet, [clock.now()]) == [0]
         fleet.record_report(holder, report("a", links=(link(10**9, LONGEST_WAIT_S / 2),)))
         assert await started(clock, fleet, [clock.now()]) == [1]
+
+
+async def test_no_prefix_is_copied_to_a_node_with_another_format() -> None:
+    """Neither because its holder is busy nor because it leaves: the same hashes name the same
+    tokens there, and other state."""
+    clock = FakeClock()
+    with silent() as url:
+        fleet = await busy_fleet(clock, url)
+        upgraded = member_of(fleet, B)
+        fleet.record_report(upgraded, report("b", instance="second", revision="2"))
+        fleet.record_card(upgraded, Card("m", None, ours=True))
+        fleet.refresh()
+        assert len(fleet.sets) == 2
+        assert fleet.prefixes.add(upgraded, B)
+        assert await started(clock, fleet, [clock.now()]) == [0]
+        fleet.record_load(member_of(fleet, A), IDLE, leaving=True, asked_s=clock.now(), own=0)
+        fleet.drain(C)  # the only other node of the format
+        assert await started(clock, fleet, [clock.now()]) == [0]
 
 
 def link(backlog_bytes: int, waited_s: float) -> LinkStats:

@@ -81,6 +81,17 @@ def test_an_engine_that_does_not_match_gets_the_differences(host: Host) -> None:
             assert [e["processes"] for e in host.stats()["engines"]] == [1, 1]
 
 
+def test_an_upgraded_engine_does_not_get_the_state_of_the_one_before_it(host: Host) -> None:
+    """The kvd has survived its engine, and has its prefixes: their names do not have the model's
+    revision. The new engine is refused until the kvd restarts, too."""
+    keep(host, PROMPT, "first")
+    upgraded = msgspec.structs.replace(COMPAT, revision="a new one")
+    with pytest.raises(InputError, match="revision: .* there.*restart the kvd"):
+        host.engine("second", compat=upgraded)
+    with host.engine("third") as engine, begun(engine.pin(names(PROMPT))) as found:
+        assert found.tokens == 40, "an engine of the old revision finds them"
+
+
 def test_incomplete_state_is_not_committed(host: Host) -> None:
     with host.engine() as engine:
         lease = begun(engine.begin(names(PROMPT), 40))

@@ -157,7 +157,9 @@ class _Campaign:
             if not any(busy.values()):
                 return
             if time.monotonic() > until_s:
-                raise FuzzFailure(f"not ended after all clients have left: {busy}")
+                raise FuzzFailure(
+                    f"not ended after all clients have left: {busy}; links: {stats['links']}"
+                )
             time.sleep(0.05)
 
     def _wait_returned(

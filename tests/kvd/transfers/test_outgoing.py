@@ -19,7 +19,7 @@ from prfaas.transport.grants import new_grant
 from prfaas.transport.listener import Listener
 from prfaas.types import Grant, NotNow
 from tests.kvd.hosts import SPEC, fill, names, prompt_of
-from tests.kvd.transfers.parts import Parts, transfer_parts
+from tests.kvd.transfers.parts import Parts, segments_of, transfer_parts
 from tests.transport.ends import Owner
 from tests.waiting import PATIENCE_S
 
@@ -141,6 +141,22 @@ async def test_a_commit_with_a_missing_segment_is_refused(parts: Parts, receiver
     assert status is not None and status.state == "failed"
     assert "committed without" in (receiver.owner.wait() or "")
     assert parts.cached_tokens(PROMPT) == 0, "state that is not complete is not kept"
+
+
+async def test_a_message_with_an_invalid_segment_leaves_no_transfer_that_waits_for_ever(
+    parts: Parts, receiver: Receiver
+) -> None:
+    """Segments that counted as ready, and were not handed to the link, would let the lease commit
+    and its transfer renew the grant without end."""
+    grant = receiver.grant()
+    ticket = begin(parts, grant)
+    segments = [*segments_of(grant, TOKENS), Segment("full0", 99, 0, 4)]
+    with pytest.raises(InputError):
+        parts.outgoing.ready(ticket.lease_id, segments)
+    with pytest.raises(InputError, match="is not ready"):
+        parts.outgoing.commit(ticket.lease_id)
+    await until(lambda: parts.in_use() == (0, 0))
+    assert "committed without" in (receiver.owner.wait() or "")
 
 
 async def test_an_abort_ends_the_transfer_at_both_ends(parts: Parts, receiver: Receiver) -> None:

@@ -119,6 +119,12 @@ class KvdClient:
         )
         return check_report(report)
 
+    async def probe(self, timeout_s: float) -> None:
+        """Asks for a sign of life, which any response is. Raises `PeerError`."""
+        await self._http.request(
+            "GET", f"{self.url}/v1/role", timeout_s=timeout_s, max_bytes=SMALL_BYTES
+        )
+
     async def events(self, node: NodeId, since: int, wait_s: float) -> EventPage:
         """Raises `MalformedResponse` when a value of the page is impossible."""
         url = f"{self.url}/v1/events?node={quote(node, safe='')}&since={since}&wait_s={wait_s:g}"

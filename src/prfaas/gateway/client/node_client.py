@@ -20,7 +20,7 @@ from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, Stre
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
 
-_DRAINING = "draining"  # the error code of /health
+DRAINING = "draining"  # the error code of a node that takes no new requests
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 # A label's value may not have a line end: a page of open braces would take quadratic time.
@@ -29,6 +29,7 @@ METRICS_BYTES = 4 << 20
 CARD_BYTES = 1 << 20
 HEALTH_BYTES = 64 << 10
 PREFILL_BYTES = 16 << 20
+CHECKED_BYTES = 4 << 20
 ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
 _MOST_REQUESTS = 10**6  # at one node
 _MOST_TOKENS = 2**31
@@ -36,11 +37,11 @@ _SHOWN = 2000  # of an error event
 
 
 class Unless(Protocol):
-    def __call__(self, give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
-        """A context in which `give_up` may be called. `begun`: the first token has arrived."""
+    def __call__(self, give_up: Callable[[], None], /) -> AbstractContextManager[None]:
+        """A context in which `give_up` may be called."""
 
 
-def _never(give_up: Callable[[], None], *, begun: bool) -> AbstractContextManager[None]:
+def _never(_give_up: Callable[[], None], /) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -124,8 +125,25 @@ class NodeClient:
                 max_bytes=HEALTH_BYTES,
             )
         except PeerHttpError as error:
-            return error.code == _DRAINING
+            return error.code == DRAINING
         return False
+
+    async def check(self, path: str, body: bytes) -> None:
+        """Returns when the engine has accepted a short request, whose answer is of no use. Raises
+        `PeerHttpError` when the engine refuses the request, or has no such path."""
+        await self._http.request(
+            "POST",
+            f"{self.url}{path}",
+            timeout_s=self._timeouts.node_poll_timeout_s,
+            body=body,
+            max_bytes=CHECKED_BYTES,
+        )
+
+    async def probe(self, timeout_s: float) -> None:
+        """Asks for a sign of life, which any response is. Raises `PeerError`."""
+        await self._http.request(
+            "GET", f"{self.url}/health", timeout_s=timeout_s, max_bytes=HEALTH_BYTES
+        )
 
     async def prefill(self, body: bytes, headers: Mapping[str, str]) -> int | None:
         """Returns when the node has computed the prefill and handed the result to its kvd; the
@@ -159,25 +177,25 @@ class NodeClient:
         unless: Unless = _never,
     ) -> AsyncIterator[NodeResponse]:
         """Entered when the first event has arrived, or the whole body of a response that is not a
-        stream. `unless` gets a function that ends the wait, before and after the first token."""
+        stream. From then on, `unless` has a function that ends the wait for further events. Callers
+        that stop waiting earlier cancel the call."""
         url = f"{self.url}{path}"
         exchange = await self._http.send(
             "POST", url, body, headers, silence_s=self._timeouts.token_s
         )
         async with exchange:
-            with unless(exchange.give_up, begun=False):
-                await exchange.check_status()
-                rest = _events(exchange) if stream else None
-                first = (
-                    [await exchange.read_rest(ANSWER_BYTES)]
-                    if rest is None
-                    else await anext(rest, None)
-                )
+            await exchange.check_status()
+            rest = _events(exchange) if stream else None
+            first = (
+                [await exchange.read_rest(ANSWER_BYTES)]
+                if rest is None
+                else await anext(rest, None)
+            )
             if not first:
                 raise ConnectionLost(f"{url}: the stream ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
-            with unless(exchange.give_up, begun=True):
+            with unless(exchange.give_up):
                 yield NodeResponse(rest, first, url)
 
 

@@ -1,7 +1,10 @@
 """Attempts of one request, and whether and where it may be retried.
 
 Retries are a share of the traffic, so that a fault does not double the load: every request adds a
-part of a retry to the budget, every retry takes a whole one.
+part of a retry to the budget, every retry takes a whole one. Retries that follow a restart on
+purpose, or an attempt that no node has received, are free. A node that falls silent is one fault,
+however many requests wait for it: their retries take nothing from the budget. They cannot double
+the load for long, because the node gets no new requests, and each request has a few attempts only.
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ class RetryBudget:
     def add_request(self) -> None:
         self.left = min(self.limit, self.left + self.per_request)
 
-    def take(self, attempts: int) -> bool:
-        """Whether a request that has made `attempts` attempts may make one more."""
-        if attempts >= self.max_attempts or self.left < 1:
+    def take(self, attempts: int, *, silent: bool = False) -> bool:
+        """Whether a request that has made `attempts` attempts may make one more. `silent`: the
+        latest has ended because a node fell silent."""
+        if attempts >= self.max_attempts or (self.left < 1 and not silent):
             self.denied += 1
             return False
-        self.left -= 1
+        self.left -= 0 if silent else 1
         self.spent += 1
         return True
 
@@ -68,9 +72,16 @@ class Attempts:
         return max(0.0, self._until_s - self._clock.now())
 
     def record_failure(self, failure: AttemptFailed, booking: Booking) -> None:
-        """Raises `RequestError` when the request may not be retried."""
+        """Raises `RequestError` when the request may not be retried. An attempt does not count when
+        a node has left on purpose, or when no node has computed anything."""
         self._trace.failures.append(str(failure))
-        if not self._budget.take(self._trace.attempts):
+        left = self._has_left_on_purpose(failure)
+        # Neither is a fault whose retries have to be limited: a rolling upgrade refuses many
+        # requests. It is bounded nevertheless, once for each node.
+        is_free = (left or failure.unsent) and not self._failed_at.issuperset(failure.avoid)
+        if is_free:
+            self._trace.attempts -= 1
+        elif not self._budget.take(self._trace.attempts, silent=failure.silent):
             raise RequestError(
                 503,
                 "upstream_failed",
@@ -78,8 +89,14 @@ class Attempts:
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         self._failed_at.update(failure.avoid)
-        if failure.prefill and booking.route.offloaded:
+        if failure.prefill and booking.route.offloaded and not left:
             self._failed_at.update(self._fleet.members.remote_nodes())
+
+    def _has_left_on_purpose(self, failure: AttemptFailed) -> bool:
+        """Whether the attempt failed because a node drains, or has just exited after that."""
+        now = self._clock.now()
+        members = [self._fleet.members.named(node) for node in failure.avoid]
+        return any(m is not None and m.is_expected_back(now) for m in members)
 
     def record_full(self, full: DecodeNodeFull) -> None:
         """The next attempt uses another decode node or, when all are full, follows a backoff. The

@@ -21,18 +21,21 @@ import msgspec
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import OTHER_PROMPT
-from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
+from prfaas.gateway.dispatch.field_checks import FieldChecks
 from prfaas.gateway.dispatch.handoff import (
     AttemptFailed,
     DecodeNodeFull,
     HandOff,
     HandOffs,
     raise_client_error,
+    record_lost_engine,
 )
 from prfaas.gateway.fleet.booking import Booking
+from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import PlacementRequest, Router
@@ -57,6 +60,7 @@ class Dispatcher:
         self._fleet = hand_offs.fleet
         self._http = hand_offs.http
         self._hand_offs = hand_offs
+        self._field_checks = FieldChecks(hand_offs.fleet, hand_offs.http)
         self._budget = budget
         self.traffic = traffic
         self._clock = clock
@@ -158,12 +162,13 @@ class Dispatcher:
         prefill = self._fleet.members.named(route.prefill)
         decode = self._fleet.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
-            raise AttemptFailed("a node has just left", route.prefill, route.decode)
+            raise AttemptFailed("a node has just left", route.prefill, route.decode, unsent=True)
         # The card is removed while the node does not answer, at any time from here on.
         model = decode.card.model
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
+            await self._field_checks.check(decode, request)
             hand_off = await stack.enter_async_context(
                 self._hand_offs.start(booking, prefill, decode)
             )
@@ -180,15 +185,18 @@ class Dispatcher:
         if url is None:
             raise AttemptFailed("its engine has just left", route.decode)
         try:
-            answer = await stack.enter_async_context(
-                NodeClient(self._http, url, self._fleet.timeouts).answer(
-                    request.path,
-                    msgspec.json.encode(body),
-                    {"X-Request-Id": request.id},
-                    stream=request.stream,
-                    unless=partial(self._fleet.liveness.cancel_when_silent, route.decode),
+            async with self._fleet.liveness.unless_silent(route.decode):
+                answer = await stack.enter_async_context(
+                    NodeClient(self._http, url, self._fleet.timeouts).answer(
+                        request.path,
+                        msgspec.json.encode(body),
+                        {"X-Request-Id": request.id},
+                        stream=request.stream,
+                        unless=partial(self._fleet.liveness.cancel_when_hung, route.decode),
+                    )
                 )
-            )
+        except FellSilent as error:
+            raise AttemptFailed(str(error), route.decode, silent=True) from None
         except PeerError as error:
             if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(
@@ -199,11 +207,10 @@ class Dispatcher:
                 )
                 raise AttemptFailed(str(error), route.decode, decode_only=True) from None
             raise_client_error(error)
-            if isinstance(error, ConnectionLost):
-                self._fleet.record_engine_failure(route.decode)
+            unsent = record_lost_engine(self._fleet, route.decode, error) and hand_off is None
             if isinstance(error, PeerHttpError) and error.status == _LOST:
                 raise AttemptFailed(str(error), prefill=True) from None
-            raise AttemptFailed(str(error), route.decode) from None
+            raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
         if hand_off is None:
             booking.landed(self._clock.now())
         else:

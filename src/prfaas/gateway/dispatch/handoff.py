@@ -19,12 +19,13 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
-from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
 from prfaas.gateway.client.kvd_client import KvdClient
-from prfaas.gateway.client.node_client import NodeClient
+from prfaas.gateway.client.node_client import DRAINING, NodeClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
@@ -37,6 +38,7 @@ from prfaas.types import Grant, NodeId, NotNow, TransferId
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
 _ABORT_ATTEMPTS = 3  # a transfer that is not aborted keeps its memory until its grant expires
+_INCOMPATIBLE = "incompatible"  # the error code of a kvd whose engine has another KV format
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
 
 
@@ -44,10 +46,18 @@ class AttemptFailed(Exception):
     """An attempt failed before the first token. The next one had better avoid the nodes `avoid`."""
 
     def __init__(
-        self, reason: str, *avoid: NodeId, prefill: bool = False, decode_only: bool = False
+        self,
+        reason: str,
+        *avoid: NodeId,
+        prefill: bool = False,
+        decode_only: bool = False,
+        unsent: bool = False,
+        silent: bool = False,
     ) -> None:
         super().__init__(reason)
         self.avoid = avoid
+        self.unsent = unsent  # no node has received the request: nothing was computed
+        self.silent = silent  # a node has fallen silent
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
 
@@ -65,6 +75,15 @@ def raise_client_error(error: PeerError) -> None:
     """Raises `RequestError` when the cause of the error is the client's request."""
     if isinstance(error, PeerHttpError) and error.status in _CLIENT_ERRORS:
         raise RequestError(error.status, error.code, str(error), param=error.param)
+
+
+def record_lost_engine(fleet: Fleet, node: NodeId, error: PeerError) -> bool:
+    """Records that an engine drains or cannot be reached, where the error of a call says so.
+    Returns whether the engine has computed nothing for the call."""
+    drains = isinstance(error, PeerHttpError) and error.code == DRAINING
+    if drains or isinstance(error, ConnectionLost):
+        fleet.record_engine_failure(node, leaving=drains)
+    return drains or isinstance(error, Unreachable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +140,27 @@ class HandOff:
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
     ) -> dict[str, Any]:
         """Returns when the state is at the decode node: the `kv_transfer_params` for its engine."""
+        route = self._route
+        try:
+            async with self._fleet.liveness.unless_silent(route.prefill, route.decode):
+                return await self._carry_out(request, prompt, trace)
+        except FellSilent as error:
+            prefill = error.node == route.prefill
+            raise AttemptFailed(str(error), error.node, prefill=prefill, silent=True) from None
+
+    async def _carry_out(
+        self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
+    ) -> dict[str, Any]:
         compat, card = self._decode.compat, self._prefill.card
         if compat is None or card is None:
-            raise AttemptFailed("a node has just left", self._route.prefill, self._route.decode)
+            raise AttemptFailed(
+                "a node has just left", self._route.prefill, self._route.decode, unsent=True
+            )
+        if self._prefill.compat != compat:
+            # One of the nodes has restarted with another format since the request was routed.
+            raise AttemptFailed(
+                "the nodes' KV formats differ since a restart", self._route.prefill, unsent=True
+            )
         # vLLM has states at the ends of its steps only, wherever those are.
         resumable = card.ours and (request.conversation or self._route.cached_tokens > 0)
         length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
@@ -132,7 +169,7 @@ class HandOff:
             OpenTransfer(
                 tuple(hashes),
                 length.handoff_tokens,
-                self._prefill.compat or compat,
+                compat,
                 length.checkpoint_tokens,
                 new_transfer_id(),
             )
@@ -158,14 +195,17 @@ class HandOff:
         # late, lost or damaged, because the kvd refuses an open that arrives after its abort.
         self._transfer_id = transfer.transfer_id
         try:
-            async with asyncio.timeout(self._timeouts.open_s):
-                answer = await self._kvd.open(transfer)
-        except (ConnectionLost, TimeoutError) as error:
+            # The client bounds the time. A timer of this process would also expire after a pause of
+            # the gateway, although the answer has arrived.
+            answer = await self._kvd.open(transfer)
+        except ConnectionLost as error:
             self._fleet.record_kvd_failure(self._route.decode)
-            problem = str(error) or f"no answer within {self._timeouts.open_s:g} s"
-            raise AttemptFailed(problem, self._route.decode) from None
+            unsent = isinstance(error, Unreachable)
+            raise AttemptFailed(str(error), self._route.decode, unsent=unsent) from None
         except PeerError as error:
-            raise AttemptFailed(str(error), self._route.prefill) from None
+            # The kvd's engine has just been replaced, and the gateway has not noticed yet.
+            differs = isinstance(error, PeerHttpError) and error.code == _INCOMPATIBLE
+            raise AttemptFailed(str(error), self._route.prefill, unsent=differs) from None
         if isinstance(answer, NotNow):
             self._transfer_id = None  # nothing is reserved
             raise DecodeNodeFull(self._route.decode, answer)
@@ -223,7 +263,9 @@ class HandOff:
     ) -> None:
         url = self._prefill.engine_url
         if url is None:
-            raise AttemptFailed("its engine has just left", self._route.prefill, prefill=True)
+            raise AttemptFailed(
+                "its engine has just left", self._route.prefill, prefill=True, unsent=True
+            )
         node = NodeClient(self._http, url, self._timeouts)
         prefilling = self._prefilling = self._background_calls.run(
             node.prefill(msgspec.json.encode(body), headers), self._timeouts.prefill_s
@@ -242,7 +284,6 @@ class HandOff:
                 if committing not in done:
                     self._check_prefill(prefilling)
                     self._check_link()
-                    self._check_nodes()
                     waiting -= done
         finally:
             committing.cancel()
@@ -262,15 +303,8 @@ class HandOff:
             self._booking.prefilled(self._clock.now())
             return
         raise_client_error(problem)
-        if isinstance(problem, ConnectionLost):
-            self._fleet.record_engine_failure(self._route.prefill)
-        raise AttemptFailed(str(problem), self._route.prefill, prefill=True)
-
-    def _check_nodes(self) -> None:
-        """A process that is stopped keeps its connections open and sends nothing."""
-        for node, prefill in ((self._route.prefill, True), (self._route.decode, False)):
-            if self._fleet.liveness.has_hung(node):
-                raise AttemptFailed(f"{node} has fallen silent", node, prefill=prefill)
+        unsent = record_lost_engine(self._fleet, self._route.prefill, problem)
+        raise AttemptFailed(str(problem), self._route.prefill, prefill=True, unsent=unsent)
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

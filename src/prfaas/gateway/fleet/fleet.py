@@ -15,10 +15,11 @@ from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.errors import MalformedResponse, PeerError
+from prfaas.errors import MalformedResponse, PeerError, Unreachable
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
+from prfaas.gateway.fleet.formats import sets_of
 from prfaas.gateway.fleet.link_monitor import LinkMonitor
 from prfaas.gateway.fleet.link_reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
@@ -69,6 +70,8 @@ class Fleet:
         self.pace = PrefillPace(costs, self.board, deployment.scheduler.correction, clock)
         self.manager = GlobalKVManager(problem.spec)
         self.prefixes = CachedPrefixes(self.manager, self.board)
+        # The nodes in use, by KV format: hand-offs and copies stay within one of these sets.
+        self.sets: tuple[frozenset[NodeId], ...] = ()
         # Set when a node came into use or went out of use; the long-term loop waits for it.
         self.changed = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
@@ -92,11 +95,14 @@ class Fleet:
 
     def record_report(self, member: Member, report: KvdReport) -> None:
         """Records a kvd's report. A kvd that reports for the first time joins the board."""
+        before = member.compat
         if self.members.record_report(member, report, self._clock.now()):
             log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
             self.pace.restart(report.node)
             if report.node in self.board:
                 self.board.forget_work(report.node)
+            if before is not None and member.compat not in (None, before):
+                member.card = None  # another engine has registered: it is not used until it answers
         if member.report is not report:
             return  # another member has its name
         if report.node not in self.board:
@@ -116,8 +122,10 @@ class Fleet:
         malformed is not used until it sends a good report; one that is silent has a while."""
         if part == "engine":
             member.card = None
-        elif isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
-            member.kvd_failed_s = self._clock.now()
+        else:
+            member.kvd_unreachable = isinstance(error, Unreachable)
+            if isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
+                member.kvd_failed_s = self._clock.now()
         member.problems[part] = one_line(str(error) or type(error).__name__)
         self.refresh()
 
@@ -131,6 +139,7 @@ class Fleet:
         member.load = load
         member.problems.pop("engine", None)
         member.engine_seen_s = asked_s
+        member.engine.hear(self._clock.now())
         node = member.node
         if node is not None and node in self.board:
             work, view = self._work[node], self.board.node(node)
@@ -139,12 +148,17 @@ class Fleet:
             self.board.record_report(node, report)
         self.refresh()
 
-    def record_engine_failure(self, node: NodeId) -> None:
-        """A request could not connect to the engine. The node is not used until it answers."""
+    def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> None:
+        """A request could not connect to the engine, or was refused because the engine is
+        `leaving`. The node is not used until it answers, or answers that it does not drain."""
         member = self.members.named(node)
-        if member is not None:
+        if member is None:
+            return
+        if leaving:
+            member.leaving = True
+        else:
             member.engine_failed_s = self._clock.now()
-            self.refresh()
+        self.refresh()
 
     def record_kvd_failure(self, node: NodeId) -> None:
         """A request could not connect to the kvd. The node is not used until it answers."""
@@ -177,8 +191,8 @@ class Fleet:
     # The state that decisions see -----------------------------------------------------------------
 
     def update(self) -> None:
-        """Called twice a second: updates the board, liveness, link reports and the prefix index."""
-        parts = (self.refresh, self.liveness.cancel_silent, self.links.update, self.manager.sweep)
+        """Called twice a second: updates the board, link reports and the prefix index."""
+        parts = (self.refresh, self.links.update, self.manager.sweep)
         for part in parts:
             self.failures.contain("short_term", part)
 
@@ -186,7 +200,8 @@ class Fleet:
         """Brings the board in line with liveness, roles and membership."""
         now = self._clock.now()
         changed = False
-        self.members.update_reference(now)
+        used: list[Member] = []
+        self.members.update_formats(now)
         for member in self.members:
             node = member.node
             if node is None or node not in self.board:
@@ -197,6 +212,8 @@ class Fleet:
                 and not self.roles.is_draining(node)
                 and self.members.is_usable(member, now)
             )
+            if usable:
+                used.append(member)
             before = self.board.node(node)
             role = role or before.role
             if (before.role, before.usable) != (role, usable):
@@ -206,6 +223,7 @@ class Fleet:
         for node in list(self._work):
             if self.members.named(node) is None:
                 self._remove_from_board(node)
+        self.sets = sets_of(used)
         if changed:
             self.changed.set()
             self._on_change()
@@ -223,16 +241,19 @@ class Fleet:
         self.roles.remove(node)
         self.prefixes.remove(node)
 
-    def pools(self) -> list[NodeId]:
-        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there."""
+    def pools(self, like: NodeId | None = None) -> list[NodeId]:
+        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there.
+        With `like`, only those with the KV format of that node."""
         now = self._clock.now()
+        wanted = None if like is None else self.members.format_of(like)
         return [
             m.node
             for m in self.members
             if m.node is not None
             and m.node in self.board
             and m.is_kvd_alive(now)
-            and not self.members.differences(m)
+            and (like is None or m.compat == wanted)
+            and self.members.formats.has_indexed_blocks(m)
         ]
 
     def prefill_waits_s(self) -> dict[NodeId, float | None]:

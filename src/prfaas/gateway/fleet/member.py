@@ -1,8 +1,14 @@
-"""One member of the fleet, as of its latest answers: a kvd and its engine."""
+"""One member of the fleet, as of its latest answers: a kvd and its engine.
+
+A process is *silent* when it was asked something that it can answer at once, and nothing has
+arrived from it since for `silent_s`. Bytes of any response count, not only the answer. The time in
+which the gateway itself was late does not count. A process that was not asked is not silent.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -14,6 +20,76 @@ from prfaas.types import ClusterId, Compat, NodeId
 
 Part: TypeAlias = Literal["kvd", "engine"]
 
+# A process on a busy machine answers late before it does not answer in time. It may take so many
+# times as long as the slowest of its recent answers before it counts as silent.
+_LATE_FACTOR = 3.0
+_REMEMBERED_S = 30.0  # late answers of this time, and of the same time before
+
+
+class Contact:
+    """When one process was asked, and when it was last heard."""
+
+    def __init__(self, timeouts: GatewayTimeouts, late_since: LateSince) -> None:
+        self.url: str | None = None
+        self.heard_s = -math.inf  # the latest bytes
+        self._asked_s = -math.inf  # the first question since then
+        self._timeouts = timeouts
+        self._late_since = late_since
+        self._slowest_s = self._slowest_before_s = 0.0
+        self._remembered_from_s = -math.inf
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has ever answered. If not, it may be starting."""
+        return math.isfinite(self.heard_s)
+
+    def ask(self, now_s: float) -> None:
+        """A question is sent that a process which is alive answers at once."""
+        if self._asked_s <= self.heard_s:
+            self._asked_s = now_s
+
+    def hear(self, at_s: float) -> None:
+        """Bytes have arrived. May be called late, and more than once for the same bytes."""
+        if at_s <= self.heard_s:
+            return
+        if self.heard_s < self._asked_s <= at_s:
+            took_s = at_s - self._asked_s - self._late_since(self._asked_s)
+            # A longer one was an outage, such as a stopped process that was continued.
+            if took_s <= self._timeouts.unresponsive_s:
+                self._remember(took_s, at_s)
+        self.heard_s = at_s
+
+    def silence_s(self, now_s: float) -> float:
+        """How long it has not answered, less the time in which the gateway could not read."""
+        if not self.is_known:
+            return math.inf
+        # Where no question was sent since the latest answer, the next poll is due after its
+        # interval: a member whose polls have stopped is not taken for alive.
+        since_s = self._asked_s
+        if since_s <= self.heard_s:
+            since_s = self.heard_s + self._timeouts.node_poll_s
+        return max(0.0, now_s - since_s - self._late_since(since_s))
+
+    def is_silent(self, now_s: float) -> bool:
+        silence_s = self.silence_s(now_s)
+        return silence_s > self._timeouts.silent_s and silence_s > self._late_limit_s(now_s)
+
+    def _late_limit_s(self, now_s: float) -> float:
+        age_s = now_s - self._remembered_from_s
+        if age_s > 2 * _REMEMBERED_S:
+            return 0.0
+        slowest_s = self._slowest_s
+        if age_s <= _REMEMBERED_S:
+            slowest_s = max(slowest_s, self._slowest_before_s)
+        return min(_LATE_FACTOR * slowest_s, self._timeouts.unresponsive_s)
+
+    def _remember(self, took_s: float, at_s: float) -> None:
+        if at_s >= self._remembered_from_s + _REMEMBERED_S:
+            fresh = at_s < self._remembered_from_s + 2 * _REMEMBERED_S
+            self._slowest_before_s = self._slowest_s if fresh else 0.0
+            self._slowest_s, self._remembered_from_s = 0.0, at_s
+        self._slowest_s = max(self._slowest_s, took_s)
+
 
 @dataclass(slots=True)
 class Member:
@@ -22,8 +98,6 @@ class Member:
     kvd_url: str
     cluster: ClusterId
     listed: bool  # in the deployment file
-    # `hung_s` is longer than `unresponsive_s`: passing over a busy node costs other requests its
-    # speed, but cancelling a request that waits for it costs the work already done.
     timeouts: GatewayTimeouts
     url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
     via: str | None = None  # address of a relay that other clusters use to reach this kvd
@@ -32,14 +106,24 @@ class Member:
     report: KvdReport | None = None
     card: Card | None = None
     load: Load | None = None
-    kvd_seen_s: float = -math.inf  # the latest answer
-    engine_seen_s: float = -math.inf
+    kvd_seen_s: float = -math.inf  # the latest good report
+    engine_seen_s: float = -math.inf  # the latest poll that the engine answered
     engine_failed_s: float = -math.inf  # the latest request that could not connect
     kvd_failed_s: float = -math.inf
     leaving: bool = False  # the engine drains: it finishes its requests and accepts no new ones
     has_duplicate_name: bool = False  # another member has its name; this one's reports are ignored
+    kvd_unreachable: bool = False  # the latest poll could not connect to the kvd
     # Why the latest poll of the kvd or of the engine failed; empty after a success.
     problems: dict[Part, str] = field(default_factory=dict)
+    # The model of one report, which is described once.
+    _described: tuple[KvdReport, str] | None = field(default=None, repr=False)
+    kvd: Contact = field(init=False)
+    engine: Contact = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kvd = Contact(self.timeouts, self.late_since)
+        self.kvd.url = self.kvd_url
+        self.engine = Contact(self.timeouts, self.late_since)
 
     @property
     def node(self) -> NodeId | None:
@@ -56,8 +140,23 @@ class Member:
         pool = None if self.report is None else self.report.pool
         return None if pool is None else pool.compat
 
+    @property
+    def model(self) -> str | None:
+        """The model's name and layers. Formats of one model may differ in all else: a revision, a
+        layout, a number format."""
+        report = self.report
+        if report is None or report.pool is None:
+            return None
+        if self._described is None or self._described[0] is not report:
+            layers = Counter[str]()
+            for group in report.pool.groups:
+                layers[group.kind] += len(group.layers)
+            counted = ", ".join(f"{layers[kind]} {kind}" for kind in sorted(layers))
+            self._described = (report, f"{report.pool.compat.model} ({counted} layers)")
+        return self._described[1]
+
     def is_kvd_alive(self, now_s: float) -> bool:
-        return self._answers(self.kvd_seen_s, self.kvd_failed_s, now_s)
+        return self.kvd_seen_s > self.kvd_failed_s and not self.kvd.is_silent(now_s)
 
     def is_alive(self, now_s: float) -> bool:
         return (
@@ -65,28 +164,31 @@ class Member:
             and self.card is not None
             and not self.leaving
             and self.is_kvd_alive(now_s)
-            and self._answers(self.engine_seen_s, self.engine_failed_s, now_s)
+            and self.engine_seen_s > self.engine_failed_s
+            and not self.engine.is_silent(now_s)
         )
 
+    def is_silent(self, now_s: float) -> bool:
+        """Whether its kvd or its engine does not answer, although its connections may be open.
+        False for a member that has never answered."""
+        return any(part.is_known and part.is_silent(now_s) for part in (self.kvd, self.engine))
+
     def has_hung(self, now_s: float, *, engine_only: bool = False) -> bool:
-        """Whether the member has been silent for `hung_s`, although its connections may be
-        open. False for a member that has never answered. An answer that already streams needs the
-        engine only."""
-        seen_s = self.engine_seen_s
-        if not engine_only:
-            seen_s = min(seen_s, self.kvd_seen_s)
-        return math.isfinite(seen_s) and self._silence_s(seen_s, now_s) > self.timeouts.hung_s
+        """Whether the member has been silent for `hung_s`. False for a member that has never
+        answered. An answer that already streams needs the engine only."""
+        parts = (self.engine,) if engine_only else (self.engine, self.kvd)
+        return any(part.is_known and part.silence_s(now_s) > self.timeouts.hung_s for part in parts)
+
+    def is_expected_back(self, now_s: float) -> bool:
+        """Whether the member has left on purpose, as for a restart, and not too long ago."""
+        if not self.leaving or not math.isfinite(self.engine_seen_s):
+            return False
+        silence_s = now_s - self.engine_seen_s - self.late_since(self.engine_seen_s)
+        return silence_s < self.timeouts.forget_s
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the kvd has been silent for so long that it is not expected back."""
-        return self._silence_s(self.kvd_seen_s, now_s) > self.timeouts.forget_s
-
-    def _answers(self, seen_s: float, failed_s: float, now_s: float) -> bool:
-        silence_s = self._silence_s(seen_s, now_s)
-        return seen_s > failed_s and silence_s < self.timeouts.unresponsive_s
-
-    def _silence_s(self, seen_s: float, now_s: float) -> float:
-        """The time since then in which the gateway could have read an answer."""
-        if not math.isfinite(seen_s):
-            return math.inf
-        return now_s - seen_s - self.late_since(seen_s)
+        if not math.isfinite(self.kvd_seen_s):
+            return True
+        silence_s = now_s - self.kvd_seen_s - self.late_since(self.kvd_seen_s)
+        return silence_s > self.timeouts.forget_s

@@ -2,9 +2,8 @@
 
 Bookkeeping only: the poller reports, `Fleet` records, the router reads. A member comes from the
 deployment file or registers itself by heartbeat. A member is alive while its kvd and its engine
-answer. A member that has been silent for `unresponsive_s`, or has just failed a request, gets no
-new requests until it answers again. Requests stop waiting for a member that has been silent for
-`hung_s`.
+answer. A member that is silent, or has just failed a request, gets no new requests until it
+answers again, and requests stop waiting for it (`liveness`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PrfaasError
-from prfaas.gateway.fleet.format_in_use import FormatInUse
+from prfaas.gateway.fleet.formats import Formats
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import LateSince, never_late
@@ -37,8 +36,8 @@ class Membership:
         self._members: dict[str, Member] = {}  # by the kvd's address
         self.timeouts = deployment.gateway.timeouts
         self._by_name: dict[NodeId, Member] = {}
-        self._format = FormatInUse(self.timeouts)
         self._local = ClusterId(deployment.of_kind("pd")[0].name)
+        self.formats = Formats(self.timeouts, self._local)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
         for cluster in deployment.clusters:
             for node in cluster.nodes:
@@ -62,6 +61,9 @@ class Membership:
     def has(self, kvd_url: str) -> bool:
         return kvd_url.rstrip("/") in self._members
 
+    def at(self, kvd_url: str) -> Member | None:
+        return self._members.get(kvd_url)
+
     def named(self, node: NodeId) -> Member | None:
         return self._by_name.get(node)
 
@@ -83,14 +85,36 @@ class Membership:
         return member
 
     def record_report(self, member: Member, report: KvdReport, now_s: float) -> bool:
-        """Returns whether the report is of a new process, which holds nothing. The report of a
-        second kvd with the same name is ignored. Raises `MalformedResponse` when a process has
-        changed its name."""
+        """Returns whether the report is of a new process, which holds nothing. Raises
+        `MalformedResponse` when a process has changed its name or its KV format.
+
+        A kvd that comes back at another address takes over its name when the old address is silent
+        or refuses connections. While both answer, the first keeps the name, and the report of the
+        second is ignored. A name does not move to another cluster."""
+        member.kvd.hear(now_s)
+        member.kvd_unreachable = False
         known = member.report
         if known is not None and (known.instance, known.node) != (report.instance, report.node):
             if known.instance == report.instance:
                 raise MalformedResponse(f"malformed report: node: the process was {known.node}")
+        if (
+            known is not None
+            and known.instance == report.instance
+            and _changes_format(known, report)
+        ):
+            raise MalformedResponse("malformed report: pool.compat: the process had another format")
         other = self.named(report.node)
+        if other is not None and other is not member and _has_gone(other, member, now_s):
+            log.warning(
+                "%s is at %s now: its kvd at %s does not answer",
+                report.node,
+                member.kvd_url,
+                other.kvd_url,
+            )
+            # What runs there ends by the verdicts on the old processes (`liveness`).
+            other.report, other.card, other.has_duplicate_name = None, None, True
+            del self._by_name[report.node]
+            other = None
         if other is not None and other is not member:
             if not member.has_duplicate_name:
                 log.warning(
@@ -121,8 +145,8 @@ class Membership:
             del self._by_name[member.node]
 
     def is_usable(self, member: Member, now_s: float) -> bool:
-        """Whether the member is alive and its KV state has the format in use."""
-        return member.is_alive(now_s) and not self.differences(member)
+        """Whether the member is alive and its KV format lets it serve."""
+        return member.is_alive(now_s) and self.formats.problem(member) is None
 
     def usable_nodes(self, cluster: ClusterId, now_s: float) -> list[NodeId]:
         return [
@@ -131,25 +155,43 @@ class Membership:
             if m.cluster == cluster and m.node is not None and self.is_usable(m, now_s)
         ]
 
+    def expected_nodes(self, cluster: ClusterId, now_s: float) -> list[NodeId]:
+        """Nodes that have left on purpose, as for a restart, and are expected back."""
+        return [
+            m.node
+            for m in self
+            if m.cluster == cluster and m.node is not None and m.is_expected_back(now_s)
+        ]
+
+    def is_restarting(self, now_s: float) -> bool:
+        """Whether a member has left on purpose and is expected back."""
+        return any(m.is_expected_back(now_s) for m in self._members.values())
+
+    def format_of(self, node: NodeId) -> Compat | None:
+        member = self.named(node)
+        return None if member is None else member.compat
+
     def remote_nodes(self) -> list[NodeId]:
         return [m.node for m in self if m.cluster != self._local and m.node is not None]
 
-    def block_sizes(self) -> set[int]:
+    def block_sizes(self) -> frozenset[int]:
         """The block sizes in tokens at which prompts are hashed."""
-        return {m.compat.block_tokens for m in self if m.compat and not self.differences(m)}
+        return self.formats.block_sizes
 
-    def update_reference(self, now_s: float) -> None:
-        """Judges which format is in use. Called whenever a member may have changed."""
-        self._format.update([m for m in self if m.cluster == self._local], now_s)
+    def update_formats(self, now_s: float) -> None:
+        """Judges which formats may serve. Called whenever a member may have changed."""
+        self.formats.update(list(self._members.values()), now_s)
 
-    @property
-    def reference(self) -> Compat | None:
-        """The KV format in use; None until a PD member is alive."""
-        return self._format.current
 
-    def differences(self, member: Member) -> tuple[str, ...]:
-        """Why this member's KV state is incompatible with the format in use; empty: it is not."""
-        reference = self.reference
-        if reference is None or member.compat is None:
-            return ()
-        return reference.differences(member.compat)
+def _changes_format(known: KvdReport, report: KvdReport) -> bool:
+    """A kvd has the format of its first engine until it exits."""
+    if known.pool is None or report.pool is None:
+        return False
+    return known.pool.compat != report.pool.compat
+
+
+def _has_gone(holder: Member, claimant: Member, now_s: float) -> bool:
+    """Whether the holder of a name does not answer, so that the claimant may take the name over."""
+    if holder.cluster != claimant.cluster:
+        return False
+    return holder.kvd_unreachable or holder.kvd.is_silent(now_s)

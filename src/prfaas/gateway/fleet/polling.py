@@ -1,7 +1,8 @@
 """Polls every member: its kvd's report, its engine's load, its cache events.
 
 Tasks and timing only; the results go to the fleet. A member that does not answer is polled again
-after the usual interval; whether it is dead is decided by `membership`. Every poll is a loop of
+after the usual interval; whether it is dead is decided by `membership`. A member that calls wait
+for is asked more often, see `liveness`. Every poll is a loop of
 `supervision`: what one member sends never ends another member's task, nor the gateway.
 """
 
@@ -9,21 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import KvdReport
+from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.fleet.event_following import EventFollower
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.liveness import CHECK_S, PROBE_S
+from prfaas.gateway.fleet.member import Contact, Member
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import repeat
 from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
 
+# A stream that has begun is asked for only where the usual polls do not.
+_PROBE_BEGUN_S = 2.0
+_MOST_PROBES = 3  # of one process at the same time: one of them may meet a lossy path
 MOST_FOLLOWED = 32  # event names of one member: its kvd's pool and the engines beside it
 
 
@@ -39,6 +47,7 @@ class Poller:
         self._clock = clock
         self._tasks = tasks
         self._polled: dict[str, asyncio.Task[None]] = {}  # by the kvd's address
+        self._probes = _Probes(fleet, http, clock)
 
     def start(self, member: Member) -> None:
         polling = self._poll_member(member)
@@ -60,12 +69,44 @@ class Poller:
                 task.cancel()
             self._fleet.remove(member)
 
+    async def watch(self) -> None:
+        """Judges which members are silent, and asks those that calls wait for, until cancelled."""
+        fleet = self._fleet
+
+        async def step() -> None:
+            cancel = fleet.liveness.cancel_silent
+            for part in (self._listen, self._judge, cancel, self._probes.start):
+                fleet.failures.contain("liveness", part)
+
+        try:
+            await repeat(step, CHECK_S, fleet.failures, loop="liveness")
+        finally:
+            self._probes.stop()
+
+    def _listen(self) -> None:
+        for member in self._fleet.members:
+            member.engine.url = member.engine_url or member.engine.url
+            for part in (member.kvd, member.engine):
+                if part.url is not None:
+                    part.hear(self._http.heard_s(part.url))
+
+    def _judge(self) -> None:
+        changed = self._fleet.liveness.changed_verdicts()
+        for member, silent in changed:
+            for part in (member.kvd, member.engine):
+                if silent and part.url is not None:
+                    # Its host may come back without knowing them.
+                    self._http.close_idle(part.url)
+        if changed:
+            self._fleet.refresh()
+
     async def _poll_member(self, member: Member) -> None:
         kvd = KvdClient(self._http, member.kvd_url, self._timeouts)
         async with asyncio.TaskGroup() as group:
             following = _Following(self._fleet, member, kvd, group)
 
             async def poll_kvd() -> None:
+                member.kvd.ask(self._clock.now())
                 report = await kvd.stats()
                 self._fleet.record_report(member, report)
                 # Another member may have its name; then the report was ignored.
@@ -100,6 +141,7 @@ class Poller:
         if url is None:
             return
         node = NodeClient(self._http, url, self._timeouts)
+        member.engine.ask(self._clock.now())
         if member.card is None:
             self._fleet.record_card(member, await node.card())
         asked_s = self._clock.now()
@@ -107,6 +149,65 @@ class Poller:
         load = await node.load()
         leaving = await node.draining()
         self._fleet.record_load(member, load, leaving=leaving, asked_s=asked_s, own=own)
+
+
+class _Probes:
+    """Asks the processes that calls wait for, when nothing has arrived from them for a while."""
+
+    def __init__(self, fleet: Fleet, http: HttpClient, clock: Clock) -> None:
+        self._fleet = fleet
+        self._http = http
+        self._clock = clock
+        self._started_s: dict[str, float] = {}  # by URL: the latest probe under way
+        self._under_way: dict[str, set[asyncio.Task[None]]] = {}  # by URL
+
+    def start(self) -> None:
+        now_s = self._clock.now()
+        for member, begun in self._fleet.liveness.awaited():
+            after_s = _PROBE_BEGUN_S if begun else PROBE_S
+            self._ask(member.engine, NodeClient, now_s, after_s)
+            if not begun:
+                self._ask(member.kvd, KvdClient, now_s, after_s)
+
+    def stop(self) -> None:
+        for tasks in self._under_way.values():
+            for task in tasks:
+                task.cancel()
+
+    def _ask(
+        self,
+        part: Contact,
+        client: type[NodeClient] | type[KvdClient],
+        now_s: float,
+        after_s: float,
+    ) -> None:
+        url = part.url
+        if url is None or now_s - max(part.heard_s, self._started_s.get(url, 0.0)) < after_s:
+            return
+        under_way = self._under_way.setdefault(url, set())
+        if len(under_way) >= _MOST_PROBES:
+            return
+        part.ask(now_s)
+        self._started_s[url] = now_s
+        timeouts = self._fleet.timeouts
+        probe = client(self._http, url, timeouts).probe(timeouts.unresponsive_s)
+        task = asyncio.create_task(self._run(probe))
+        under_way.add(task)
+        task.add_done_callback(partial(self._end, url))
+
+    async def _run(self, probe: Coroutine[Any, Any, None]) -> None:
+        try:
+            await probe
+        except PeerError:
+            pass  # the silence counts, not the probe
+        except Exception as error:
+            self._fleet.failures.record("liveness", error)
+
+    def _end(self, url: str, task: asyncio.Task[None]) -> None:
+        under_way = self._under_way[url]
+        under_way.discard(task)
+        if not under_way:
+            del self._under_way[url], self._started_s[url]
 
 
 class _Following:

@@ -1,6 +1,7 @@
 """Evacuation: before a node drains or leaves, its hot prefixes are copied to other nodes of its
-cluster, hottest first, within a time limit. A prefix that is not hot, or is not copied in time, is
-computed again when a request needs it. `GlobalKVManager.evacuations` chooses the copies.
+cluster and KV format, hottest first, within a time limit. A prefix that is not hot, or is not
+copied in time, is computed again when a request needs it. `GlobalKVManager.evacuations` chooses the
+copies.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Evacuations:
         if not self._rules.evacuate_s:
             return None
         fleet = self._fleet
-        proposals = fleet.manager.evacuations(
-            node, self._clock.now(), fleet.pools(), fleet.prefill_waits_s()
-        )
+        pools = set(fleet.pools(like=node))
+        waits_s = {n: wait_s for n, wait_s in fleet.prefill_waits_s().items() if n in pools}
+        proposals = fleet.manager.evacuations(node, self._clock.now(), pools, waits_s)
         if not proposals:
             return None
         until_s = self._clock.now() + self._rules.evacuate_s

@@ -86,9 +86,9 @@ class LongTermLoop:
     async def _step(self) -> None:
         local = self._usable(self._fleet.local)
         counted = [ClusterId(remote.pool.cluster) for remote in self._problem.remotes]
-        remotes = tuple(len(self._usable(cluster)) for cluster in counted)
+        remotes = tuple(len(self._planned(cluster)) for cluster in counted)
         if local and self._may_plan():
-            plan = await self._next_plan(local, remotes)
+            plan = await self._next_plan(self._planned(self._fleet.local), remotes)
             if plan is not None:
                 self._router.follow(plan)
                 self.history.record_plan(plan)
@@ -99,6 +99,15 @@ class LongTermLoop:
 
     def _usable(self, cluster: ClusterId) -> list[NodeId]:
         return self._fleet.members.usable_nodes(cluster, self._clock.now())
+
+    def _planned(self, cluster: ClusterId) -> list[NodeId]:
+        """The nodes that a plan counts on: those in use, and those that have left on purpose. A
+        restart is no reason to drain another node, and the node keeps its role for its return."""
+        used = self._usable(cluster)
+        expected = self._fleet.members.expected_nodes(cluster, self._clock.now())
+        if cluster == self._fleet.local:
+            expected = [node for node in expected if self._fleet.roles.of(node) is not None]
+        return [*used, *(node for node in expected if node not in used)]
 
     def _may_plan(self) -> bool:
         """The first plan does not come with the first node that answers: the other nodes of the

@@ -88,6 +88,8 @@ class PrefixCopies:
         target = self._fleet.members.named(copy.target)
         if source is None or target is None or not copy.hashes:
             return None
+        if source.compat != target.compat:
+            return None  # equal hashes name the same tokens, and not the same state
         key = (copy.target, copy.hashes[-1])
         if key in self._under_way:
             return self._under_way[key][1]

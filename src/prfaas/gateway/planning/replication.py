@@ -10,6 +10,7 @@ all requests with the prefix would wait at its holder for as long as a copy take
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
@@ -65,8 +66,19 @@ class Replication:
         if now < self._started_s + rules.every_s or len(under_way) >= rules.at_once:
             return
         self._copied_s = {key: at for key, at in self._copied_s.items() if now < at + AGAIN_S}
+        waits_s, calm = self._fleet.prefill_waits_s(), self._calm_pools()
+        for nodes in self._fleet.sets:
+            # The same hashes name other state in another set.
+            waits = {node: wait_s for node, wait_s in waits_s.items() if node in nodes}
+            living = {node for node in calm if self._has_format_of(node, nodes)}
+            if self._start_one(now, living, waits):
+                return
+
+    def _start_one(
+        self, now: float, living: set[NodeId], waits_s: Mapping[NodeId, float | None]
+    ) -> bool:
         proposals = self._fleet.manager.replications(
-            now, self._calm_pools(), self._fleet.prefill_waits_s(), saturated_s=rules.saturated_s
+            now, living, waits_s, saturated_s=self._rules.saturated_s
         )
         for proposal in proposals:
             key = (proposal.target, proposal.hashes[-1])
@@ -74,7 +86,13 @@ class Replication:
                 continue
             if self._copies.start(copy_of("replicate", proposal), PULL_S) is not None:
                 self._copied_s[key] = self._started_s = now
-                return
+                return True
+        return False
+
+    def _has_format_of(self, node: NodeId, nodes: Collection[NodeId]) -> bool:
+        """Whether the node is of this set, also when only its kvd answers."""
+        found = self._fleet.members.format_of(node)
+        return found == self._fleet.members.format_of(next(iter(nodes)))
 
     def _calm_pools(self) -> set[NodeId]:
         found = set()

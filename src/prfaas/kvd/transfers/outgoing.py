@@ -76,6 +76,10 @@ class SegmentSender:
         if complete:
             self.transfer.ready_all({s.name: self._slices(s, found=False) for s in complete})
 
+    def unsent(self) -> Segment | None:
+        """A segment that has not become complete yet, or None."""
+        return next((segment for waiting in self._waiting.values() for segment in waiting), None)
+
     def _slices(self, segment: Segment, *, found: bool) -> list[FileSlice]:
         storage = self._storage
         arena = storage.arena
@@ -160,13 +164,16 @@ class OutgoingTransfers:
             raise
 
     def ready(self, lease_id: int, segments: Sequence[Segment]) -> None:
-        """The engine has written these segments: what the receiver lacks of them is sent."""
+        """The engine has written these segments: what the receiver lacks of them is sent. Raises
+        InputError, and counts none of them as ready, when one of them is invalid."""
         outgoing = self._leases.get(lease_id)
         if outgoing is None:
             return  # aborted in the meantime
+        # Checked first: a segment that counts as ready is sent, also when another one is invalid.
         for segment in segments:
             # Raises InputError when the model has no such segment.
             segment_bytes(outgoing.storage.spec, segment)
+        for segment in segments:
             outgoing.coverage.add(segment)
         if outgoing.sender is not None:
             changed = dict.fromkeys((segment.group, segment.layer) for segment in segments)
@@ -186,6 +193,9 @@ class OutgoingTransfers:
                 fix="commit after every required segment is ready",
             )
         outgoing.state.commit_write()
+        if outgoing.sender is not None and (unsent := outgoing.sender.unsent()) is not None:
+            # Nothing writes it any more. The transfer would wait for it, and renew its grant.
+            outgoing.sender.transfer.abort(f"committed without {unsent.name}")
         try:
             outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
             self._store.publish_changes()

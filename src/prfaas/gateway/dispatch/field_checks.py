@@ -1,0 +1,138 @@
+"""Asks the decode engine whether it accepts the fields of a request, before anything is computed.
+
+Otherwise an engine refuses them only after a grant, a prefill on another node and a transfer. The
+engine's `render` path reads a request like the path that generates, and computes nothing. An engine
+without this path (a vLLM without `--enable-scale-out`) gets a trial request: the same fields with a
+short prompt and one token to generate. Fields that an engine has accepted once are not asked about
+again, so that ordinary traffic waits for no check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from prfaas.errors import ConnectionLost, PeerError, PeerHttpError
+from prfaas.gateway.client.node_client import Card, NodeClient
+from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.request import GatewayRequest
+from prfaas.http_client.client import HttpClient
+
+log = logging.getLogger(__name__)
+
+# The gateway has checked these itself, and every engine accepts what it lets pass.
+_CHECKED = frozenset(
+    {"model", "max_tokens", "max_completion_tokens", "seed", "stream", "stream_options", "user"}
+)
+_CONVERSATION = frozenset({"messages", "documents"})
+# Of a long conversation only the other fields are checked: the engine would tokenise all of it.
+_LONGEST_CONVERSATION = 1 << 16
+_SHORT_CONVERSATION = ({"role": "user", "content": "a"},)
+_OF_THE_CONVERSATION = frozenset({"add_generation_prompt", "continue_final_message"})
+# Of these a trial request keeps nothing: it generates one token, and does not stream.
+_OF_THE_ANSWER = frozenset(
+    {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options"}
+)
+_NO_SUCH_PATH = (403, 404, 405, 501)
+MOST_REMEMBERED = 4_096  # combinations of an engine and fields
+
+
+class FieldChecks:
+    def __init__(self, fleet: Fleet, http: HttpClient) -> None:
+        self._fleet = fleet
+        self._http = http
+        # By a digest of the engine's URL and the fields: the card of the engine that has accepted
+        # them. An engine that was silent, and may be another one now, has another card.
+        self._accepted: OrderedDict[bytes, Card] = OrderedDict()
+
+    async def check(self, decode: Member, request: GatewayRequest) -> None:
+        """Raises `RequestError` when the engine refuses the request, and `AttemptFailed` when it
+        does not answer."""
+        url, card = decode.engine_url, decode.card
+        if url is None or card is None:
+            return  # the attempt fails by itself
+        fields = {name: value for name, value in request.fields.items() if name not in _CHECKED}
+        if not fields.keys() - _CONVERSATION:
+            return
+        asked = _digest(url, request.path, fields)
+        if self._accepted.get(asked) is card:
+            return
+        try:
+            await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
+        except PeerHttpError as error:
+            raise_client_error(error)
+            # The decode call itself will show whether the engine can serve the request.
+            log.warning("%s: the fields of a request were not checked: %s", url, error)
+            return
+        except PeerError as error:
+            if isinstance(error, ConnectionLost) and decode.node is not None:
+                self._fleet.record_engine_failure(decode.node)
+            raise AttemptFailed(str(error), *_named(decode)) from None
+        self._remember(asked, card)
+
+    async def _ask(self, node: NodeClient, card: Card, request: GatewayRequest) -> None:
+        without_path = _digest(node.url, "", {})
+        if self._accepted.get(without_path) is not card:
+            body = _short_request(request) | {"model": card.model}
+            try:
+                await node.check(f"{request.path}/render", msgspec.json.encode(body))
+                return
+            except PeerHttpError as error:
+                if error.status not in _NO_SUCH_PATH:
+                    raise
+            self._remember(without_path, card)
+        body = _trial_request(request) | {"model": card.model}
+        await node.check(request.path, msgspec.json.encode(body))
+
+    def _remember(self, digest: bytes, card: Card) -> None:
+        self._accepted[digest] = card
+        self._accepted.move_to_end(digest)
+        if len(self._accepted) > MOST_REMEMBERED:
+            self._accepted.popitem(last=False)
+
+
+def _named(member: Member) -> tuple[Any, ...]:
+    return () if member.node is None else (member.node,)
+
+
+def _short_request(request: GatewayRequest) -> dict[str, Any]:
+    """The request with a short prompt. A long conversation becomes a short one."""
+    fields = dict(request.fields)
+    if request.path == "/v1/completions":
+        return {**fields, "prompt": [int(request.token_ids.array[0])]}
+    spoken = {name: fields[name] for name in _CONVERSATION & fields.keys()}
+    if len(msgspec.json.encode(spoken)) <= _LONGEST_CONVERSATION:
+        return fields
+    return _without_conversation(fields)
+
+
+def _trial_request(request: GatewayRequest) -> dict[str, Any]:
+    fields = {n: value for n, value in request.fields.items() if n not in _OF_THE_ANSWER}
+    if request.path == "/v1/completions":
+        fields["prompt"] = [int(request.token_ids.array[0])]
+    else:
+        fields = _without_conversation(fields)
+    return {**fields, "max_tokens": 1, "stream": False}
+
+
+def _without_conversation(fields: dict[str, Any]) -> dict[str, Any]:
+    left_out = _CONVERSATION | _OF_THE_CONVERSATION
+    others = {name: value for name, value in fields.items() if name not in left_out}
+    return {**others, "messages": _SHORT_CONVERSATION}
+
+
+def _digest(url: str, path: str, fields: dict[str, Any]) -> bytes:
+    """Of everything but the conversation."""
+    digest = hashlib.sha256()
+    named = [(n, msgspec.json.encode(v)) for n, v in fields.items() if n not in _CONVERSATION]
+    for part in (url.encode(), path.encode(), *(p for n, v in sorted(named) for p in (n, v))):
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.digest()

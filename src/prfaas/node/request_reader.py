@@ -1,0 +1,153 @@
+"""Reads a request's body and tokenises its prompt, for the paths that generate and for those that
+only check (`render`)."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
+from prfaas.engine.api import Engine, EngineJob, Sampling, check_job
+from prfaas.errors import InputError
+from prfaas.node.errors import request_error
+from prfaas.node.job_builder import TokenizedRequest
+from prfaas.node.request_schema import (
+    DEFAULT_MAX_TOKENS,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
+from prfaas.node.responses import CHAT, TEXT, ResponseBuilder, ResponseShape
+from prfaas.text import AnswerText, ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class NodeModel:
+    """The model that a node serves."""
+
+    name: str
+    tokenizer: ModelTokenizer | None  # None: the node takes token ids only
+    kvd_url: str | None = None  # of this node's kvd, for gateways
+    events: str | None = None  # endpoints of published and of replayed KV events
+    replay: str | None = None
+
+    def require_tokenizer(self) -> ModelTokenizer:
+        if self.tokenizer is None:
+            raise InputError(
+                "this node has no tokenizer", where="prompt", fix="send a list of token ids"
+            )
+        return self.tokenizer
+
+
+class ReadRequest(NamedTuple):
+    """A request whose body was read and whose prompt was tokenised."""
+
+    asked: GenerationRequest
+    shape: ResponseShape
+    prompt: list[int]
+    sampling: Sampling
+
+    def tokenized(self) -> TokenizedRequest:
+        return TokenizedRequest(
+            id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
+            prompt=self.prompt,
+            sampling=self.sampling,
+            salt=self.asked.cache_salt,
+            transfer=decode(self.asked.kv_transfer_params, len(self.prompt)),
+        )
+
+
+class RequestReader:
+    def __init__(self, model: NodeModel, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+
+    async def read_completion(self, body: bytes) -> ReadRequest:
+        asked = parse_completion(body)
+        self._check_model(asked)
+        prompt = asked.only_prompt
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(
+                self._model.require_tokenizer().encode,
+                prompt,
+                add_special_tokens=asked.add_special_tokens,
+            )
+        default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
+        return ReadRequest(asked, TEXT, prompt, asked.sampling(default_tokens))
+
+    async def read_chat(self, body: bytes) -> ReadRequest:
+        parsed = parse_chat(body)
+        asked = parsed.asked
+        self._check_model(asked)
+        prompt = await asyncio.to_thread(self._model.require_tokenizer().encode_chat, parsed.chat)
+        return ReadRequest(asked, CHAT, prompt, asked.sampling(self._rest_tokens(prompt)))
+
+    def render(self, read: ReadRequest) -> dict[str, Any]:
+        """The request as the engine would get it, as from vLLM's path of this name. Computes
+        nothing: a gateway learns here whether the request would be refused."""
+        tokenized = read.tokenized()
+        self.response_builder(read, tokenized)
+        check_job(
+            EngineJob(tokenized.id, read.prompt, read.sampling),
+            self._engine.spec,
+            self._engine.limits,
+        )
+        sampling = {
+            "max_tokens": read.sampling.max_tokens,
+            "temperature": read.sampling.temperature,
+            "top_p": read.sampling.top_p,
+            "seed": read.sampling.seed,
+            "stop": list(read.asked.stops),
+            "stop_token_ids": sorted(read.sampling.stop_token_ids),
+            "ignore_eos": read.sampling.ignore_eos,
+        }
+        return {
+            "request_id": tokenized.id,
+            "token_ids": read.prompt,
+            "sampling_params": sampling,
+            "model": self._model.name,
+            "stream": read.asked.stream,
+            "cache_salt": read.asked.cache_salt or None,
+        }
+
+    def response_builder(self, read: ReadRequest, tokenized: TokenizedRequest) -> ResponseBuilder:
+        """Raises InputError when the answer cannot be made as requested."""
+        asked = read.asked
+        tokenizer = self._model.tokenizer if asked.detokenize else None
+        if asked.stops and tokenizer is None:
+            raise InputError(
+                "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
+            )
+        handed_off = None
+        if isinstance(tokenized.transfer, RemoteDecode):
+            handed_off = encode(
+                ResponseParams(
+                    transfer_id=tokenized.transfer.grant.transfer_id,
+                    handoff_tokens=tokenized.transfer.handoff_tokens,
+                )
+            )
+        return ResponseBuilder(
+            shape=read.shape,
+            id=tokenized.id,
+            model=self._model.name,
+            created_s=int(time.time()),
+            prompt_tokens=len(tokenized.prompt),
+            return_token_ids=asked.return_token_ids,
+            answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
+            transfer=handed_off,
+        )
+
+    def _rest_tokens(self, prompt: list[int]) -> int:
+        """The default of max_tokens, as in vLLM: the rest of the model's context."""
+        return max(1, self._engine.limits.max_tokens - len(prompt))
+
+    def _check_model(self, asked: GenerationRequest) -> None:
+        if asked.model is not None and asked.model != self._model.name:
+            raise request_error(
+                "model_not_found",
+                f"this node serves {self._model.name!r}, not {asked.model!r}",
+                param="model",
+            )

@@ -1,0 +1,145 @@
+"""Fields that the decode engine refuses: the refusal comes before the grant, not after a prefill
+and a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from prfaas.errors import RequestError
+from prfaas.gateway.client.node_client import Card
+from prfaas.gateway.dispatch.field_checks import FieldChecks
+from prfaas.gateway.dispatch.handoff import AttemptFailed
+from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.http_client.client import open_client
+from prfaas.testing.clock import FakeClock
+from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
+from tests.gateway.conftest import Hosts
+from tests.gateway.fleets import B, fleet_and_router, member_of
+from tests.gateway.peers import Peer, peer
+
+LONG = 2 * THRESHOLD
+TRIAL = "POST /v1/completions"
+COMPLETIONS, CHATS = "POST /v1/completions/render", "POST /v1/chat/completions/render"
+
+
+def asking(seed: int, /, **more: Any) -> GatewayRequest:
+    request = gateway_request(prompt(LONG, seed))
+    return replace(request, fields={**request.fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("seed", "field", "value"),
+    [(901, "logit_bias", {"7": 5}), (902, "stop_token_ids", "7"), (903, "ignore_eos", [])],
+)
+async def test_a_field_that_the_engine_refuses_costs_no_prefill(
+    emulated: Hosts, seed: int, field: str, value: object
+) -> None:
+    async with serving(emulated.deployment()) as backend:
+        trace = RequestTrace(0.0)
+        with pytest.raises(RequestError, match=field) as refused:
+            async with backend.answer(asking(seed, **{field: value}), trace):
+                pass
+        assert refused.value.status == 400 and trace.attempts == 1
+        assert trace.granted_s is None and trace.prefill == "far0"
+        found = await answered(backend, asking(seed))
+        assert found.trace.cached_tokens == 0, "nothing was prefilled for the refused request"
+
+
+@dataclass
+class Asked:
+    """The checks of a gateway, and an engine that records what it is asked."""
+
+    checks: FieldChecks
+    engine: Peer
+    member: Member
+
+    async def check(self, **fields: Any) -> None:
+        await self.checks.check(self.member, asking(1, **fields))
+
+    async def check_chat(self, content: str, **fields: Any) -> None:
+        messages = [{"role": "user", "content": content}]
+        chat = replace(asking(1), path="/v1/chat/completions", fields={"messages": messages})
+        await self.checks.check(self.member, replace(chat, fields={**chat.fields, **fields}))
+
+    def times(self, what: str = COMPLETIONS) -> int:
+        return len(self.engine.bodies.get(what, ()))
+
+
+@asynccontextmanager
+async def engine_asked(status: int = 200) -> AsyncIterator[Asked]:
+    fleet, _ = fleet_and_router(FakeClock())
+    async with peer() as engine, open_client() as http:
+        member = member_of(fleet, B)
+        member.url = engine.url
+        for path in (COMPLETIONS, CHATS):
+            await engine.script(path, {"error": {"message": "refused", "code": "x"}}, status)
+        yield Asked(FieldChecks(fleet, http), engine, member)
+
+
+async def test_fields_that_were_accepted_are_not_asked_about_again() -> None:
+    async with engine_asked() as asked:
+        for seed in range(3):
+            await asked.check(min_p=0.5, seed=seed)
+        assert asked.times() == 1
+        (body,) = await asked.engine.requested(COMPLETIONS)
+        assert body["min_p"] == 0.5 and len(body["prompt"]) == 1
+        await asked.check(min_p=0.25)
+        assert asked.times() == 2
+        assert asked.member.card is not None
+        asked.member.card = Card(*asked.member.card)  # it was silent: another engine, perhaps
+        await asked.check(min_p=0.5)
+        assert asked.times() == 3
+
+
+@pytest.mark.parametrize("status", [403, 404, 405, 501])
+async def test_an_engine_without_the_path_gets_a_trial_request(status: int) -> None:
+    """A vLLM has the path only with an option."""
+    async with engine_asked(status) as asked:
+        await asked.engine.script(TRIAL, {"choices": []})
+        for seed in range(2):
+            await asked.check(min_p=0.5, max_tokens=100, min_tokens=50, seed=seed)
+        await asked.check(min_p=0.25)
+        assert asked.times() == 1
+        first, *_ = trials = await asked.engine.requested(TRIAL)
+        assert len(trials) == 2
+        assert first["min_p"] == 0.5 and first["max_tokens"] == 1 and not first["stream"]
+        assert len(first["prompt"]) == 1 and "min_tokens" not in first
+        await asked.engine.script(TRIAL, {"error": {"message": "min_p is too large"}}, 400)
+        with pytest.raises(RequestError, match="min_p"):
+            await asked.check(min_p=5.0)
+
+
+async def test_an_engine_that_fails_at_it_still_gets_the_request() -> None:
+    async with engine_asked(500) as asked:
+        await asked.check(min_p=0.5)
+        assert asked.times() == 1
+
+
+async def test_an_engine_that_is_gone_costs_the_attempt() -> None:
+    async with engine_asked() as asked:
+        asked.member.url = "http://127.0.0.1:1"
+        with pytest.raises(AttemptFailed) as failed:
+            await asked.check(min_p=0.5)
+        assert failed.value.avoid == (B,)
+
+
+async def test_a_long_conversation_is_checked_without_its_messages() -> None:
+    async with engine_asked() as asked:
+        await asked.check_chat("short", min_p=0.5)
+        await asked.check_chat("long " * 50_000, min_p=0.25, continue_final_message=True)
+        short, long = await asked.engine.requested(CHATS, 2)
+        assert short["messages"][0]["content"] == "short"
+        assert len(long["messages"][0]["content"]) < 100 and long["min_p"] == 0.25
+        assert "continue_final_message" not in long
+
+
+async def test_a_chat_of_checked_fields_only_is_not_asked_about() -> None:
+    async with engine_asked() as asked:
+        await asked.check_chat("hello", seed=3, max_tokens=4)
+        assert asked.times(CHATS) == 0
