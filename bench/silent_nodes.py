@@ -6,14 +6,14 @@
     python bench/silent_nodes.py --minutes 10                     nothing is stopped
 
 Nodes are light processes (`bench/_held_node.py`), each a node and its kvd in one, behind a real
-gateway with its default timeouts. In each round several requests are sent, and the node that the
-first of them has reached is stopped while the request waits there without a first token: in turn a
-decode node and a prefill node. Further requests follow at once, before the gateway can know. The
-node continues after the round. Prints JSON:
+gateway with its default timeouts. In each round requests are sent until one waits, without a first
+token, at a node that was not stopped yet: in turn a decode node, a PrfaaS node and a local prefill
+node. This node is stopped, the other requests go on, and further requests follow at once, before
+the gateway can know. The node continues after the round. Prints JSON:
 
 \b
-  nodes             node processes; `stops` of them were stopped, each at most once while
-                    `stops` <= `nodes`
+  nodes             node processes
+  stops             how many stops there were, of `different_nodes` nodes
   first_token_s     p50, p99 and max of the time from the stop until the first token of the request
                     that waited at the stopped node
   other_s           the same for the other requests of the rounds, from the stop or their start
@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ HERE = Path(__file__).parent
 MODEL = "case-study-1t"
 START_S = 120.0
 PATIENCE_S = 60.0
-TOKENS = 300  # of a prompt: its prefill is short
+# Tokens of a prompt. Prompts above the threshold are prefilled by PrfaaS nodes; all are short.
+REMOTE, LOCAL = 300, 150
+KINDS = (("decode", REMOTE), ("prefill", REMOTE), ("prefill", LOCAL))
 _SILENT = re.compile(r"(n\d{3}) has fallen silent: ")
 
 DEPLOYMENT = """
@@ -210,9 +213,9 @@ class Notices(asyncio.DatagramProtocol):
         self._committed: set[str] = set()
         self._waiting: dict[str, list[object]] = {}  # commits, by transfer
         self.stop_next: str | None = None  # the kind of call whose node is stopped next
-        self.stopped = asyncio.Event()
+        self._held: list[tuple[str, str, object]] = []  # kind, key, sender
+        self.moved = asyncio.Event()  # a call of this kind has arrived
         self.victim: Node | None = None
-        self.victim_key = ""
         self.stopped_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -225,9 +228,25 @@ class Notices(asyncio.DatagramProtocol):
             os.kill(node.pid, signal.SIGSTOP)
             self.stopped_s = time.monotonic()
             node.stopped = True
-            self.victim, self.victim_key, self.stop_next = node, key, None
-            self.stopped.set()
+            self.victim = node
+            self.release()
             return
+        if kind == self.stop_next:
+            # It stays there, so that the gateway sends the next request to another node.
+            self._held.append((kind, key, addr))
+            self.moved.set()
+            return
+        self._pass(kind, key, addr)
+
+    def release(self) -> None:
+        """No further node is stopped, and what was held for that goes on."""
+        self.stop_next = None
+        self.moved.set()
+        for held in self._held:
+            self._pass(*held)
+        self._held.clear()
+
+    def _pass(self, kind: str, key: str, addr: object) -> None:
         if kind == "commit" and key not in self._committed:
             self._waiting.setdefault(key, []).append(addr)
             return
@@ -241,9 +260,11 @@ class Notices(asyncio.DatagramProtocol):
         self._transport.sendto(what.encode(), cast(tuple[str, int], addr))
 
 
-async def ask(port: int, numbers: Iterator[int], rng: np.random.Generator) -> Asked:
+async def ask(
+    port: int, numbers: Iterator[int], rng: np.random.Generator, tokens: int = REMOTE
+) -> Asked:
     key = next(numbers)
-    prompt = [key, *rng.integers(0, 100_000, TOKENS - 1).tolist()]
+    prompt = [key, *rng.integers(0, 100_000, tokens - 1).tolist()]
     body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}).encode()
     asked = Asked(str(key), time.monotonic())
     writer = None
@@ -292,51 +313,56 @@ class Results:
     detected_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     requests: int = 0
+    stopped: int = 0  # different nodes
 
 
 async def stop_nodes(
     gateway: Gateway, nodes: list[Node], notices: Notices, stops: int, each: int
 ) -> Results:
     found, rng, numbers = Results(), np.random.default_rng(1), itertools.count(1000)
-    before: dict[str, int] = {}
-    for number in range(stops):
-        if all(node.stopped for node in nodes):  # more stops than nodes
+    stopped: Counter[str] = Counter()
+    kinds = list(KINDS)
+    while len(found.detected_s) < stops:
+        if not kinds:  # more stops than nodes
+            kinds = list(KINDS)
             for node in nodes:
                 node.stopped = False
-        notices.stopped.clear()
-        notices.stop_next = "prefill" if number % 2 else "decode"
-        calls = [asyncio.create_task(ask(gateway.port, numbers, rng)) for _ in range(each)]
-        try:
+        kind, tokens = kinds[len(found.detected_s) % len(kinds)]
+
+        def send(tokens: int = tokens) -> asyncio.Task[Asked]:
+            return asyncio.create_task(ask(gateway.port, numbers, rng, tokens))
+
+        notices.victim, notices.stop_next = None, kind
+        calls: list[asyncio.Task[Asked]] = []
+        while notices.victim is None and len(calls) <= len(nodes):
+            notices.moved.clear()
+            calls.append(send())
             async with asyncio.timeout(PATIENCE_S):
-                await notices.stopped.wait()
-        except TimeoutError:
-            # Each node of this kind was stopped once; the kinds differ in number.
-            notices.stop_next = None
-            for node in nodes:
-                node.stopped = False
-            await asyncio.gather(*calls)
-            continue
+                await notices.moved.wait()
         victim, stopped_s = notices.victim, notices.stopped_s
-        assert victim is not None
-        before[victim.name] = before.get(victim.name, 0) + 1
-        calls += [asyncio.create_task(ask(gateway.port, numbers, rng)) for _ in range(each)]
-        while gateway.silent().count(victim.name) < before[victim.name]:
-            if time.monotonic() > stopped_s + PATIENCE_S:
-                break
-            await asyncio.sleep(0.02)
-        found.detected_s.append(time.monotonic() - stopped_s)
+        if victim is None:  # all nodes of this kind were stopped
+            kinds.remove((kind, tokens))
+            notices.release()
+        calls += [send() for _ in range(each)]
+        if victim is not None:
+            stopped[victim.name] += 1
+            while gateway.silent().count(victim.name) < stopped[victim.name]:
+                if time.monotonic() > stopped_s + PATIENCE_S:
+                    break
+                await asyncio.sleep(0.02)
+            found.detected_s.append(time.monotonic() - stopped_s)
         answers = await asyncio.gather(*calls)
+        found.requests += len(answers)
+        found.problems += [asked.problem for asked in answers if asked.problem]
+        if victim is None:
+            continue
         os.kill(victim.pid, signal.SIGCONT)
-        # A decode is named by its prompt, a prefill by its transfer: there the slowest is the one.
-        waited = [a for a in answers if a.key == notices.victim_key]
-        if not waited:
-            waited = [max(answers[:each], key=lambda a: a.first_s if a.first_s > 0 else 0.0)]
+        # The request whose arrival stopped the node was the latest before the stop.
+        waited = answers[-each - 1]
         for asked in answers:
             since_s = asked.first_s - max(stopped_s, asked.sent_s)
-            (found.first_s if asked is waited[0] else found.other_s).append(since_s)
-            if asked.problem:
-                found.problems.append(asked.problem)
-        found.requests += len(answers)
+            (found.first_s if asked is waited else found.other_s).append(since_s)
+    found.stopped = len(stopped)
     return found
 
 
@@ -373,7 +399,7 @@ async def pause(gateway: Gateway, seconds: float, rate: float) -> Results:
 @click.command(help=__doc__)
 @click.option("--stops", default=100, show_default=True, help="Stops of nodes.")
 @click.option("--nodes", default=100, show_default=True, help="Node processes.")
-@click.option("--each", default=3, show_default=True, help="Requests before and after each stop.")
+@click.option("--each", default=3, show_default=True, help="Requests right after each stop.")
 @click.option("--pause-gateway", type=float, help="Stop the gateway for so many seconds instead.")
 @click.option("--minutes", type=float, help="Stop nothing for so many minutes instead.")
 @click.option("--rate", default=5.0, show_default=True, help="Requests per second in these modes.")
@@ -415,6 +441,7 @@ def main(
             "mode": mode,
             "nodes": nodes,
             "stops": len(found.detected_s),
+            "different_nodes": found.stopped,
             "requests": found.requests,
             "first_token_s": quantiles(found.first_s),
             "other_s": quantiles(found.other_s),

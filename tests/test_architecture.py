@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
 ROWS = [
     {
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
-        *("catalog", "text", "listening", "supervision"),
+        *("catalog", "text", "listening", "supervision", "service"),
     },
     {"planner", "scheduler", "cache", "security"},
     {"transport", "engine", "http_client", "wan"},
@@ -48,6 +48,7 @@ WITHIN_ROW = {
     ("text", "errors"),
     ("text", "config"),  # the reader of files
     ("listening", "errors"),
+    ("service", "errors"),
     ("listening", "config"),  # addresses
 }
 # Library -> the only parts that may import it.

@@ -90,19 +90,6 @@ def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
     wait_until(gone)
 
 
-def test_a_node_that_leaves_lets_gateways_fetch_its_prefixes() -> None:
-    """The node is idle, but it and its kvd stay up for `leave_s`."""
-    node, card = started("--set", "node.timeouts.leave_s=600")
-    url = node.ready(NodeReady).http
-    node.popen.terminate()
-    body = {"prompt": [1], "max_tokens": 1}
-    wait_until(lambda: call("POST", f"{url}/v1/completions", body)[0] == 503)
-    status, answer = call("GET", f"{url}/health")
-    assert (status, answer["error"]["code"]) == (503, "draining")
-    assert call("GET", f"{card['kvd_url']}/v1/role")[0] == 200
-    node.kill()
-
-
 def test_a_kvd_that_cannot_start_says_why() -> None:
     node = Process("node", *EMULATED, "--", "--memory", "nonsense")
     assert node.popen.wait(PATIENCE_S) == 2

@@ -6,7 +6,9 @@ import json
 import signal
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +21,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
-HUNG_S = 2.0
-TOKENS = 600  # they are decoded for longer than the pause
+PAUSE_S = 15.0  # ten times `silent_s`, and more than `hung_s`
+TOKENS = 900  # they are decoded for longer than the pause
 
 
 def test_a_pause_of_the_gateway_is_not_taken_for_the_silence_of_its_nodes(tmp_path: Path) -> None:
@@ -28,16 +30,26 @@ def test_a_pause_of_the_gateway_is_not_taken_for_the_silence_of_its_nodes(tmp_pa
     hosts = [Host(tmp_path / f"h{n}", options, ("--node", f"h{n}")) for n in range(3)]
     try:
         raw = msgspec.to_builtins(deployment([node(h) for h in hosts[:2]], [node(hosts[2])]))
-        raw["gateway"] = {"port": 0, "timeouts": {"hung_s": HUNG_S, "unresponsive_s": HUNG_S / 2}}
+        raw["gateway"] = {"port": 0}
         gateway = Process("gateway", str(written(raw, tmp_path / "deployment.toml")))
         try:
             url = gateway.ready(GatewayReady).http
 
+            def state() -> dict[str, Any]:
+                found: dict[str, Any] = call("GET", f"{url}/prfaas/v1/state")[1]
+                return found
+
             def all_in_use() -> bool:
-                clusters = call("GET", f"{url}/prfaas/v1/state")[1]["clusters"]
-                return all(n.get("in_use") for cluster in clusters for n in cluster["nodes"])
+                nodes = [n for cluster in state()["clusters"] for n in cluster["nodes"]]
+                return all(n.get("in_use") for n in nodes)
+
+            def complete(seed: int) -> int:
+                """A request that waits for its first token when the gateway is stopped."""
+                body = {"model": MODEL, "prompt": prompt(2000, seed), "max_tokens": 4}
+                return call("POST", f"{url}/v1/completions", body)[0]
 
             wait_until(all_in_use)
+            started = len(gateway.output)
             # With its ids, each token is an event of its own.
             body = {"model": MODEL, "prompt": prompt(200), "max_tokens": TOKENS}
             body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -46,14 +58,22 @@ def test_a_pause_of_the_gateway_is_not_taken_for_the_silence_of_its_nodes(tmp_pa
                 json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
             )
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as stream:
+            with (
+                ThreadPoolExecutor(8) as threads,
+                urllib.request.urlopen(request, timeout=PATIENCE_S) as stream,
+            ):
                 assert stream.readline().startswith(b"data: ")
+                waiting = [threads.submit(complete, seed) for seed in range(8)]
+                wait_until(lambda: state()["requests"]["in_flight"] > 1)
                 gateway.popen.send_signal(signal.SIGSTOP)
-                time.sleep(3 * HUNG_S)  # the fault itself
+                time.sleep(PAUSE_S)  # the fault itself
                 gateway.popen.send_signal(signal.SIGCONT)
+                assert [one.result(PATIENCE_S) for one in waiting] == [200] * 8
                 rest = stream.read()
             assert rest.endswith(b"data: [DONE]\n\n") and b'"error"' not in rest, rest[-500:]
-            assert "has been silent" not in gateway.output
+            log = gateway.output[started:]
+            assert "silent" not in log and "not in use" not in log, log
+            assert state()["retries"]["spent"] == 0 and all_in_use()
         finally:
             gateway.kill()
     finally:

@@ -95,6 +95,15 @@ class Watch:
         before = self.answered
         wait_until(lambda: self.answered >= before + number)
 
+    def wait_until_in_use(self, scale: str, nodes: set[str]) -> None:
+        """The nodes of this revision are in use, and no other node has it."""
+
+        def found() -> set[str]:
+            revisions = self.polls[-1].revisions if self.polls else {}
+            return {node for node, one in revisions.items() if one == revision(scale)}
+
+        wait_until(lambda: found() == nodes)
+
     def _ask(self, client: int) -> None:
         number = 0
         while not self._over.is_set():
@@ -238,8 +247,7 @@ def test_a_rolling_upgrade_of_five_nodes_fails_no_request(
             for number, place in enumerate(order):
                 watch.wait_for_answers(12)
                 hosts[place].upgrade(new)
-                upgraded = {hosts[at].name for at in order[: number + 1]}
-                wait_until(lambda wanted=upgraded: in_use(url, new) == wanted)  # type: ignore[misc]
+                watch.wait_until_in_use(new, {hosts[at].name for at in order[: number + 1]})
             watch.wait_for_answers(12)
         after = state(url)
     assert watch.problems == []

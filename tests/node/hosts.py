@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -82,7 +83,13 @@ class Process:
         self._end()
 
     def stop(self) -> int:
+        """Ends it without a wait for those that send it requests; what runs may finish."""
         self.popen.terminate()
+        self.popen.send_signal(signal.SIGINT)
+        return self._end()
+
+    def wait(self) -> int:
+        """Waits for the end of a process that has been told to stop."""
         return self._end()
 
     def _end(self) -> int:

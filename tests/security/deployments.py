@@ -179,6 +179,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a process and those that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)  # no gateway has to learn of it first
     with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE_S)
     with suppress(ProcessLookupError):

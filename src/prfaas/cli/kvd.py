@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 
 import click
@@ -21,10 +20,9 @@ from prfaas.config.host import KvdSection, load_host_config
 from prfaas.config.sizes import parse_bytes
 from prfaas.contracts.readiness import KvdReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.kvd.process import KvdOptions, run_kvd
+from prfaas.kvd.process import KvdOptions, RunningKvd, serve_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
-from prfaas.security.reload import reload_on_hangup
 from prfaas.security.tls import load_identity
 
 _DEFAULTS = KvdSection()
@@ -94,9 +92,9 @@ def kvd(
       prfaas kvd --config host.toml
 
     Other hosts reach a kvd with a member key and TLS only (`prfaas init` writes such host files,
-    docs/security.md explains them). SIGHUP reads keys and certificates again. With port 0 the
-    system chooses a free port. The first line on standard output is JSON and announces the
-    addresses. All keys are in docs/configuration.md.
+    docs/security.md explains them). SIGTERM lets transfers finish, SIGHUP reads keys and
+    certificates again. With port 0 the system chooses a free port. The first line on standard
+    output is JSON and announces the addresses. All keys are in docs/configuration.md.
     """
     flags = {
         "kvd.socket": socket,
@@ -118,7 +116,7 @@ def kvd(
     configure_logging(log_level)
     limit_heap_growth()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(options))
+        runner.run(serve_kvd(options, _announce))
 
 
 def _options(section: KvdSection) -> KvdOptions:
@@ -157,12 +155,6 @@ def _options(section: KvdSection) -> KvdOptions:
     )
 
 
-async def _serve(options: KvdOptions) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    reload_on_hangup([options.member_key, options.operator_key, options.tls])
-    async with run_kvd(options) as kvd:
-        ready = KvdReady(str(kvd.store.node), str(kvd.socket), str(kvd.data), kvd.http_url)
-        click.echo(readiness_line(ready))
-        await stop.wait()
+def _announce(kvd: RunningKvd) -> None:
+    ready = KvdReady(str(kvd.store.node), str(kvd.socket), str(kvd.data), kvd.http_url)
+    click.echo(readiness_line(ready))

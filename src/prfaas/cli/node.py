@@ -91,8 +91,8 @@ def node(
 
     State goes through a kvd: a running one (--kvd), or one that the node starts and ends. The
     options after `--` go to that one (see `prfaas kvd --help`), and so does --config. SIGTERM
-    drains the node, SIGHUP reads keys and certificates again. Other hosts reach a node with a
-    member key and TLS only (`prfaas init` writes such host files). All keys are in
+    drains the node (docs/nodes.md), SIGHUP reads keys and certificates again. Other hosts reach a
+    node with a member key and TLS only (`prfaas init` writes such host files). All keys are in
     docs/configuration.md.
 
     \b
@@ -118,7 +118,8 @@ def node(
         "node.device": device,
         "node.emulated.accelerator": accelerator,
     }
-    section = load_host_config(config, assignments, flags).node
+    host_config = load_host_config(config, assignments, flags)
+    section = host_config.node
     if section.model is None:
         raise InputError("is required", where="--model", fix="give it, or node.model in the file")
     if section.kvd_socket is not None and kvd_options:
@@ -154,7 +155,7 @@ def node(
     def announce(url: str) -> None:
         click.echo(readiness_line(NodeReady(settings.name, url)))
 
-    with _kvd(section, kvd_options) as found:
+    with _kvd(section, kvd_options, host_config.kvd.timeouts.drain_s) as found:
         chosen = _engine(section, section.model)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -193,10 +194,12 @@ def _credential_options(section: NodeSection) -> list[str]:
     return [*options, "--insecure"] if section.insecure else options
 
 
-def _kvd(section: NodeSection, options: tuple[str, ...]) -> AbstractContextManager[KvdAddress]:
+def _kvd(
+    section: NodeSection, options: tuple[str, ...], drain_s: float
+) -> AbstractContextManager[KvdAddress]:
     if section.kvd_socket is not None:
         return nullcontext(KvdAddress(section.kvd_socket, section.kvd_url))
-    return attached_kvd(options)
+    return attached_kvd(options, drain_s)
 
 
 def _engine(section: NodeSection, model: str) -> Engine:

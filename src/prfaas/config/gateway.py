@@ -34,7 +34,7 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: Amount = 120.0
     """A client that reads nothing for this long is disconnected."""
     drain_s: AmountOrZero = 30.0
-    """Time after SIGTERM in which running responses may finish."""
+    """Time in which running responses may finish, after the gateway has closed its port."""
     cancel_s: Amount = 5.0
     """Time after the drain in which cancelled requests release what they hold at kvds."""
     connect_s: Amount = 3.0
@@ -69,6 +69,9 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A registered node that has not responded for this long is removed from the fleet."""
     first_plan_s: Amount = 5.0
     """Longest wait for the nodes of the deployment file before the first plan."""
+    leave_s: AmountOrZero = 5.0
+    """Time after SIGTERM in which the gateway is not ready any more (`/ready`), but still accepts
+    requests, so that load balancers notice. SIGINT skips it."""
 
     @property
     def open_s(self) -> float:

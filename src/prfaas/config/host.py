@@ -39,6 +39,12 @@ class KvdTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A connection on which a frame is not acknowledged for this long is replaced."""
     transfer_stall_s: Amount = 30.0
     """An outgoing transfer without an acknowledgement for this long has failed."""
+    leave_s: AmountOrZero = 0.0
+    """Time after SIGTERM in which the kvd is not ready any more, but still grants transfers. A
+    gateway that gets no grant uses another node at once, so the default is no time. SIGINT skips
+    it."""
+    drain_s: AmountOrZero = 30.0
+    """Time after that in which running transfers may finish, and no new ones are granted."""
 
 
 class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,9 +113,11 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a node waits."""
 
     drain_s: AmountOrZero = 30.0
-    """Time after SIGTERM in which running requests may finish."""
-    leave_s: AmountOrZero = 0.0
-    """Minimum time to stay up after SIGTERM, so that gateways can copy hot prefixes away."""
+    """Time in which running requests may finish, after the node has stopped accepting new ones."""
+    leave_s: AmountOrZero = 2.5
+    """Time after SIGTERM in which the node is not ready any more, but still accepts requests. It
+    must be longer than two intervals of the gateways' polls (`gateway.timeouts.node_poll_s`).
+    Gateways also copy hot prefixes away meanwhile. SIGINT skips it."""
     event_poll_s: Amount = 30.0
     """Duration of one long poll for the kvd's cache events."""
 

@@ -86,6 +86,9 @@ class GatewayBackend:
         routed = routed_request(request, 0, self._clock.now())
         return explanation_json(self.router.explain(routed, prompt))
 
+    def unready_reason(self) -> str:
+        return self._status.unready_reason()
+
     def state(self) -> dict[str, Any]:
         return self._status.state(self.dispatcher.in_flight)
 

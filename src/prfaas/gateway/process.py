@@ -1,11 +1,9 @@
-"""The gateway process: API and backend wired together, served until a signal stops it."""
+"""The gateway process: API and backend wired together, served until a signal stops it (see
+`service.stopping`)."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +23,16 @@ from prfaas.gateway.api.prompts import THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.request import Backend
-from prfaas.listening import listen, log_malformed_requests_briefly, service_url
+from prfaas.listening import listen, service_url
 from prfaas.planner.problem import Problem
 from prfaas.security.reload import reload_on_hangup
 from prfaas.security.tls import TlsIdentity
+from prfaas.service.descriptors import raise_descriptor_limit
+from prfaas.service.probes import add_probes
+from prfaas.service.request_body import log_malformed_requests_briefly
+from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
 
-_LOG = logging.getLogger(__name__)
 _MB = 10**6
 SHORTEST_DRAIN_S = 0.01  # to aiohttp, zero means no limit
 # Drain the body this long after an early error, so that the client receives the response.
@@ -54,23 +55,23 @@ async def run_gateway(
     options: GatewayOptions,
     report: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Reports its URL once it listens."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Serves until SIGTERM or SIGINT. After SIGTERM it takes requests for `leave_s` more, and says
+    meanwhile that it is not ready; then it closes its port and drains. Reports its URL once it
+    listens."""
+    raise_descriptor_limit()
+    stopping = Stopping()
+    stopping.handle_signals()
     clock = MonotonicClock()
     reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
     with listen(deployment.gateway.host, deployment.gateway.port) as listening:
         async with running(deployment, problem, options.backend, clock) as backend:
-            async with serving(deployment, backend, options, clock, listening) as url:
+            async with serving(deployment, backend, options, clock, listening, stopping) as url:
                 # The garbage collector skips objects that live as long as the process: every stream
                 # would wait for the 50 ms that a scan takes.
                 gc.collect()
                 gc.freeze()
                 report(url)
-                await stop.wait()
-                _LOG.info("draining")
+                await stopping.wait_until_left(deployment.gateway.timeouts.leave_s)
 
 
 @asynccontextmanager
@@ -80,6 +81,7 @@ async def serving(
     options: GatewayOptions,
     clock: Clock,
     listening: socket.socket,
+    stopping: Stopping | None = None,
 ) -> AsyncIterator[str]:
     """Serves the API over any backend; yields its URL."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
@@ -99,8 +101,10 @@ async def serving(
             Limits(section.max_in_flight, section.timeouts.stall_s),
             RequestLog(metrics, clock),
         )
+        app = api.application()
+        add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)
         runner = web.AppRunner(
-            api.application(),
+            app,
             # A client that disconnects cancels its request, also while nothing is written to it.
             handler_cancellation=True,
             access_log=None,

@@ -78,6 +78,9 @@ class Backend(Protocol):
         """Where the request would go now and why, with the predicted TTFT of every alternative.
         Dispatches nothing."""
 
+    def unready_reason(self) -> str:
+        """Why no request can be served now; empty when requests can be."""
+
     def state(self) -> dict[str, Any]: ...
 
     def metrics(self) -> Iterable[Metric]:

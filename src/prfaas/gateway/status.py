@@ -23,6 +23,8 @@ from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
 
+UNPLANNED = "no node of the PD cluster has answered yet"
+
 
 class GatewayStatus:
     """Reads the gateway's parts; changes none."""
@@ -74,6 +76,17 @@ class GatewayStatus:
             "moves": self._moves(),
         }
 
+    def unready_reason(self) -> str:
+        """Why no request can be served now; empty when one can be."""
+        if self._router.plan is None:
+            return UNPLANNED
+        board = self._fleet.board
+        nodes = [m.node for m in self._fleet.members if m.node is not None and m.node in board]
+        decodes = any(
+            board.node(node).usable and board.node(node).role == "decode" for node in nodes
+        )
+        return "" if decodes else "no node that decodes is in use"
+
     def plan(self) -> dict[str, Any]:
         return plan_json(self._router.plan, self._clock.now())
 
@@ -97,6 +110,11 @@ class GatewayStatus:
         for loop, number in self._fleet.failures.counts.items():
             failures.add_metric([loop], number)
         yield failures
+        silences = CounterMetricFamily(
+            "prfaas_gateway_silent_nodes", "How often a node was found silent."
+        )
+        silences.add_metric([], self._fleet.liveness.fallen_silent)
+        yield silences
 
     def _clusters(self) -> list[ClusterId]:
         return [self._fleet.local, *self._fleet.remotes]
@@ -215,7 +233,7 @@ class GatewayStatus:
 
 def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:
     if plan is None:
-        return {"made": False, "reason": "no node of the PD cluster has answered yet"}
+        return {"made": False, "reason": UNPLANNED}
     return {
         "made": True,
         "age_s": round(now_s - plan.made_s, 3),

@@ -1,4 +1,6 @@
-"""The kvd's process: makes its parts, connects them, and closes them in the right order."""
+"""The kvd's process: makes its parts, connects them, and closes them in the right order.
+
+It stops as `service.stopping` says."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import os
 import socket
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from prfaas.config.address import Address, parse_address
 from prfaas.config.host import KvdSection, KvdTimeouts
 from prfaas.errors import InputError
 from prfaas.http_client.client import open_client
+from prfaas.kvd.drain import Drain
 from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.engine_socket.server import EngineSocketServer
 from prfaas.kvd.events import EventLog
@@ -33,8 +36,11 @@ from prfaas.lateness import LatenessMonitor
 from prfaas.listening import listen, reachable
 from prfaas.security.exposure import Protection, refuse_exposure
 from prfaas.security.peers import PeerRules
+from prfaas.security.reload import reload_on_hangup
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsIdentity
+from prfaas.service.descriptors import raise_descriptor_limit
+from prfaas.service.stopping import Stopping
 from prfaas.supervision import Failures, repeat
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -76,10 +82,26 @@ class RunningKvd:
     data: Address
     http_url: str
     store: Store
+    drain: Drain
+
+
+async def serve_kvd(options: KvdOptions, report: Callable[[RunningKvd], None]) -> None:
+    """Serves until SIGTERM or SIGINT, then refuses grants and finishes its transfers. Calls
+    `report` once the kvd listens."""
+    raise_descriptor_limit()
+    stopping = Stopping()
+    stopping.handle_signals()
+    reload_on_hangup([options.member_key, options.operator_key, options.tls])
+    async with run_kvd(options, stopping=stopping) as kvd:
+        report(kvd)
+        await stopping.wait_until_left(options.timeouts.leave_s)
+        await kvd.drain.run(options.timeouts.drain_s)
 
 
 @asynccontextmanager
-async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncIterator[RunningKvd]:
+async def run_kvd(
+    options: KvdOptions, clock: Clock | None = None, stopping: Stopping | None = None
+) -> AsyncIterator[RunningKvd]:
     """A kvd that serves until the block ends."""
     clock = clock or MonotonicClock()
     async with AsyncExitStack() as stack:
@@ -125,7 +147,7 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
         http = await stack.enter_async_context(
             open_client(options.member_key, tls=tls.client if tls else None)
         )
-        api = HttpApi(store, incoming, outgoing, reporter, http, peers)
+        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping or Stopping())
         app = api.app(options.member_key, options.operator_key)
         served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
         scheme = "https" if tls else "http"
@@ -143,7 +165,8 @@ async def run_kvd(options: KvdOptions, clock: Clock | None = None) -> AsyncItera
             )
             tasks.append(group.create_task(heartbeats))
         try:
-            yield RunningKvd(options.socket, data, http_url, store)
+            drain = Drain(incoming, outgoing, engines)
+            yield RunningKvd(options.socket, data, http_url, store, drain)
         finally:
             for task in tasks:
                 task.cancel()
@@ -178,7 +201,8 @@ def _refuse_exposure(options: KvdOptions) -> None:
 async def _serve_http(
     stack: AsyncExitStack, app: web.Application, address: Address, tls: ssl.SSLContext | None
 ) -> Address:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    # A client that leaves ends its handler: a wait for an event would go on for up to a minute.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:

@@ -17,11 +17,12 @@ from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.errors import InputError
 from prfaas.node.process import KvdAddress
 
-END_S = 10.0  # for a kvd to finish after SIGTERM
+END_S = 10.0  # for a kvd to close, after it has drained
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 PROGRAM = "--program"  # before a command that is not a `prfaas` command
+_UNINTERRUPTED = "--uninterrupted"  # before a command that Ctrl-C must not reach
 
 
 def attached_prefix() -> list[str]:
@@ -31,18 +32,23 @@ def attached_prefix() -> list[str]:
 
 
 @contextmanager
-def attached_kvd(options: Sequence[str]) -> Iterator[KvdAddress]:
-    """Runs `prfaas kvd` with these options. Its log goes where the node's log goes."""
+def attached_kvd(options: Sequence[str], drain_s: float) -> Iterator[KvdAddress]:
+    """Runs `prfaas kvd` with these options. Its log goes where the node's log goes. It ends after
+    the node, and not before its transfers have ended, or `drain_s` have passed: a prefill's state
+    is still being sent when the node has answered."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
-        command = [*attached_prefix(), "kvd", "--socket", str(path), *options]
+        # The node has waited already, so the kvd need not. Ctrl-C reaches all processes of a
+        # terminal, but the kvd has to outlive the node.
+        kvd = ["kvd", "--socket", str(path), "--set", "kvd.timeouts.leave_s=0", *options]
+        command = [*attached_prefix(), _UNINTERRUPTED, *kvd]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 yield KvdAddress(str(path), _wait_until_ready(process).http, process.pid)
             finally:
                 process.terminate()
                 try:
-                    process.wait(END_S)
+                    process.wait(drain_s + END_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
 
@@ -60,6 +66,9 @@ def _run_attached(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit("the parent process has ended")
+    if sys.argv[1:2] == [_UNINTERRUPTED]:
+        del sys.argv[1]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if sys.argv[1:2] == [PROGRAM]:
         os.execvp(sys.argv[2], sys.argv[2:])
     runpy.run_module("prfaas", run_name="__main__", alter_sys=True)

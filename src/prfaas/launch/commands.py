@@ -86,6 +86,7 @@ def kvd_command(
     if engines.ssd_size is not None:
         arguments += ["--ssd", str(folder / f"{host.name}.ssd")]
         arguments += ["--set", f"kvd.ssd_size={engines.ssd_size}"]
+    arguments += ["--set", f"kvd.timeouts.drain_s={DRAIN_S:g}"]
     if at is not None:
         arguments += ["--listen", at.data, "--http", at.http.removeprefix("http://")]
     arguments += engines.options
@@ -105,7 +106,9 @@ def engine_command(
     arguments = ["node", "--engine", engines.kind, "--model", engines.model]
     arguments += ["--name", engines.name, "--kvd", str(socket_of(host, folder))]
     arguments += ["--kvd-url", kvd.http, "--port", str(port)]
-    keys = [f"timeouts.drain_s={DRAIN_S:g}", f"block_tokens={engines.block_tokens}"]
+    # Nothing else sends requests to these nodes when they are stopped.
+    keys = [f"timeouts.drain_s={DRAIN_S:g}", "timeouts.leave_s=0"]
+    keys.append(f"block_tokens={engines.block_tokens}")
     if engines.kind == "hf" and engines.device is not None:
         arguments += ["--device", engines.device]
     if engines.kind == "emulated":
@@ -209,8 +212,10 @@ def gateway_command(
     *,
     name: str = "gateway",
 ) -> Command[GatewayReady]:
-    drain = f"gateway.timeouts.drain_s={DRAIN_S:g}"
-    arguments = ["gateway", str(file), "--set", drain, *options]
+    arguments = ["gateway", str(file)]
+    for key in (f"drain_s={DRAIN_S:g}", "leave_s=0"):
+        arguments += ["--set", f"gateway.timeouts.{key}"]
+    arguments += options
     readiness = partial(parse_readiness, kind=GatewayReady)
     return Command(name, arguments, readiness, on_line=on_line)
 

@@ -16,29 +16,44 @@ Code: TypeAlias = Literal[
     "invalid_request",
     "unauthorized",
     "model_not_found",
+    "not_found",  # a path that is not served
+    "method_not_allowed",
+    "body_too_large",
+    "request_timeout",  # the body did not arrive in time
     "draining",  # this node takes no new work
     "overloaded",  # retry after Retry-After
     "transfer_lost",  # this host does not have the state to continue from
     "kvd_unavailable",  # the kvd does not answer, and a hand-off needs it
     "engine_failed",
+    "internal_error",  # a defect of this node
 ]
 
 _STATUS: dict[Code, int] = {
     "invalid_request": 400,
     "unauthorized": 401,
     "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "body_too_large": 413,
+    "request_timeout": 408,
     "draining": 503,
     "overloaded": 503,
     "transfer_lost": 424,
     "kvd_unavailable": 503,
     "engine_failed": 500,
+    "internal_error": 500,
 }
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
+    405: "BadRequestError",
+    408: "BadRequestError",
+    413: "BadRequestError",
     424: "FailedDependencyError",
 }
+
+MAX_MESSAGE = 900  # characters: a message may quote the request, but not all of it
 
 
 def request_error(
@@ -49,7 +64,10 @@ def request_error(
 
 def error_body(error: RequestError) -> ErrorBody:
     kind = _TYPES.get(error.status, "InternalServerError")
-    return ErrorBody(Error(error.message, kind, error.param, error.code))
+    message = error.message
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}..."
+    return ErrorBody(Error(message, kind, error.param, error.code))
 
 
 def bad_input(error: InputError) -> RequestError:

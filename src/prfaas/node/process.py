@@ -1,9 +1,8 @@
-"""A node's process: connects engine, kvd, HTTP and events, and drains on SIGTERM."""
+"""A node's process: connects engine, kvd, HTTP and events, and stops as `service.stopping` says."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -18,7 +17,7 @@ from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.listening import listen, log_malformed_requests_briefly, service_url
+from prfaas.listening import listen, service_url
 from prfaas.node.event_follower import EventFollower, PromptListener
 from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
@@ -30,9 +29,9 @@ from prfaas.node.server import NodeApi
 from prfaas.security.reload import reload_on_hangup
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
+from prfaas.service.descriptors import raise_descriptor_limit
+from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,12 @@ async def run_node(
     credentials: NodeCredentials,
     report: Callable[[str], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Calls `report` with the node's URL once the node
-    takes requests."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Serves until SIGTERM or SIGINT. After SIGTERM the node takes requests for `leave_s` more, and
+    says meanwhile that it is not ready; then it drains. Calls `report` with the node's URL once the
+    node takes requests."""
+    raise_descriptor_limit()
+    stopping = Stopping()
+    stopping.handle_signals()
     member_key, operator_key, tls = (
         credentials.member_key,
         credentials.operator_key,
@@ -115,9 +114,15 @@ async def run_node(
         model = NodeModel(
             settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
         )
-        api = NodeApi(model, engine, request_runner, metrics)
+        api = NodeApi(
+            model,
+            engine,
+            request_runner,
+            metrics,
+            stopping,
+            lambda: "" if client.connected else "the node's kvd does not answer",
+        )
         application = api.application(member_key, operator_key)
-        log_malformed_requests_briefly()
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -131,12 +136,8 @@ async def run_node(
             follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
-        await stop.wait()
-        _LOG.info("draining")
-        timeouts = settings.timeouts
-        await asyncio.gather(
-            request_runner.drain(timeouts.drain_s), asyncio.sleep(timeouts.leave_s)
-        )
+        await stopping.wait_until_left(settings.timeouts.leave_s)
+        await request_runner.drain(settings.timeouts.drain_s)
 
 
 @asynccontextmanager

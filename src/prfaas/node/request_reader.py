@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from aiohttp import web
 
 from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
 from prfaas.engine.api import Engine, EngineJob, Sampling, check_job
@@ -17,11 +20,18 @@ from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     GenerationRequest,
+    check_values,
     parse_chat,
     parse_completion,
 )
 from prfaas.node.responses import CHAT, TEXT, ResponseBuilder, ResponseShape
-from prfaas.text import AnswerText, ModelTokenizer
+from prfaas.service.request_body import BodyLimits
+from prfaas.text import AnswerText, Chat, ModelTokenizer
+
+MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
+MAX_BODIES_BYTES = 512 << 20  # of bodies that are being read or parsed
+BODY_S = 60.0  # for a body to arrive
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,18 @@ class RequestReader:
     def __init__(self, model: NodeModel, engine: Engine) -> None:
         self._model = model
         self._engine = engine
+        self._bodies = BodyLimits(
+            each_bytes=MAX_BODY_BYTES, all_bytes=MAX_BODIES_BYTES, within_s=BODY_S
+        )
 
-    async def read_completion(self, body: bytes) -> ReadRequest:
-        asked = parse_completion(body)
+    async def parsed(self, request: web.Request, parse: Callable[[bytes], T]) -> T:
+        """Reads a body within the limits. Raises `RequestError` and what `parse` raises."""
+        async with self._bodies.read(request) as body:
+            check_values(body, self._engine.limits.max_tokens)
+            return parse(body)
+
+    async def read_completion(self, request: web.Request) -> ReadRequest:
+        asked = await self.parsed(request, parse_completion)
         self._check_model(asked)
         prompt = asked.only_prompt
         if isinstance(prompt, str):
@@ -78,12 +97,19 @@ class RequestReader:
         default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
         return ReadRequest(asked, TEXT, prompt, asked.sampling(default_tokens))
 
-    async def read_chat(self, body: bytes) -> ReadRequest:
-        parsed = parse_chat(body)
+    async def read_chat(self, request: web.Request) -> ReadRequest:
+        parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
-        prompt = await asyncio.to_thread(self._model.require_tokenizer().encode_chat, parsed.chat)
+        prompt = await self.encode_chat(parsed.chat)
         return ReadRequest(asked, CHAT, prompt, asked.sampling(self._rest_tokens(prompt)))
+
+    async def encode_chat(self, chat: Chat) -> list[int]:
+        tokenizer = self._model.require_tokenizer()
+        try:
+            return await asyncio.to_thread(tokenizer.encode_chat, chat)
+        except RecursionError:
+            raise InputError("the messages are nested too deeply", where="messages") from None
 
     def render(self, read: ReadRequest) -> dict[str, Any]:
         """The request as the engine would get it, as from vLLM's path of this name. Computes
@@ -148,6 +174,6 @@ class RequestReader:
         if asked.model is not None and asked.model != self._model.name:
             raise request_error(
                 "model_not_found",
-                f"this node serves {self._model.name!r}, not {asked.model!r}",
+                f"this node serves {self._model.name!r}, not {asked.model[:100]!r}",
                 param="model",
             )

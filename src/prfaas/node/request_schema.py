@@ -2,15 +2,17 @@
 that are refused instead of ignored.
 
 Field names and defaults are vLLM's. A field that would change the answer and is not supported is an
-error; unknown fields are skipped, as in vLLM. Pure.
+error; unknown fields are skipped, as in vLLM. A body never becomes many more objects than its
+prompt can have tokens: parsing holds the interpreter, and the node would seem to be silent. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 
 from prfaas.contracts.kv_transfer_params import RequestParams
 from prfaas.contracts.openai import StreamOptions
@@ -22,6 +24,13 @@ DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
 T = TypeVar("T")
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+_Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# Brackets and commas in a body, per token that the model's context has: each of them is about a
+# token of text, or stands between two token ids.
+_VALUES_PER_TOKEN = 4
+_MORE_VALUES = 100_000  # for the other fields
+_SHOWN_BYTES = 100  # of a value that is refused
 
 # Supported with these values only.
 _FIXED: dict[str, tuple[object, ...]] = {
@@ -57,11 +66,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fields common to completions and chat completions."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # a chat's name for max_tokens
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None  # a chat's name for max_tokens
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: _Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
@@ -118,23 +127,65 @@ class ChatCompletion:
     chat: Chat
 
 
+class TokenizePrompt(msgspec.Struct, frozen=True):
+    """`POST /tokenize` with a text; with `messages` the body is that of a chat."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_COMPLETION = msgspec.json.Decoder(Completion)
+_GENERATION = msgspec.json.Decoder(GenerationRequest)
+_CHAT = msgspec.json.Decoder(Chat)
+_TOKENIZE = msgspec.json.Decoder(TokenizePrompt)
+_ANY = msgspec.json.Decoder()
+
+
+def check_values(body: bytes, max_tokens: int) -> None:
+    """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
+    need. Counts in numpy, which does not hold the interpreter."""
+    array = np.frombuffer(body, dtype=np.uint8)
+    values = sum(int(np.count_nonzero(array == ord(mark))) for mark in "[{,")
+    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
+    if values > limit:
+        raise InputError(
+            f"the body has more than {limit} brackets and commas, and the model's context has "
+            f"{max_tokens} tokens",
+            fix="send a shorter prompt",
+        )
+
+
 def parse_completion(body: bytes) -> Completion:
     """Parses and checks a completion request. InputError names the field."""
-    request = _converted(_object(body, _FIXED), Completion)
+    _check_fixed(_fields(body), _FIXED)
+    request = _decoded(_COMPLETION, body)
     _check_stops(request)
     return request
 
 
 def parse_chat(body: bytes) -> ChatCompletion:
     """Parses and checks a chat request. InputError names the field."""
-    raw = _object(body, _FIXED_IN_CHAT)
-    request = ChatCompletion(_converted(raw, GenerationRequest), chat_of(raw))
+    _check_fixed(_fields(body), _FIXED_IN_CHAT)
+    request = ChatCompletion(_decoded(_GENERATION, body), _chat(body))
     _check_stops(request.asked)
     return request
 
 
-def chat_of(raw: dict[str, Any]) -> Chat:
-    chat = _converted(raw, Chat)
+def parse_tokenize(body: bytes) -> TokenizePrompt | Chat:
+    """Parses and checks the body of /tokenize. InputError names the field."""
+    fields = _fields(body)
+    if "messages" in fields:
+        return _chat(body)
+    if "prompt" not in fields:
+        raise InputError(
+            "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
+        )
+    return _decoded(_TOKENIZE, body)
+
+
+def _chat(body: bytes) -> Chat:
+    chat = _decoded(_CHAT, body)
     if is_multimodal(chat.messages):
         raise InputError(
             "this node supports text only", where="messages", fix="send text parts only"
@@ -142,28 +193,44 @@ def chat_of(raw: dict[str, Any]) -> Chat:
     return chat
 
 
-def _object(body: bytes, fixed: dict[str, tuple[object, ...]]) -> dict[str, Any]:
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
-        raw = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise InputError(f"the body is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise InputError("the body is not a JSON object")
+        str(body, "utf-8")  # msgspec does not look into the fields that it skips
+    except UnicodeDecodeError as error:
+        raise InputError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    return _decoded(_OBJECT, body)
+
+
+def _check_fixed(fields: dict[str, msgspec.Raw], fixed: dict[str, tuple[object, ...]]) -> None:
     for field, served in fixed.items():
-        value = raw.get(field)
-        if value is not None and value not in served:
+        if field not in fields:
+            continue
+        value = _decoded(_ANY, bytes(fields[field]), field)
+        if value is not None and not any(_is_equal(value, one) for one in served):
             allowed = " or ".join(msgspec.json.encode(one).decode() for one in served)
             fix = f"leave it out, or send {allowed}" if served else "leave it out"
-            raise InputError(f"{value!r} is not supported", where=field, fix=fix)
-    return raw
+            shown = bytes(fields[field])[:_SHOWN_BYTES].decode(errors="replace")
+            raise InputError(f"{shown} is not supported", where=field, fix=fix)
 
 
-def _converted(raw: dict[str, Any], kind: type[T]) -> T:
+def _is_equal(value: object, served: object) -> bool:
+    """As in JSON: true is not 1."""
+    return isinstance(value, bool) == isinstance(served, bool) and value == served
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], data: bytes, at: str = "") -> T:
     try:
-        return msgspec.convert(raw, kind)
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
-        problem, _, where = str(error).partition(" - at `$.")
-        raise InputError(problem, where=where.rstrip("`") or None) from None
+        problem, _, path = str(error).partition(" - at `$")
+        where = ".".join(part for part in (at, path.strip("`.")) if part)
+        raise InputError(problem, where=where or None) from None
+    except msgspec.DecodeError as error:
+        raise InputError(f"the body is not JSON: {error}", where=at or None) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the body is not UTF-8: {error.reason}", where=at or None) from None
+    except RecursionError:
+        raise InputError("the body is nested too deeply", where=at or None) from None
 
 
 def _check_stops(request: GenerationRequest) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,34 +17,54 @@ from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
 from prfaas.node.metrics import NodeMetrics
+from prfaas.node.openapi import OPEN_PATHS, openapi
 from prfaas.node.request_reader import NodeModel, ReadRequest, RequestReader
 from prfaas.node.request_runner import ActiveRequest, RequestRunner
-from prfaas.node.request_schema import GenerationRequest, chat_of
+from prfaas.node.request_schema import GenerationRequest, TokenizePrompt, parse_tokenize
 from prfaas.node.responses import DONE, ResponseBuilder, error_piece
 from prfaas.security.shared_key import SharedKey, require_key
+from prfaas.service.probes import add_probes
+from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
+from prfaas.service.stopping import Stopping
+from prfaas.text import Chat
 
-MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
+_LOG = logging.getLogger(__name__)
+_BEGUN = web.RequestKey("begun", bool)  # the status line of a stream has been sent
 
 
 class NodeApi:
     def __init__(
-        self, model: NodeModel, engine: Engine, runner: RequestRunner, metrics: NodeMetrics
+        self,
+        model: NodeModel,
+        engine: Engine,
+        runner: RequestRunner,
+        metrics: NodeMetrics,
+        stopping: Stopping | None = None,
+        problem: Callable[[], str] = str,
     ) -> None:
+        """`problem` says why the node is not ready; empty when it is."""
         self._model = model
         self._engine = engine
         self._runner = runner
         self._metrics = metrics
         self._reader = RequestReader(model, engine)
+        self._stopping = stopping or Stopping()
+        self._problem = problem
+        self._document = b""
 
     def application(
         self, member: SharedKey | None = None, operator: SharedKey | None = None
     ) -> web.Application:
-        """With a member key, every path except /health requires it. The operator key opens
+        """With a member key, every path except `OPEN_PATHS` requires it. The operator key opens
         /metrics."""
+        log_malformed_requests_briefly()
         checks = []
         if member is not None:
-            checks.append(require_key(_unauthorized, member, operator, frozenset({"/health"})))
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*checks, _errors])
+            checks.append(require_key(_unauthorized, member, operator, OPEN_PATHS))
+        self._document = openapi(with_keys=member is not None)
+        app = web.Application(middlewares=[*checks, _errors])
+        add_probes(app, "node", self._stopping, self._problem)
+        app.router.add_get("/openapi.json", self._openapi)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions/render", self._render_completion)
@@ -57,9 +79,14 @@ class NodeApi:
     # Status and tokenizer -------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self._runner.draining:
+        """Gateways send no new requests to a node that drains, but those that they have sent in the
+        meantime are served: see `service.stopping`."""
+        if self._stopping.begun or self._runner.draining:
             raise request_error("draining", "this node is shutting down")
         return web.Response()
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._document, content_type="application/json")
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": __version__, "server": "prfaas"})
@@ -84,40 +111,31 @@ class NodeApi:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        try:
-            raw = msgspec.json.decode(await request.read(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise InputError(f"the body is not a JSON object: {error}") from None
+        asked = await self._reader.parsed(request, parse_tokenize)
         tokenizer = self._model.require_tokenizer()
-        prompt = raw.get("prompt")
-        if "messages" in raw:
-            ids = await asyncio.to_thread(tokenizer.encode_chat, chat_of(raw))
-        elif isinstance(prompt, str):
-            ids = await asyncio.to_thread(tokenizer.encode, prompt)
-        else:
-            raise InputError(
-                "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
-            )
+        match asked:
+            case Chat():
+                ids = await self._reader.encode_chat(asked)
+            case TokenizePrompt():
+                ids = await asyncio.to_thread(
+                    tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
+                )
         limit = self._engine.limits.max_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     # Completions ----------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        read = await self._reader.read_completion(await request.read())
-        return await self._generate(request, read)
+        return await self._generate(request, await self._reader.read_completion(request))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        read = await self._reader.read_chat(await request.read())
-        return await self._generate(request, read)
+        return await self._generate(request, await self._reader.read_chat(request))
 
     async def _render_completion(self, request: web.Request) -> web.Response:
-        read = await self._reader.read_completion(await request.read())
-        return _json([self._reader.render(read)])
+        return _json([self._reader.render(await self._reader.read_completion(request))])
 
     async def _render_chat(self, request: web.Request) -> web.Response:
-        read = await self._reader.read_chat(await request.read())
-        return _json(self._reader.render(read))
+        return _json(self._reader.render(await self._reader.read_chat(request)))
 
     async def _generate(self, request: web.Request, read: ReadRequest) -> web.StreamResponse:
         asked, tokenized = read.asked, read.tokenized()
@@ -162,6 +180,7 @@ class NodeApi:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         try:
+            request[_BEGUN] = True
             await response.prepare(request)
             await self._write(response, asked, active, builder)
         except ConnectionResetError:
@@ -205,16 +224,28 @@ class NodeApi:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    headers = {}
     try:
         answer: web.StreamResponse = await handler(request)
         return answer
     except InputError as error:
         failure = errors.bad_input(error)
+        if isinstance(error, DamagedBody):
+            headers["Connection"] = "close"
     except RequestError as error:
         failure = error
-    except web.HTTPRequestEntityTooLarge:
-        failure = request_error("invalid_request", f"the body has more than {MAX_BODY_BYTES} bytes")
-    headers = {}
+    except web.HTTPMethodNotAllowed as error:
+        failure = request_error("method_not_allowed", f"{request.method[:20]} is not served here")
+        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+    except web.HTTPNotFound:
+        failure = request_error("not_found", "this path is not served")
+    except ConnectionError:
+        return web.Response()  # the client has left: this response is not sent
+    except Exception:
+        if _BEGUN in request:
+            raise  # aiohttp logs it and closes the connection
+        _LOG.exception("%s %s", request.method, request.path)
+        failure = request_error("internal_error", "this node failed; its log has the reason")
     if failure.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(failure.retry_after_s)))
     return _json(errors.error_body(failure), status=failure.status, headers=headers)

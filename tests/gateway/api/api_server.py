@@ -112,6 +112,9 @@ class OneNode:
     def explain(self, request: GatewayRequest) -> dict[str, Any]:
         return {"prompt_tokens": len(request.token_ids), "salt": request.salt}
 
+    def unready_reason(self) -> str:
+        return ""
+
     def state(self) -> dict[str, Any]:
         return {"nodes": 1}
 

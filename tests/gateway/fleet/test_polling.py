@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
@@ -24,11 +26,12 @@ from tests.gateway.backends import FAR, prompt, until
 from tests.gateway.fleets import fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
 from tests.gateway.reports import report
+from tests.waiting import PATIENCE_S
 
 TIMEOUTS = DEFAULTS.timeouts
 
 N = NodeId("n")
-STATS, EVENTS = "GET /v1/stats", "GET /v1/events"
+STATS, EVENTS, ROLE = "GET /v1/stats", "GET /v1/events", "GET /v1/role"
 MODELS, METRICS, HEALTH = "GET /v1/models", "GET /metrics", "GET /health"
 CARD = {"data": [{"id": "m", "max_model_len": 4096, "prfaas": {}}]}
 LOAD = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
@@ -52,10 +55,12 @@ class Case:
 
 
 @asynccontextmanager
-async def polled() -> AsyncIterator[Case]:
+async def polled(every_s: float = 0.01) -> AsyncIterator[Case]:
     """A member that has just registered, and answers nothing yet."""
     clock = MonotonicClock()
-    fleet, _ = fleet_and_router(clock, limits=with_timeouts(kvd_poll_s=0.01, node_poll_s=0.01))
+    fleet, _ = fleet_and_router(
+        clock, limits=with_timeouts(kvd_poll_s=every_s, node_poll_s=every_s)
+    )
     async with peer() as kvd, peer() as engine, open_client() as http:
         async with asyncio.TaskGroup() as tasks:
             poller = Poller(fleet, http, clock, tasks)
@@ -175,3 +180,60 @@ async def test_a_member_that_registers_during_the_shutdown_is_not_polled() -> No
             poller = Poller(fleet, http, clock, tasks)
         poller.start(next(iter(fleet.members)))
         poller.stop()
+
+
+async def test_a_kvd_that_moves_to_another_port_is_used_there_at_once() -> None:
+    async with polled() as one, peer() as new:
+        name = NodeId("moved")
+        async with peer() as old:
+            await old.script(STATS, report(name))
+            before = one.fleet.register(old.url, ClusterId(FAR))
+            assert before is not None
+            before.url = one.engine.url
+            one.poller.start(before)
+            await until(lambda: one.fleet.members.named(name) is before)
+            await new.script(STATS, report(name, instance="second"))
+            after = one.fleet.register(new.url, ClusterId(FAR))
+            assert after is not None
+            after.url = one.engine.url
+            one.poller.start(after)
+            await until(lambda: after.has_duplicate_name)
+            assert one.fleet.members.named(name) is before
+        # The old port refuses connections now.
+        await answer(one)
+        await until(lambda: one.fleet.members.named(name) is after)
+        await until(lambda: one.fleet.board.node(name).usable)
+
+
+@pytest.mark.parametrize("silent", ["kvd", "engine"])
+async def test_a_process_that_calls_wait_for_is_asked_and_ends_them_when_it_is_silent(
+    silent: str,
+) -> None:
+    """Its connections stay open. Other nodes answer: they are heard again and again."""
+    async with polled(every_s=1.0) as one:
+        await answer(one)
+        await one.kvd.script(ROLE, {"role": "both", "epoch": 0})
+        await until(lambda: one.is_usable)
+        watching = asyncio.create_task(one.poller.watch())
+        others = [member for member in one.fleet.members if member is not one.member]
+
+        async def wait() -> None:
+            async with one.fleet.liveness.unless_silent(N):
+                while True:
+                    for part in (part for m in others for part in (m.kvd, m.engine)):
+                        part.hear(time.monotonic())
+                    await asyncio.sleep(0.01)
+
+        waiting = asyncio.create_task(wait())
+        await one.kvd.requested(ROLE)  # only probes ask for it
+        for path in (STATS, ROLE) if silent == "kvd" else (METRICS, HEALTH):
+            (one.kvd if silent == "kvd" else one.engine).silence(path)
+        with pytest.raises(FellSilent, match=N):
+            async with asyncio.timeout(PATIENCE_S):
+                await waiting
+        assert not one.is_usable
+        await answer(one)
+        await one.kvd.script(ROLE, {"role": "both", "epoch": 0})
+        await until(lambda: one.is_usable)
+        watching.cancel()
+        await asyncio.wait([watching])

@@ -101,6 +101,8 @@ class GatewayApi:
         sent = request.headers.get("X-Request-Id", "")
         request[_ID] = sent if _VALID_ID.fullmatch(sent) else f"req-{secrets.token_hex(12)}"
         try:
+            if isinstance(request.match_info.http_exception, web.HTTPMethodNotAllowed):
+                raise request.match_info.http_exception  # no key would open it
             given = request.headers.get("Authorization")
             request[_TENANT] = self._credentials.admit(request.path, given)
             return await handler(request)
@@ -115,7 +117,10 @@ class GatewayApi:
                 RequestError(502, "engine_lost", f"the decode engine was lost: {error}")
             )
         except web.HTTPException as error:
-            return error_response(of_http(error))
+            response = error_response(of_http(error))
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            return response
         except ConnectionError:
             return web.Response()  # the client has left: this response is not sent
         except Exception:

@@ -15,8 +15,10 @@ import msgspec
 
 from prfaas.errors import InputError, RequestError
 from prfaas.security.shared_key import SharedKey, bearer_token, digest
+from prfaas.service.probes import PROBE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/openapi.json"})  # for probes, which have no key
+# Probes have no key, and the document has no state.
+OPEN_PATHS = PROBE_PATHS | {"/health", "/openapi.json"}
 REGISTER = "/prfaas/v1/register"
 _TENANT_PREFIX = "/v1/"
 _SALT_BYTES = 32

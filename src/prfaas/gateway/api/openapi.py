@@ -1,132 +1,121 @@
-"""The API's OpenAPI 3.1 document, generated from the structs that check requests."""
+"""The gateway's OpenAPI 3.1 document, generated from the structs that check requests."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
-from prfaas import __version__
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.contracts.openai import ErrorBody, Usage
-from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Prompt
+from prfaas.gateway.api.credentials import OPEN_PATHS
+from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Ids, Prompt, Text
+from prfaas.service.openapi import (
+    EVENT,
+    EVENTS,
+    JSON,
+    OBJECT,
+    TEXT,
+    ApiDocument,
+    Content,
+    parameter,
+)
 from prfaas.text import Chat
 
-_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _REASONS = {
-    "400": "The request is invalid; the message names the field.",
-    "401": "The key is missing or not valid.",
-    "403": "The path is closed, or the kvd is not a member.",
-    "404": "The model or path does not exist.",
-    "408": "The request body did not arrive in time.",
-    "413": "The body is too large.",
-    "429": "Too many requests in flight; retry after Retry-After.",
-    "500": "Internal gateway error.",
-    "502": "The decode engine was lost.",
-    "503": "No node can serve the request now; retry after Retry-After.",
+    400: "The request is invalid; the message names the field.",
+    401: "The key is missing or not valid.",
+    403: "The path is closed, or the kvd is not a member.",
+    404: "The model or path does not exist.",
+    408: "The request body did not arrive in time.",
+    413: "The body is too large.",
+    429: "Too many requests in flight; retry after Retry-After.",
+    500: "Internal gateway error.",
+    502: "The decode engine was lost.",
+    503: "No node can serve the request now (retry after Retry-After), or no request at all.",
 }
+_READING = (400, 408, 413, 503)  # of every request with a body
+
+
+class _ListedPrompt(msgspec.Struct, frozen=True):
+    """A list of one prompt; several prompts are refused."""
+
+    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=1)]
 
 
 def openapi(*, with_keys: bool) -> bytes:
-    kinds = (CompletionOptions, Prompt, ChatOptions, Chat, ErrorBody, Usage, Heartbeat)
-    refs, components = msgspec.json.schema_components(
-        kinds, ref_template="#/components/schemas/{name}"
-    )
-    completion_options, prompt, chat_options, chat, error, usage, heartbeat = refs
-    completion = {"allOf": [completion_options, prompt]}
-    chatting = {"allOf": [chat_options, chat]}
+    """`with_keys`: requests of tenants and operators need a key."""
+    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, Heartbeat)
+    document = ApiDocument("prfaas gateway", kinds, ErrorBody, _REASONS)
+    ref, add = document.ref, document.add
+    prompt = {"anyOf": [ref(Prompt), ref(_ListedPrompt)]}
+    completion = {"allOf": [ref(CompletionOptions), prompt]}
+    chat = {"allOf": [ref(ChatOptions), ref(Chat)]}
     answer = {
         "type": "object",
-        "properties": {"id": {"type": "string"}, "choices": {"type": "array"}, "usage": usage},
+        "properties": {
+            "id": {"type": "string"},
+            "choices": {"type": "array"},
+            "usage": ref(Usage),
+        },
         "required": ["choices"],
     }
-    anything = {"type": "object"}
-
-    def operation(
-        summary: str,
-        errors: tuple[str, ...] = (),
-        body: dict[str, Any] | None = None,
-        **answers: dict[str, Any],
-    ) -> dict[str, Any]:
-        failed = {_JSON: {"schema": error}}
-        described: dict[str, Any] = {
-            "summary": summary,
-            "responses": {"200": {"description": "Success.", "content": answers["content"]}}
-            | {code: {"description": _REASONS[code], "content": failed} for code in errors},
-        }
-        if body is not None:
-            described["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
-        return described
-
-    def json(schema: dict[str, Any]) -> dict[str, Any]:
-        return {_JSON: {"schema": schema}}
-
-    generated = {**json(answer), _EVENTS: {"schema": {"type": "string"}}}
-    every = tuple(_REASONS)
-    keyed = ("401",) if with_keys else ()
-    operators = ("401", "403") if with_keys else ()
-    paths = {
-        "/v1/completions": {
-            "post": operation("Complete a prompt.", every, completion, content=generated)
+    card = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "model"},
+            "created": {"type": "integer"},
+            "owned_by": {"type": "string"},
+            "max_model_len": {"type": "integer"},
         },
-        "/v1/chat/completions": {
-            "post": operation("Continue a conversation.", every, chatting, content=generated)
-        },
-        "/v1/models": {
-            "get": operation("List the model that is served.", keyed, content=json(anything))
-        },
-        "/v1/models/{model}": {
-            "parameters": [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-            ],
-            "get": operation("Describe one model.", (*keyed, "404"), content=json(anything)),
-        },
-        "/health": {"get": operation("Liveness of the gateway.", content=json(anything))},
-        "/metrics": {
-            "get": operation(
-                "Prometheus metrics. Needs the operator key.",
-                operators,
-                content={_TEXT: {"schema": {"type": "string"}}},
-            )
-        },
-        "/openapi.json": {"get": operation("This document.", content=json(anything))},
-        "/prfaas/v1/state": {
-            "get": operation(
-                "State of clusters, nodes, roles, queues and links. Needs the operator key.",
-                operators,
-                content=json(anything),
-            )
-        },
-        "/prfaas/v1/plan": {
-            "get": operation(
-                "The current plan. Needs the operator key.", operators, content=json(anything)
-            )
-        },
-        "/prfaas/v1/explain": {
-            "post": operation(
-                "Explain where this request of ?tenant= would be routed now. Needs the operator "
-                "key.",
-                every,
-                {"anyOf": [completion, chatting]},
-                content=json(anything),
-            )
-        },
-        "/prfaas/v1/register": {
-            "post": operation(
-                "Heartbeat of a kvd. Needs the member key.",
-                every,
-                heartbeat,
-                content=json(anything),
-            )
-        },
+        "required": ["id", "object", "created", "owned_by", "max_model_len"],
     }
-    document: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "prfaas gateway", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": components},
+    cards = {
+        "type": "object",
+        "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": card}},
+        "required": ["object", "data"],
     }
-    if with_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return msgspec.json.encode(document)
+    generated: Content = {JSON: answer, EVENTS: EVENT}
+    keyed = (401,) if with_keys else ()
+    operators = (401, 403) if with_keys else ()
+    failures = (*keyed, *_READING, 404, 429, 500, 502)
+    for path, summary, body in (
+        ("/v1/completions", "Complete a prompt.", completion),
+        ("/v1/chat/completions", "Continue a conversation.", chat),
+    ):
+        add("post", path, summary, generated, body=body, errors=failures)
+    add("get", "/v1/models", "List the model that is served.", {JSON: cards}, errors=keyed)
+    add(
+        "get",
+        "/v1/models/{model}",
+        "Describe one model.",
+        {JSON: card},
+        errors=(*keyed, 404),
+        parameters=[parameter("model", {"type": "string", "minLength": 1}, where="path")],
+    )
+    for path, summary, content in (
+        ("/metrics", "Prometheus metrics.", {TEXT: {"type": "string"}}),
+        ("/prfaas/v1/state", "State of clusters, nodes, roles, queues and links.", {JSON: OBJECT}),
+        ("/prfaas/v1/plan", "The current plan.", {JSON: OBJECT}),
+    ):
+        add("get", path, f"{summary} Needs the operator key.", content, errors=operators)
+    add(
+        "post",
+        "/prfaas/v1/explain",
+        "Explain where this request of ?tenant= would be routed now. Needs the operator key.",
+        {JSON: OBJECT},
+        body={"anyOf": [completion, chat]},
+        errors=(*operators, *_READING, 404, 500),
+        parameters=[parameter("tenant", {"type": "string"})],
+    )
+    add(
+        "post",
+        "/prfaas/v1/register",
+        "Heartbeat of a kvd. Needs the member key.",
+        {JSON: OBJECT},
+        body=ref(Heartbeat),
+        errors=(401, 403, *_READING, 500, 502),
+    )
+    document.add_common(health={JSON: OBJECT})
+    return document.encode(with_keys=with_keys, open_paths=OPEN_PATHS)

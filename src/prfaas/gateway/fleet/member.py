@@ -63,16 +63,21 @@ class Contact:
         """How long it has not answered, less the time in which the gateway could not read."""
         if not self.is_known:
             return math.inf
-        # Where no question was sent since the latest answer, the next poll is due after its
-        # interval: a member whose polls have stopped is not taken for alive.
-        since_s = self._asked_s
-        if since_s <= self.heard_s:
-            since_s = self.heard_s + self._timeouts.node_poll_s
+        since_s = self._since_s()
         return max(0.0, now_s - since_s - self._late_since(since_s))
 
     def is_silent(self, now_s: float) -> bool:
-        silence_s = self.silence_s(now_s)
-        return silence_s > self._timeouts.silent_s and silence_s > self._late_limit_s(now_s)
+        limit_s = self._timeouts.silent_s
+        if now_s - self._since_s() <= limit_s:
+            return False  # the usual case, many times a second for each member
+        return self.silence_s(now_s) > max(limit_s, self._late_limit_s(now_s))
+
+    def _since_s(self) -> float:
+        """When it was asked. Where no question was sent since the latest answer, the next poll is
+        due after its interval: a member whose polls have stopped is not taken for alive."""
+        if self._asked_s > self.heard_s:
+            return self._asked_s
+        return self.heard_s + self._timeouts.node_poll_s
 
     def _late_limit_s(self, now_s: float) -> float:
         age_s = now_s - self._remembered_from_s

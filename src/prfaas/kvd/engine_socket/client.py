@@ -103,6 +103,11 @@ class KvdClient:
         """The kvd's answer to the registration: its name, addresses and arena."""
         return self._connection.registered
 
+    @property
+    def connected(self) -> bool:
+        """Whether the kvd is there. After it has exited, the client connects again."""
+        return not self._connection.gone
+
     def begin(
         self,
         hashes: Sequence[bytes],

@@ -67,6 +67,11 @@ class IncomingTransfers:
         self._attached: dict[int, TransferId] = {}  # by lease
         # Ids that were aborted before they were opened, and when; oldest first.
         self._aborted: OrderedDict[TransferId, float] = OrderedDict()
+        self._refusal: NotNow | None = None
+
+    def refuse_new(self, refusal: NotNow) -> None:
+        """From now on nothing is granted. What has been granted goes on."""
+        self._refusal = refusal
 
     def differences(self, compat: Compat) -> tuple[str, ...]:
         """The fields in which the state of such an engine differs from the state kept here."""
@@ -78,6 +83,8 @@ class IncomingTransfers:
         read back what the transfer may skip."""
         if (grant := self._granted_before(request)) is not None:
             return grant
+        if self._refusal is not None:
+            return self._refusal
         wanted = _checkpoints(request)
         async with self._store.prepared(request.hashes, request.handoff_tokens, wanted):
             return self.open(request)
@@ -91,6 +98,8 @@ class IncomingTransfers:
         transfer with this id has ended, perhaps before it was opened."""
         if (grant := self._granted_before(request)) is not None:
             return grant
+        if self._refusal is not None:
+            return self._refusal
         storage = self._store.storage
         if storage is None:
             return NO_ENGINE

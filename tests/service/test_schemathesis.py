@@ -1,0 +1,121 @@
+"""Generated requests against running services: no response is a server error or violates the
+published document, and none takes long.
+
+`python -m tests.service.test_schemathesis EXAMPLES` runs the same with more examples per operation.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prfaas.contracts.readiness import GatewayReady
+from prfaas.engine.checkpoint.tokenizer import save_tokenizer
+from tests.gateway.backends import deployment, node, written
+from tests.node.hosts import Host, Process, call
+from tests.waiting import wait_until
+
+SERVICES = ("gateway", "node", "kvd")
+MAX_TOKENS = 8192
+EXAMPLES = 10  # of an operation, besides those for each limit in the document
+SEED = 1
+ANSWER_S = 30.0  # only a hang takes so long
+RUN_S = 250.0
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",  # what violates the document is refused
+    "unsupported_method",
+    "allow_header_conformance",
+    "ignored_auth",
+)
+
+
+@contextmanager
+def running_services(folder: Path) -> Iterator[dict[str, str]]:
+    """URLs of a gateway, of one of its three emulated nodes, and of that node's kvd."""
+    save_tokenizer(folder, max_tokens=MAX_TOKENS)
+    options = (
+        *("--engine", "emulated", "--model", "case-study-1t"),
+        *("--set", "node.emulated.byte_scale=1e-4", "--set", "node.emulated.time_scale=1e-3"),
+        *("--set", f"node.tokenizer={folder}"),
+    )
+
+    def host(name: str, accelerator: str) -> Host:
+        kvd_options = ("--node", name, "--memory", "64MiB")
+        return Host(folder / name, (*options, "--accelerator", accelerator), kvd_options)
+
+    with ExitStack() as stack:
+        home, far = [host("home0", "h20"), host("home1", "h20")], [host("far0", "h200")]
+        for one in (*home, *far):
+            stack.callback(one.close)
+        nodes = deployment([node(h) for h in home], [node(h) for h in far])
+        raw = msgspec.to_builtins(nodes)
+        raw["model"]["max_tokens"] = MAX_TOKENS
+        raw["gateway"] = {"port": 0, "tokenizer": str(folder)}
+        gateway = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
+        stack.callback(gateway.kill)
+        url = gateway.ready(GatewayReady).http
+        wait_until(lambda: call("GET", f"{url}/ready")[0] == 200)
+        yield {"gateway": url, "node": home[0].url, "kvd": home[0].kvd_url}
+
+
+def schemathesis(url: str, examples: int, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{url}/openapi.json"),
+        *("--phases", "examples,coverage,fuzzing", "--checks", ",".join(CHECKS)),
+        *("--request-timeout", str(ANSWER_S), "--max-examples", str(examples)),
+        *("--suppress-health-check", "all", "--warnings", "off"),
+        *("--continue-on-failure", "--no-shrink"),
+        *more,
+    ]
+    # In a folder of its own: schemathesis writes files beside it.
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            timeout=RUN_S if examples == EXAMPLES else None,
+        )
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with running_services(tmp_path_factory.mktemp("services")) as urls:
+        yield urls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", SERVICES)
+def test_generated_requests_find_no_fault(services: dict[str, str], service: str) -> None:
+    done = schemathesis(services[service], EXAMPLES, "--generation-deterministic")
+    assert done.returncode == 0, done.stdout
+    assert "No test cases" not in done.stdout
+
+
+def main() -> None:
+    examples = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder, running_services(Path(folder)) as urls:
+        codes = []
+        for service in SERVICES:
+            seed = ("--seed", str(SEED), "--generation-database", "none")
+            done = schemathesis(urls[service], examples, *seed)
+            codes.append(done.returncode)
+            sys.stdout.write(done.stdout)
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()
