@@ -7,7 +7,7 @@
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
 #                  and over sockets (FRAMES=1000000 MESSAGES=1000000 SOCKET_MESSAGES=20000)
-# make soak        traffic with a fault every 10 s (MINUTES=30)
+# make soak        traffic with a fault every 10 s (MINUTES=30, SOAK='--no-faults --hostile')
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
 # make format      rewrite the code with ruff
@@ -84,8 +84,9 @@ test-long:
 	$(MAKE) soak
 
 MINUTES ?= 30
+SOAK ?=
 soak: setup
-	$(BIN)/prfaas soak --minutes $(MINUTES)
+	$(BIN)/prfaas soak --minutes $(MINUTES) $(SOAK)
 
 agree: setup
 	$(BIN)/prfaas bench agree

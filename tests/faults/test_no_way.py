@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from prfaas.faults.clients import Clients
+from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body
 from prfaas.faults.resource_usage import wait_until_idle
@@ -29,7 +30,7 @@ async def told(
     deployment: FaultDeployment, gateway: int, question: Question, *, stream: bool
 ) -> Told:
     target = deployment.targets[gateway]
-    async with deployment.load_session.post(
+    async with deployment.access.tenants[ORDINARY_TENANTS[0]].post(
         f"{target.url}/v1/completions",
         data=body(target.model, question, stream=stream, salt=f"no way {gateway} {stream}"),
         headers={"Content-Type": "application/json"},

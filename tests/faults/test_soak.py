@@ -2,8 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
 from prfaas.faults.growth import Growth
-from prfaas.faults.soak import SoakReport
+from prfaas.faults.soak import Soak, SoakOptions, SoakReport, Ttft
+from tests.benches import bench
+from tests.complaints import check_output
+from tests.faults.conftest import FaultSetup
 
 FLAT = Growth(600.0, (100 << 20, 101 << 20))
 WELL = SoakReport(
@@ -37,3 +43,56 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
         replace(WELL, faults={}),
     ):
         assert not unwell.ok
+
+
+CALM = replace(WELL, verdicts={"right": 8, "left": 2}, faults={}, with_faults=False)
+SEEN = ActorsReport(600.0, 0.2, {"tenant: x": DeedCounts(1, {"HTTP 400": 1})}, [])
+
+
+def test_without_faults_every_request_must_be_answered() -> None:
+    assert CALM.ok
+    for lost in ("refused", "broken", "lost"):
+        unwell = replace(CALM, verdicts={"right": 9, lost: 1})
+        assert unwell.problems == ["requests are lost"]
+
+
+def test_a_soak_with_actors_is_well_when_services_refuse_them_in_time() -> None:
+    assert replace(CALM, actors=SEEN).ok
+    for deeds in (DeedCounts(1, {"HTTP 500": 1}), DeedCounts(1, {"neither": 1}, overdue=1)):
+        seen = ActorsReport(600.0, 0.2, {"tenant: x": deeds}, [])
+        assert not replace(CALM, actors=seen).ok
+    assert not replace(CALM, actors=ActorsReport(600.0, 0.5, {}, [])).ok
+    assert not replace(CALM, actors=ActorsReport(600.0, 0.2, {}, ["a defect"])).ok
+
+
+def test_ttft_quantiles() -> None:
+    assert Ttft.of([]) is None
+    assert Ttft.of([float(n) for n in range(101)]) == Ttft(101, 50.0, 90.0, 99.0)
+
+
+def test_the_benchmark_compares_the_soak_beside_actors_with_the_one_without() -> None:
+    ratio = bench("hostile_soak").ratio_of_p90
+    without = replace(CALM, ttft=Ttft(10, 0.5, 1.0, 2.0))
+    assert ratio(without, replace(CALM, ttft=Ttft(10, 0.5, 1.25, 9.0))) == 1.25
+    assert ratio(without, CALM) is None, "no answer is not a good answer"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hostile_actors_do_not_harm_ordinary_tenants(emulated_setup: FaultSetup) -> None:
+    """A soak of twenty seconds: every answer is right, and every attack is refused or served in
+    time. How much later first tokens come is measured by bench/hostile_soak.py."""
+    deployment, campaign = emulated_setup.deployment, emulated_setup.campaign
+    options = SoakOptions(seconds=20.0, faults=False, actors=ACTORS, conversations=4)
+    report = emulated_setup.run(Soak(deployment, campaign.lengths, options, print).run())
+    assert report.problems == [], report
+    assert report.requests and report.ttft is not None and report.actors is not None
+    # The actors did what they are for: otherwise nothing is proved.
+    seen = report.actors
+    assert "HTTP 200" in seen.answers("member: heartbeats"), "fake kvds have registered"
+    assert "granted" in seen.answers("peer: grant abandoned")
+    assert "closed" in seen.answers("peer: data, no grant")
+    assert "HTTP 404" in seen.answers("tenant: short requests")
+    logs = "\n".join(path.read_text() for path in emulated_setup.folder.glob("*.log"))
+    assert "Traceback" not in logs and "internal_error" not in logs
+    check_output(logs)

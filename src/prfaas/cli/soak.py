@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -14,6 +13,7 @@ import uvloop
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
+from prfaas.faults.actors.situation import ACTORS, ActorName
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport
@@ -35,6 +35,26 @@ _OPTIONS = SoakOptions()
     default="emulated",
     show_default=True,
     help="Engine of the nodes: emulated accelerators, or hf with a tiny real model.",
+)
+@click.option(
+    "--faults/--no-faults",
+    default=_OPTIONS.faults,
+    show_default=True,
+    help="Whether faults strike.",
+)
+@click.option(
+    "--hostile/--no-hostile",
+    default=False,
+    show_default=True,
+    help="Whether a hostile tenant, member and peer kvd run beside the ordinary tenants, in one "
+    "process with at most a quarter of a core.",
+)
+@click.option(
+    "--actor",
+    "actors",
+    type=click.Choice(ACTORS),
+    multiple=True,
+    help="Hostile actor that runs with --hostile; may be given several times.  [default: all]",
 )
 @click.option(
     "--fault-every-s",
@@ -64,6 +84,9 @@ _OPTIONS = SoakOptions()
 def soak(
     minutes: float,
     engine: FaultEngine,
+    faults: bool,
+    hostile: bool,
+    actors: tuple[ActorName, ...],
     fault_every_s: float,
     seed: int,
     file: Path,
@@ -76,6 +99,11 @@ def soak(
     and disks are full; wall clocks jump. The deployment: one PrfaaS node, one prefill node, two
     decode nodes, two gateways.
 
+    Three tenants send the traffic. With --hostile, a fourth tenant, fake kvds with a stolen member
+    key and a peer kvd attack the gateways and the kvds meanwhile (docs/faults.md). Compare the
+    report's `ttft` with that of a soak without them, both with --no-faults: random faults would
+    hide the difference.
+
     Prints a report as JSON. The exit code is 0 when every request is accounted for, no token
     differs from the answer of a single node, memory and sockets do not grow, and the pool of every
     kvd is consistent.
@@ -83,6 +111,7 @@ def soak(
     \b
       prfaas soak --minutes 3
       prfaas soak --minutes 30 --engine hf --out soak.json
+      prfaas soak --minutes 15 --no-faults --hostile
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +121,13 @@ def soak(
     def say(what: str) -> None:
         click.echo(f"[{clock.now() - began_s:6.1f} s] {what}", err=True)
 
-    options = SoakOptions(seconds=60 * minutes, fault_every_s=fault_every_s, seed=seed)
+    options = SoakOptions(
+        seconds=60 * minutes,
+        fault_every_s=fault_every_s,
+        seed=seed,
+        faults=faults,
+        actors=(actors or ACTORS) if hostile else (),
+    )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
 
     async def run() -> SoakReport:
@@ -106,7 +141,13 @@ def soak(
             report = runner.run(run())
         except ChildDied as error:
             raise click.ClickException(str(error)) from None
-    shown = {"ok": report.ok, "engine": engine, "seed": seed, **asdict(report)}
+    shown = {
+        "ok": report.ok,
+        "problems": report.problems,
+        "engine": engine,
+        "seed": seed,
+        **msgspec.to_builtins(report),
+    }
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(shown)) + b"\n")
     print_json(shown)

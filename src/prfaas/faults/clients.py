@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
+from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body, judge
 from prfaas.measure.client import TimedResponse
@@ -25,6 +26,13 @@ class ClientResult:
     gateway: str  # of the last attempt
     verdict: Verdict
     answer: TimedResponse
+    asked_s: float  # when the client sent its first attempt
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the first attempt to the first token; None without a token."""
+        times_s = self.answer.event_times_s
+        return times_s[0] - self.asked_s if times_s else None
 
     def __str__(self) -> str:
         seen = f"{len(self.answer.token_ids)} tokens, {self.answer.error or 'no error'}"
@@ -42,14 +50,16 @@ class Clients:
         question: Question,
         *,
         gateway: int = 0,
+        tenant: str = ORDINARY_TENANTS[0],
         stream: bool = True,
         salt: str = "",
         leaves_after_s: float | None = None,
     ) -> ClientResult:
         deployment, request_id = self._deployment, f"{self._name}-{next(self._numbers)}"
+        asked_s = deployment.clock.now()
         for attempt in range(ATTEMPTS):
             number = (gateway + attempt) % len(GATEWAYS)
-            target, name = deployment.targets[number], GATEWAYS[number]
+            target, name = deployment.targets_of[tenant][number], GATEWAYS[number]
             killed = deployment.killed[name]
             sent = body(target.model, question, stream=stream, salt=salt)
             named = f"{request_id}.{attempt}"
@@ -59,4 +69,4 @@ class Clients:
             lost = verdict is Verdict.LOST and not answer.token_ids
             if not (lost or answer.error == _UNREACHED):
                 break
-        return ClientResult(named, name, verdict, answer)
+        return ClientResult(named, name, verdict, answer, asked_s)

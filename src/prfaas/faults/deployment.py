@@ -1,16 +1,19 @@
 """A deployment of real processes for fault injection: two gateways, hosts in two clusters, a WAN.
 
-Every process can be killed, frozen, and restarted at its old address. The restart stands for a
-service manager; the deployment must recover from everything else without help. This module does not
-know the catalogue of faults or the requests of the clients.
+It has the keys of a real deployment: of tenants, of the operator and of the members. Every process
+can be killed, frozen, and restarted at its old address. The restart stands for a service manager;
+the deployment must recover from everything else without help. This module does not know the
+catalogue of faults or the requests of the clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +26,7 @@ from prfaas.config import Deployment
 from prfaas.config.write import deployment_toml
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.errors import PeerError, PeerHttpError
+from prfaas.faults.credentials import ORDINARY_TENANTS, Credentials
 from prfaas.faults.wall_clock import WallClock
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
@@ -31,6 +35,7 @@ from prfaas.launch.commands import EngineSpec, Host
 from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import CONNECT_S, Target
+from prfaas.security.shared_key import SharedKey, bearer
 
 GATEWAYS = ("gateway-0", "gateway-1")  # only the first one makes plans
 LOOK_S = 0.05  # between two polls
@@ -41,6 +46,17 @@ _ONE_REQUEST = {"Connection": "close"}
 REQUEST_S = 180.0  # longer than a gateway's queueing limit and the answer together
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """HTTP clients of a deployment, each with its own key."""
+
+    credentials: Credentials
+    operator: HttpClient
+    member: HttpClient
+    nodes: aiohttp.ClientSession  # with the member key
+    tenants: Mapping[str, aiohttp.ClientSession]
+
+
 class FaultDeployment:
     """Running processes by name, their state, and the means to kill and restart them."""
 
@@ -49,21 +65,23 @@ class FaultDeployment:
         hosts: RunningHosts,
         commands_of: dict[str, Command[Any]],
         urls: Sequence[str],
-        http: HttpClient,
-        load_session: aiohttp.ClientSession,
+        access: Access,
         outcomes: RequestOutcomes,
         wall_clock: WallClock,
     ) -> None:
         self.wall_clock = wall_clock
         self.deployment = hosts.deployment
         self.outcomes = outcomes
-        self.load_session = load_session
+        self.access = access
         self.clock = MonotonicClock()
         model = hosts.deployment.model.name
-        self.targets = [Target(load_session, url, self.clock, model) for url in urls]
+        self.targets_of = {
+            tenant: [Target(session, url, self.clock, model) for url in urls]
+            for tenant, session in access.tenants.items()
+        }
+        self.targets = self.targets_of[ORDINARY_TENANTS[0]]
         self.killed: Counter[str] = Counter()
-        self._http = http
-        self._hosts = hosts
+        self.hosts = hosts
         self._commands = commands_of
         self._children = hosts.children
         (self._wan,) = (way.name for way in commands.relayed_links(hosts.deployment))
@@ -94,8 +112,8 @@ class FaultDeployment:
 
     def node(self, name: str) -> Target:
         """The engine of a node, for requests without a gateway."""
-        url = self._hosts.engine_urls[name]
-        return Target(self.load_session, url, self.clock, self.deployment.model.name)
+        url = self.hosts.engine_urls[name]
+        return Target(self.access.nodes, url, self.clock, self.deployment.model.name)
 
     # State ----------------------------------------------------------------------------------------
 
@@ -110,15 +128,15 @@ class FaultDeployment:
         return (await self._call("GET", url)).decode()
 
     async def _call(self, method: str, url: str, body: bytes = b"") -> bytes:
+        at_gateway = any(url.startswith(f"{one.url}/") for one in self.targets)
+        http = self.access.operator if at_gateway else self.access.member
         try:
-            return await self._http.request(
-                method, url, timeout_s=ASK_S, body=body, headers=_ONE_REQUEST
-            )
+            return await http.request(method, url, timeout_s=ASK_S, body=body, headers=_ONE_REQUEST)
         except PeerHttpError as error:
             raise PeerError(f"{url}: HTTP {error.status}: {error}") from None
 
     def kvd_url(self, name: str) -> str:
-        return self._hosts.kvds[name].http
+        return self.hosts.kvds[name].http
 
     async def stats(self, name: str, *, check: bool = False) -> Any:
         """A kvd's report. With `check` the kvd verifies its pool's invariants first."""
@@ -185,15 +203,16 @@ async def launched_fault_deployment(
     `ChildDied`."""
     outcomes = RequestOutcomes()
     wall_clock = WallClock(folder / "wall")
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S)
+    keys = folder / "keys"
+    keys.mkdir(mode=0o700)
+    credentials = Credentials.create(keys)
+    deployment = credentials.with_keys(deployment)
+    engines = replace(engines, options=[*engines.options, *credentials.member_options])
     async with (
         launched_hosts(
             deployment, engines, folder, prefix, say=say, environment=wall_clock.environment
         ) as hosts,
-        open_client() as http,
-        aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
-        ) as load_session,
+        _opened_access(credentials) as access,
     ):
         running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
         restarts: dict[str, Command[Any]] = {}
@@ -204,7 +223,7 @@ async def launched_fault_deployment(
         def gateway(name: str, port: int) -> Command[GatewayReady]:
             options = ["--port", str(port)]
             return commands.gateway_command(
-                folder / f"{name}.toml", options, outcomes.read_line, name=name
+                folder / f"{name}.toml", options, partial(_read_line, outcomes), name=name
             )
 
         for name in GATEWAYS:
@@ -215,11 +234,39 @@ async def launched_fault_deployment(
         urls = {name: ready.http for name, ready in started.items()}
         for name, url in urls.items():
             restarts[name] = gateway(name, urlsplit(url).port or 0)
-        served = FaultDeployment(
-            hosts, restarts, list(urls.values()), http, load_session, outcomes, wall_clock
-        )
+        served = FaultDeployment(hosts, restarts, list(urls.values()), access, outcomes, wall_clock)
         await served.until(served.in_use)
         yield served
+
+
+def _read_line(outcomes: RequestOutcomes, line: str) -> None:
+    """Ignores requests whose client gave no id. Clients of this package give one; a hostile tenant
+    sends so many requests that its lines would displace those of others."""
+    if '{"id":"req-' not in line:
+        outcomes.read_line(line)
+
+
+@asynccontextmanager
+async def _opened_access(credentials: Credentials) -> AsyncIterator[Access]:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S)
+    async with AsyncExitStack() as stack:
+
+        async def session(key: str) -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            return await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=timeout, connector=connector, headers=bearer(key))
+            )
+
+        async def client(key: str) -> HttpClient:
+            return await stack.enter_async_context(open_client(SharedKey([key])))
+
+        yield Access(
+            credentials,
+            await client(credentials.operator),
+            await client(credentials.member),
+            await session(credentials.member),
+            {name: await session(key) for name, key in credentials.tenants.items()},
+        )
 
 
 def _restart_commands(

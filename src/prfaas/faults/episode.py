@@ -52,7 +52,7 @@ class Campaign:
     def __init__(self, deployment: FaultDeployment, lengths: Lengths, each: int) -> None:
         """`each`: number of long, and of short, requests in flight when a fault strikes."""
         self._deployment = deployment
-        self._lengths = lengths
+        self.lengths = lengths
         self._each = each
         self._known: dict[tuple[int, int], list[Question]] = {}
         self._shortest: Question | None = None
@@ -61,7 +61,7 @@ class Campaign:
     async def questions(self, output_tokens: int) -> list[Question]:
         """Questions, half of them long, with the answers of a single node."""
         found = []
-        for length in (self._lengths.long, self._lengths.short):
+        for length in (self.lengths.long, self.lengths.short):
             key = (length, output_tokens)
             if key not in self._known:
                 single_node = self._deployment.node((await self._deployment.with_role("decode"))[0])

@@ -28,6 +28,7 @@ FaultEngine: TypeAlias = Literal["hf", "emulated"]
 SCALES = Scales(time=0.1, bytes=0.002, output=0.02)
 EMULATED = Lengths(short=1_000, long=100_000)
 HF = Lengths(short=100, long=2_500)
+MAX_TOKENS = 131_072  # context length: a hostile tenant sends prompts of this length
 MEMORY = "64MiB"  # of each kvd: small enough to fill, larger than the transfers in flight
 SSD_SIZE = "64MiB"
 
@@ -58,8 +59,10 @@ def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:
         policy="paper",  # only the length of a prompt decides where it is prefilled
         threshold_tokens=round((lengths.short * lengths.long) ** 0.5),
     )
+    model = deployment.model
     return msgspec.structs.replace(
         deployment,
+        model=msgspec.structs.replace(model, max_tokens=min(model.max_tokens, MAX_TOKENS)),
         clusters=[
             msgspec.structs.replace(far, gpus=far.gpus_per_instance),
             msgspec.structs.replace(near, gpus=3 * near.gpus_per_instance, prefill=1, decode=2),

@@ -1,8 +1,9 @@
 """A soak: mixed traffic for a long time while a fault strikes every few seconds.
 
-Clients hold conversations with known answers through both gateways: prompts of all lengths,
-streamed or not, and some clients hang up. At the end every request must be accounted for, and no
-process may have grown.
+Clients of three tenants hold conversations with known answers through both gateways: prompts of all
+lengths, streamed or not, and some clients hang up. At the end every request must be accounted for,
+and no process may have grown. Hostile actors may run beside the ordinary tenants (`actors`): they
+must not be able to harm them.
 """
 
 from __future__ import annotations
@@ -10,30 +11,38 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+import numpy as np
+
+from prfaas.errors import PeerError
+from prfaas.faults.actors.situation import ActorName, ActorsReport
+from prfaas.faults.actors_process import ActorsProcess, running_actors
 from prfaas.faults.catalogue import FAULTS, Fault, Part, strike_when_possible
 from prfaas.faults.clients import ClientResult, Clients
+from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import GATEWAYS, FaultDeployment
 from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, growing_processes
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
+from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
 
 TURNS = 3
-CONVERSATIONS = 12
 OUTPUT_TOKENS = (4, 8, 24)  # the longest answers stream for seconds
 MOMENT_S = 5.0  # a fault is skipped when no process is in the right state within this
 SAMPLE_S = 5.0  # between two samples of memory
 STORY_S = 20.0  # limit of the wait for a gateway's log line about a request that has ended
 LEAVES_S = 2.0  # a client that hangs up does so within this
 REST_S = 60.0  # idle connections close within this; clients close theirs after 30 s
+MOST_CPU_SHARE = 0.3  # of a core for the hostile actors, whose limit is 0.25
+_UNHARMED = frozenset({str(Verdict.RIGHT), str(Verdict.LEFT)})
 REST_SOCKETS = 8  # allowed excess at rest over the start: polls open a few at any moment
 
 
@@ -46,6 +55,9 @@ class SoakOptions:
     leaving: float = 0.1  # share of requests whose client hangs up
     shared: float = 0.3  # share of conversations that share their salt, so that they find caches
     seed: int = 0
+    faults: bool = True
+    actors: Sequence[ActorName] = ()  # hostile actors that run beside the ordinary tenants
+    conversations: int = 12  # different ones; a single node computes their answers first
 
 
 @dataclass(slots=True)
@@ -61,6 +73,24 @@ class SoakCounts:
     unmended: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    ttfts_s: list[float] = field(default_factory=list)  # of streamed answers
+
+
+@dataclass(frozen=True, slots=True)
+class Ttft:
+    """Time to first token of streamed answers to ordinary tenants, as clients saw it."""
+
+    answers: int
+    p50_s: float
+    p90_s: float
+    p99_s: float
+
+    @staticmethod
+    def of(values_s: Sequence[float]) -> Ttft | None:
+        if not values_s:
+            return None
+        p50, p90, p99 = (round(float(q), 4) for q in np.quantile(values_s, (0.5, 0.9, 0.99)))
+        return Ttft(len(values_s), p50, p90, p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +110,38 @@ class SoakReport:
     short_lived: list[str]  # processes that never ran long enough to be judged
     sockets: dict[str, tuple[int, int]]  # of each process at rest, before and after the traffic
     checked: list[str]  # kvds whose pools are consistent and hold no lease
+    with_faults: bool = True
+    ttft: Ttft | None = None
+    actors: ActorsReport | None = None  # of a soak with hostile actors
 
     @property
     def ok(self) -> bool:
-        accounted = sum(self.verdicts.values()) == self.requests
-        leaks = any(now - then > REST_SOCKETS for then, now in self.sockets.values())
-        failed = self.wrong or self.untold or self.unmended or self.grown or leaks
-        return accounted and bool(self.faults) and not failed
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the soak has failed; empty: it has not."""
+        found = {
+            "requests are not accounted for": sum(self.verdicts.values()) != self.requests,
+            "answers are wrong": self.wrong,
+            "gateways have not logged the end of requests": self.untold,
+            "faults are not mended": self.unmended,
+            "processes grow": self.grown,
+            "sockets are left": [
+                name for name, (then, now) in self.sockets.items() if now - then > REST_SOCKETS
+            ],
+            "no fault has struck": self.with_faults and not self.faults,
+            # Without faults, nothing excuses a request that was not answered.
+            "requests are lost": not self.with_faults and self.verdicts.keys() - _UNHARMED,
+        }
+        if self.actors is not None:
+            found |= {
+                "connections of hostile actors stay open": self.actors.overdue,
+                "services met what they do not handle": self.actors.internal_errors,
+                "the actors failed": self.actors.failures,
+                "the actors took more than their share": self.actors.cpu_share > MOST_CPU_SHARE,
+            }
+        return [what for what, is_so in found.items() if is_so]
 
 
 class Soak:
@@ -101,7 +156,8 @@ class Soak:
         self._lengths = lengths
         self._options = options
         self._say = say
-        self._random = random.Random(options.seed)
+        self._random = random.Random(options.seed)  # of the traffic: the same with other faults
+        self._fault_draw = random.Random(f"{options.seed} faults")
         self._numbers = count()
         self._clients = Clients(deployment, "soak")
         self._counts = SoakCounts()
@@ -114,14 +170,29 @@ class Soak:
         conversations = await self._conversations()
         await wait_until_idle(deployment)
         before = measure_usage(deployment.processes)
-        began_s = deployment.clock.now()
-        until_s = began_s + options.seconds
-        self._say(f"{options.seconds:.0f} s of traffic, a fault every {options.fault_every_s:g} s")
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._traffic(conversations, until_s))
-            group.create_task(self._faults(until_s))
-            group.create_task(self._watch(until_s))
-        seconds = deployment.clock.now() - began_s
+        async with AsyncExitStack() as stack:
+            actors: ActorsProcess | None = None
+            if options.actors:
+                self._say("hostile actors")
+                running = running_actors(
+                    deployment,
+                    attached_prefix(),
+                    options.actors,
+                    seed=options.seed,
+                    with_faults=options.faults,
+                )
+                actors = await stack.enter_async_context(running)
+            began_s = deployment.clock.now()
+            until_s = began_s + options.seconds
+            every = f"a fault every {options.fault_every_s:g} s" if options.faults else "no faults"
+            self._say(f"{options.seconds:.0f} s of traffic, {every}")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._traffic(conversations, until_s))
+                if options.faults:
+                    group.create_task(self._faults(until_s))
+                group.create_task(self._watch(until_s))
+            seconds = deployment.clock.now() - began_s
+            seen = await self._seen(actors)
         self._say("waiting until every gateway and kvd is idle")
         counts = self._counts
         checked = []
@@ -149,7 +220,20 @@ class Soak:
             [name for name, one in growth.items() if not one.judged],
             sockets,
             checked,
+            options.faults,
+            Ttft.of(counts.ttfts_s),
+            seen,
         )
+
+    async def _seen(self, actors: ActorsProcess | None) -> ActorsReport | None:
+        """The report of the actors. They have ended then."""
+        if actors is None:
+            return None
+        try:
+            return await actors.finish()
+        except PeerError as error:
+            self._counts.unmended.append(str(error))
+            return None
 
     # Traffic --------------------------------------------------------------------------------------
 
@@ -157,7 +241,10 @@ class Soak:
         """Makes all conversations. Every prompt begins with the previous prompt and its answer."""
         single_node = self._deployment.node((await self._deployment.with_role("decode"))[0])
         return await asyncio.gather(
-            *(self._conversation(single_node, number) for number in range(CONVERSATIONS))
+            *(
+                self._conversation(single_node, number)
+                for number in range(self._options.conversations)
+            )
         )
 
     async def _conversation(self, single_node: Target, number: int) -> list[Question]:
@@ -187,15 +274,20 @@ class Soak:
         draw, options = random.Random(seed), self._options
         shared = draw.random() < options.shared
         salt = "soak" if shared else f"soak {next(self._numbers)}"
+        tenant = draw.choice(ORDINARY_TENANTS)
         for question in turns:
             leaves = draw.random() < options.leaving
+            stream = draw.random() < 0.5
             asked = await self._clients.ask(
                 question,
                 gateway=draw.randrange(len(GATEWAYS)),
-                stream=draw.random() < 0.5,
+                tenant=tenant,
+                stream=stream,
                 salt=salt,
                 leaves_after_s=draw.uniform(0.0, LEAVES_S) if leaves else None,
             )
+            if stream and not leaves and asked.ttft_s is not None:
+                self._counts.ttfts_s.append(asked.ttft_s)
             await self._count(asked)
             if asked.verdict is not Verdict.RIGHT:
                 return  # the next prompt would need this answer
@@ -231,7 +323,7 @@ class Soak:
                 # A part that is being repaired is spared, so that requests always have a way.
                 possible = [fault for fault in FAULTS if not self._mending[fault.part]]
                 if possible:
-                    fault = self._random.choice(possible)
+                    fault = self._fault_draw.choice(possible)
                     self._mending[fault.part] += 1
                     group.create_task(self._strike(fault))
 

@@ -144,6 +144,7 @@ async def serving(
             # has refused the rest of the bodies that are still arriving.
             shutdown_timeout=max(section.timeouts.drain_s / 2, SHORTEST_DRAIN_S),
         )
+        log_malformed_requests_briefly()
         await runner.setup()
         try:
             context = options.tls.public_http() if options.tls is not None else None

@@ -66,6 +66,7 @@ class EngineSpec:
     cores: Sequence[int] = (0,)  # vllm: of this machine; each engine has one of them
     device: str | None = None  # hf: None: the best that is present
     ssd_size: str | None = None  # of each kvd's SSD tier, in the deployment's folder; None: none
+    options: Sequence[str] = ()  # of every kvd and `prfaas node`, such as --member-key-file FILE
 
 
 def list_hosts(deployment: Deployment) -> list[Host]:
@@ -88,6 +89,7 @@ def kvd_command(
     arguments += ["--set", f"kvd.timeouts.drain_s={DRAIN_S:g}"]
     if at is not None:
         arguments += ["--listen", at.data, "--http", at.http.removeprefix("http://")]
+    arguments += engines.options
     return Command(f"kvd-{host.name}", arguments, partial(parse_readiness, kind=KvdReady))
 
 
@@ -117,6 +119,7 @@ def engine_command(
             keys.append(f"tokenizer={engines.tokenizer}")
     for key in keys:
         arguments += ["--set", f"node.{key}"]
+    arguments += engines.options
     return Command(
         host.name, arguments, partial(parse_readiness, kind=NodeReady), ENGINE_ENVIRONMENT
     )

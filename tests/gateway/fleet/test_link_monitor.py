@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from prfaas.testing.clock import FakeClock
-from prfaas.types import LinkStats
+from prfaas.types import ClusterId, LinkStats
 from tests.gateway.backends import FAR, HOME
 from tests.gateway.fleets import LONG, A, B, F, fleet_and_router, member_of, place, placement, step
 from tests.gateway.reports import report
@@ -26,6 +29,31 @@ async def test_a_cut_link_is_not_used_until_it_is_restored() -> None:
     send_report(2.0, 4)
     assert fleet.links.cut_for_s(link) == 0.0
     # The link has yet to show that it is clear: until then the threshold is raised.
+    assert (await place(router, placement(2 * LONG, clock)))[0] == F
+
+
+@pytest.mark.parametrize("model", ["another-model", None])
+async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
+    model: str | None,
+) -> None:
+    """Otherwise one stolen member key would make a gateway give up a link that works."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    link = (fleet.remotes[0], fleet.local)
+    false = LinkStats("b:7400", 1.0, 0, 0.0, 1 << 40, 0, waited_s=1000.0)
+    found = report("stranger", links=(false,))
+    assert found.pool is not None
+    pool = None
+    if model is not None:
+        compat = msgspec.structs.replace(found.pool.compat, model=model)
+        pool = msgspec.structs.replace(found.pool, compat=compat)
+    member = fleet.register("http://stranger:7401", ClusterId(FAR))
+    assert member is not None
+    fleet.record_report(member, msgspec.structs.replace(found, pool=pool))
+    step(fleet, router)
+    assert fleet.links.cut_for_s(link) == 0.0 and fleet.board.is_up(link)
+    clock.advance(2.0)
+    assert fleet.links.cut_for_s(link) == 0.0
     assert (await place(router, placement(2 * LONG, clock)))[0] == F
 
 

@@ -27,7 +27,7 @@ class LinkMonitor:
     def update(self) -> None:
         """Passes new link reports to the board, and logs links that were cut or restored."""
         now = self._clock.now()
-        for link_id, stats in self._reports.collect(list(self._members), now).items():
+        for link_id, stats in self._reports.collect(self._trusted(now), now).items():
             self._board.record_link_report(link_id, stats)
             if self._board.is_up(link_id):
                 if self._cut_s.pop(link_id, None) is not None:
@@ -35,6 +35,17 @@ class LinkMonitor:
             elif link_id not in self._cut_s:
                 log.warning("link %s -> %s is cut", *link_id)
                 self._cut_s[link_id] = now
+
+    def _trusted(self, now_s: float) -> list[Member]:
+        """Members of the model that usable members serve, whether their engines answer or not. A
+        kvd of another model, or without an engine, sends no KV of this deployment: what it reports
+        on links is wrong."""
+        served = {
+            m.compat.model
+            for m in self._members
+            if m.compat is not None and self._members.is_usable(m, now_s)
+        }
+        return [m for m in self._members if m.compat is not None and m.compat.model in served]
 
     def cut_for_s(self, link_id: LinkId) -> float:
         """How long the link has been cut; 0 when it is up."""
