@@ -82,12 +82,13 @@ class GatewayStatus:
         """Why no request can be served now; empty when one can be."""
         if self._router.plan is None:
             return UNPLANNED
-        board = self._fleet.board
-        nodes = [m.node for m in self._fleet.members if m.node is not None and m.node in board]
-        decodes = any(
-            board.node(node).usable and board.node(node).role == "decode" for node in nodes
-        )
-        return "" if decodes else "no node that decodes is in use"
+        view = self._fleet.board.view(self._clock.now(), {}, {})
+        nodes = [node for node in view.local.nodes if node.usable]
+        # While nodes restart, or have other KV formats, one that prefills decodes as well.
+        alone = self._fleet.members.is_restarting(view.now_s) or len(self._fleet.sets) > 1
+        if any(node.role == "decode" or alone for node in nodes):
+            return ""
+        return "no node that decodes is in use"
 
     def plan(self) -> dict[str, Any]:
         return plan_json(self._router.plan, self._clock.now())

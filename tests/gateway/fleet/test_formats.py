@@ -216,6 +216,17 @@ def test_two_gateways_choose_the_same_of_equally_many_models() -> None:
     assert found == {"A"}
 
 
+def test_registered_members_do_not_outvote_those_of_the_deployment_file() -> None:
+    subject, members = pd_members(2)
+    strangers = []
+    for number in range(5):
+        stranger = subject.register(f"http://s{number}:2", members[0].cluster, 10.0)
+        assert stranger is not None
+        strangers.append(stranger)
+    used = poll(subject, [*strangers, *members], "XXXXX11-", 10.0)
+    assert used == ["n5", "n6"]
+
+
 def test_a_removed_member_does_not_keep_its_model_in_use() -> None:
     subject, members = pd_members(2)
     new = subject.register("http://n:2", ClusterId(HOME), 5.0)

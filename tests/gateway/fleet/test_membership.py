@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
@@ -10,6 +11,7 @@ from prfaas.gateway.fleet.membership import Membership
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR, HOME, deployment
+from tests.gateway.fleet.test_formats import changed
 from tests.gateway.fleets import B, fleet_and_router, member_of
 from tests.gateway.reports import appear, report
 
@@ -118,10 +120,37 @@ def test_a_kvd_that_comes_back_at_a_new_address_takes_over_its_name_at_once(old_
     appear(fleet, back, "b", clock.now())
     fleet.refresh()
     assert fleet.members.named(B) is back and fleet.board.node(B).usable
+    again = fleet.register("http://third:2", old.cluster)
+    assert again is not None
+    fleet.record_report(again, report("b", instance="third"))
+    assert fleet.members.named(B) is back, "both answer: the first keeps the name"
     appear(fleet, old, "b", clock.now())
-    assert fleet.members.named(B) is back, "both answer again: the first is the new one now"
-    fleet.remove(old)
-    assert fleet.members.named(B) is back and fleet.board.node(B).usable
+    assert fleet.members.named(B) is old, "it is in the deployment file"
+    assert fleet.board.node(B).usable
+
+
+def test_a_name_does_not_go_to_a_kvd_that_does_not_serve_the_model() -> None:
+    fleet, _ = fleet_and_router(FakeClock())
+    old = member_of(fleet, B)
+    thief = fleet.register("http://new:2", old.cluster)
+    assert thief is not None
+    fleet.record_problem(old, "kvd", Unreachable("http://b:2: connection refused"))
+    without_engine = msgspec.structs.replace(report("b", instance="second"), pool=None)
+    for claimed in (without_engine, changed(report("b", instance="third"), model="another")):
+        fleet.record_report(thief, claimed)
+        assert fleet.members.named(B) is old
+
+
+def test_a_node_that_has_just_fallen_silent_keeps_its_place_in_the_plan() -> None:
+    fleet, _ = fleet_and_router(clock := FakeClock())
+    member = member_of(fleet, B)
+    clock.advance(TIMEOUTS.node_poll_s + TIMEOUTS.unresponsive_s + 0.1)
+    now = clock.now()
+    assert not member.is_alive(now) and B in fleet.members.expected_nodes(member.cluster, now)
+    fleet.record_engine_failure(B)
+    assert B not in fleet.members.expected_nodes(member.cluster, clock.now()), "it refuses"
+    clock.advance(TIMEOUTS.hung_s)
+    assert not fleet.members.expected_nodes(member.cluster, clock.now())
 
 
 def test_a_process_cannot_change_its_format() -> None:

@@ -82,6 +82,7 @@ class Formats:
         observed_s = min(max(0.0, now_s - self._updated_s), _MOST_OBSERVED_S)
         self._updated_s = now_s
         live = Counter(m.model for m in alive if m.model is not None)
+        listed = Counter(m.model for m in alive if m.model is not None and m.listed)
         if not live:
             self._missing_s = 0.0  # the gateway's own network may be gone
             return
@@ -90,25 +91,30 @@ class Formats:
         self._settled = self._settled or now_s >= self._first_s + self._settling_s
         if not self._settled:
             # The members of a gateway that has just started answer one after the other.
-            self._choose(live)
+            self._choose(live, listed)
             self._settled = _all_listed_answer(local, now_s)
         elif self.model in live:
             self._missing_s = 0.0
         else:
             self._missing_s += observed_s
             if self._missing_s >= self._grace_s or not self._may_return(local):
-                self._choose(live)
+                self._choose(live, listed)
 
     def _may_return(self, local: Sequence[Member]) -> bool:
         """Whether a silent member has the model. A member that drains takes no new requests, and a
         member that was removed is not expected back."""
         return any(m.model == self.model and not m.leaving for m in local)
 
-    def _choose(self, live: Counter[str]) -> None:
-        """The model of the most members. Of equals, the one in use, or else the first by name, so
-        that two gateways choose the same."""
+    def _choose(self, live: Counter[str], listed: Counter[str]) -> None:
+        """The model of the most members of the deployment file, and then of the most members that
+        have registered: those may be many, and any holder of the member key can register. Of
+        equals, the one in use, or else the first by name, so that two gateways choose the same."""
         before = self.model
-        self.model = min(live, key=lambda model: (-live[model], model != before, model))
+
+        def order(model: str) -> tuple[int, int, bool, str]:
+            return -listed[model], -live[model], model != before, model
+
+        self.model = min(live, key=order)
         self._missing_s = 0.0
         if before is not None and before != self.model:
             log.warning("the model in use has changed from %s to %s", before, self.model)

@@ -26,6 +26,18 @@ _LATE_FACTOR = 3.0
 _REMEMBERED_S = 30.0  # late answers of this time, and of the same time before
 
 
+def model_of(report: KvdReport) -> str | None:
+    """The model's name and layers; None while the kvd has no engine. Formats of one model may
+    differ in all else: a revision, a layout, a number format."""
+    if report.pool is None:
+        return None
+    layers = Counter[str]()
+    for group in report.pool.groups:
+        layers[group.kind] += len(group.layers)
+    counted = ", ".join(f"{layers[kind]} {kind}" for kind in sorted(layers))
+    return f"{report.pool.compat.model} ({counted} layers)"
+
+
 class Contact:
     """When one process was asked, and when it was last heard."""
 
@@ -121,7 +133,7 @@ class Member:
     # Why the latest poll of the kvd or of the engine failed; empty after a success.
     problems: dict[Part, str] = field(default_factory=dict)
     # The model of one report, which is described once.
-    _described: tuple[KvdReport, str] | None = field(default=None, repr=False)
+    _described: tuple[KvdReport, str | None] | None = field(default=None, repr=False)
     kvd: Contact = field(init=False)
     engine: Contact = field(init=False)
 
@@ -147,17 +159,11 @@ class Member:
 
     @property
     def model(self) -> str | None:
-        """The model's name and layers. Formats of one model may differ in all else: a revision, a
-        layout, a number format."""
         report = self.report
-        if report is None or report.pool is None:
+        if report is None:
             return None
         if self._described is None or self._described[0] is not report:
-            layers = Counter[str]()
-            for group in report.pool.groups:
-                layers[group.kind] += len(group.layers)
-            counted = ", ".join(f"{layers[kind]} {kind}" for kind in sorted(layers))
-            self._described = (report, f"{report.pool.compat.model} ({counted} layers)")
+            self._described = (report, model_of(report))
         return self._described[1]
 
     def is_kvd_alive(self, now_s: float) -> bool:
@@ -190,6 +196,18 @@ class Member:
             return False
         silence_s = now_s - self.engine_seen_s - self.late_since(self.engine_seen_s)
         return silence_s < self.timeouts.forget_s
+
+    def has_just_fallen_silent(self, now_s: float) -> bool:
+        """Whether the member was in order, and is silent for less than `hung_s`. It gets no
+        requests, but it is no reason yet to give its role to another node."""
+        return (
+            self.compat is not None
+            and not self.leaving
+            and self.kvd_seen_s > self.kvd_failed_s
+            and self.engine_seen_s > self.engine_failed_s
+            and self.is_silent(now_s)
+            and not self.has_hung(now_s)
+        )
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the kvd has been silent for so long that it is not expected back."""

@@ -15,7 +15,7 @@ from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.formats import Formats
-from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.fleet.member import Member, model_of
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
@@ -90,7 +90,8 @@ class Membership:
 
         A kvd that comes back at another address takes over its name when the old address is silent
         or refuses connections. While both answer, the first keeps the name, and the report of the
-        second is ignored. A name does not move to another cluster."""
+        second is ignored; but a member of the deployment file has its name back when it answers. A
+        name does not move to another cluster, nor to a kvd that does not serve the model."""
         member.kvd.hear(now_s)
         member.kvd_unreachable = False
         known = member.report
@@ -104,12 +105,9 @@ class Membership:
         ):
             raise MalformedResponse("malformed report: pool.compat: the process had another format")
         other = self.named(report.node)
-        if other is not None and other is not member and _has_gone(other, member, now_s):
+        if other is not None and self._may_take_over(other, member, report, now_s):
             log.warning(
-                "%s is at %s now: its kvd at %s does not answer",
-                report.node,
-                member.kvd_url,
-                other.kvd_url,
+                "%s is at %s now, and not at %s", report.node, member.kvd_url, other.kvd_url
             )
             # What runs there ends by the verdicts on the old processes (`liveness`).
             other.report, other.card, other.has_duplicate_name = None, None, True
@@ -135,6 +133,18 @@ class Membership:
         member.problems.pop("kvd", None)
         return is_new
 
+    def _may_take_over(
+        self, holder: Member, claimant: Member, report: KvdReport, now_s: float
+    ) -> bool:
+        if holder is claimant or holder.cluster != claimant.cluster:
+            return False
+        model = self.formats.model
+        if model is not None and model_of(report) != model:
+            return False
+        if holder.listed != claimant.listed and claimant.listed:
+            return True
+        return holder.kvd_unreachable or holder.kvd.is_silent(now_s)
+
     def expired(self, now_s: float) -> list[Member]:
         """Members that registered themselves and have been silent for `forget_s`."""
         return [m for m in self._members.values() if not m.listed and m.is_expired(now_s)]
@@ -156,11 +166,13 @@ class Membership:
         ]
 
     def expected_nodes(self, cluster: ClusterId, now_s: float) -> list[NodeId]:
-        """Nodes that have left on purpose, as for a restart, and are expected back."""
+        """Nodes that have left on purpose, as for a restart, or have just fallen silent."""
         return [
             m.node
             for m in self
-            if m.cluster == cluster and m.node is not None and m.is_expected_back(now_s)
+            if m.cluster == cluster
+            and m.node is not None
+            and (m.is_expected_back(now_s) or m.has_just_fallen_silent(now_s))
         ]
 
     def is_restarting(self, now_s: float) -> bool:
@@ -188,10 +200,3 @@ def _changes_format(known: KvdReport, report: KvdReport) -> bool:
     if known.pool is None or report.pool is None:
         return False
     return known.pool.compat != report.pool.compat
-
-
-def _has_gone(holder: Member, claimant: Member, now_s: float) -> bool:
-    """Whether the holder of a name does not answer, so that the claimant may take the name over."""
-    if holder.cluster != claimant.cluster:
-        return False
-    return holder.kvd_unreachable or holder.kvd.is_silent(now_s)
