@@ -39,7 +39,7 @@ KVD_API: dict[str, Any] = {
     "POST /v1/push response": kvd_api.PushStarted | NotNow,
     "GET /v1/stats response": kvd_api.KvdReport,
     "GET /v1/events response": kvd_api.EventPage,
-    "POST /v1/role request": kvd_api.Role,
+    "POST /v1/role request": kvd_api.SetRole,
     "POST /v1/role response": kvd_api.Role,
     "POST /prfaas/v1/register request": kvd_api.Heartbeat,
     "error response": kvd_api.KvdErrorBody,

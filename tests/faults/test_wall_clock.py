@@ -21,7 +21,7 @@ SHOWN = {
     "faults/wall/sitecustomize.py",  # sets it
     "gateway/api/app.py",  # `created` of a model
     "node/publisher.py",  # the timestamp of vLLM's events
-    "node/server.py",  # `created` of an answer
+    "node/request_reader.py",  # `created` of an answer
     "text/template.py",  # strftime_now of chat templates
     "security/certificates.py",
 }

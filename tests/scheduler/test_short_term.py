@@ -367,4 +367,5 @@ def test_a_cluster_has_room_when_a_node_is_nearly_done() -> None:
     for wait_s, room in ((0.0, True), (limit_s, True), (limit_s + 0.1, False)):
         seen = view(free_at_s=dict.fromkeys(REMOTE, 100.0 + wait_s))
         assert has_room(FAR, seen, how) == room
-    assert not has_room(FAR, view(dead=frozenset(REMOTE)), how)
+    # Requests that were held for it then go elsewhere.
+    assert has_room(FAR, view(dead=frozenset(REMOTE)), how)

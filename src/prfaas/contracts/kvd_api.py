@@ -8,7 +8,8 @@
     POST /v1/push                PushPrefix -> PushStarted | NotNow
     GET  /v1/stats               -> KvdReport
     GET  /v1/events              -> EventPage
-    GET  /v1/role, POST          Role -> Role
+    GET  /v1/role                -> Role
+    POST /v1/role                SetRole -> Role
     POST /v1/prove               ProveMembership -> ProofOfMembership
     any error                    -> KvdErrorBody
 
@@ -136,6 +137,13 @@ class Role(msgspec.Struct, frozen=True):
 
     role: RoleName = "both"
     epoch: int = 0
+
+
+class SetRole(msgspec.Struct, frozen=True):
+    """Assigns a role. `epoch` is the one that the decision was based on."""
+
+    role: RoleName
+    epoch: int
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):

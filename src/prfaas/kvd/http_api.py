@@ -38,7 +38,7 @@ from prfaas.contracts.kvd_api import (
     PullPrefix,
     PushPrefix,
     PushStarted,
-    Role,
+    SetRole,
     TransferStatus,
 )
 from prfaas.errors import TransferFailed
@@ -192,7 +192,7 @@ class HttpApi:
         return json_response(self._reporter.role)
 
     async def _set_role(self, request: web.Request) -> web.Response:
-        body = await self._bodies.read(request, Role)
+        body = await self._bodies.read(request, SetRole)
         role = compare_and_set(self._reporter.role, body)
         if role is None:
             return json_response(self._reporter.role, status=409)

@@ -17,6 +17,7 @@ from prfaas.contracts.kvd_api import (
     PushPrefix,
     PushStarted,
     Role,
+    SetRole,
     TransferStatus,
 )
 from prfaas.service.openapi import JSON, TEXT, ApiDocument, parameter
@@ -42,7 +43,7 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the kvd has a member key."""
     kinds = (OpenTransfer, Grant, NotNow, TransferStatus, AbortTransfer, MatchPrefix, PrefixMatch)
-    more = (PullPrefix, PrefixPulled, PushPrefix, PushStarted, KvdReport, EventPage, Role)
+    more = (PullPrefix, PrefixPulled, PushPrefix, PushStarted, KvdReport, EventPage, Role, SetRole)
     proofs = (ProveMembership, ProofOfMembership)
     document = ApiDocument("prfaas kvd", (*kinds, *more, *proofs), KvdErrorBody, _REASONS)
     ref, add = document.ref, document.add
@@ -120,7 +121,7 @@ def openapi(*, with_keys: bool) -> bytes:
         "/v1/role",
         "Sets the role, when the epoch is the current one.",
         {JSON: ref(Role)},
-        body=ref(Role),
+        body=ref(SetRole),
         errors=reading,
         others={409: ref(Role)},
     )

@@ -7,10 +7,10 @@ kinds of work.
 
 from __future__ import annotations
 
-from prfaas.contracts.kvd_api import Role
+from prfaas.contracts.kvd_api import Role, SetRole
 
 
-def compare_and_set(current: Role, requested: Role) -> Role | None:
+def compare_and_set(current: Role, requested: SetRole) -> Role | None:
     """The new role, with the next epoch, when `requested` names the current epoch; else None."""
     if requested.epoch != current.epoch:
         return None

@@ -36,6 +36,7 @@ from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.security.peers import PeerRules
+from prfaas.service.stopping import Stopping
 from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -292,7 +293,7 @@ async def new_world(memory_bytes: int, ssd: Path | None, peer_url: str) -> Async
         engines = EngineSocketServer(store, incoming, outgoing, pins, address)
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         kvds = await stack.enter_async_context(open_client())
-        api = HttpApi(store, incoming, outgoing, reporter, kvds, peers)
+        api = HttpApi(store, incoming, outgoing, reporter, kvds, peers, Stopping())
         runner = web.AppRunner(api.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

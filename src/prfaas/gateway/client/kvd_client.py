@@ -21,6 +21,7 @@ from prfaas.contracts.kvd_api import (
     PrefixPulled,
     PullPrefix,
     Role,
+    SetRole,
     TransferStatus,
 )
 from prfaas.errors import PeerHttpError, TransferFailed
@@ -133,7 +134,7 @@ class KvdClient:
         )
         return check_page(page, node)
 
-    async def set_role(self, role: Role) -> Role | None:
+    async def set_role(self, role: SetRole) -> Role | None:
         """The new role; None when another gateway has changed the role in the meantime."""
         body = msgspec.json.encode(role)
         try:

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
-from prfaas.contracts.kvd_api import Role as RecordedRole
-from prfaas.contracts.kvd_api import RoleName
+from prfaas.contracts.kvd_api import RoleName, SetRole
 from prfaas.errors import PeerError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.fleet.fleet import Fleet
@@ -197,7 +196,7 @@ class LongTermLoop:
                 return
         recorded = member.report.role
         if recorded.role != wanted and not await self._write_role(
-            member, RecordedRole(wanted, recorded.epoch)
+            member, SetRole(wanted, recorded.epoch)
         ):
             return
         if current is not None and current != wanted:
@@ -205,7 +204,7 @@ class LongTermLoop:
         fleet.assign_role(node, wanted)
         self._evacuations.reset(node)
 
-    async def _write_role(self, member: Member, role: RecordedRole) -> bool:
+    async def _write_role(self, member: Member, role: SetRole) -> bool:
         """Returns whether the kvd has recorded the role; if not, the next step retries."""
         kvd = KvdClient(self._http, member.kvd_url, self._fleet.timeouts)
         try:
