@@ -41,6 +41,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.request import Request
+from prfaas.types import NodeId
 
 _LOG = logging.getLogger(__name__)
 _LOST = 424  # of a decode node: the state is not there any more; the node is healthy
@@ -168,7 +169,7 @@ class Dispatcher:
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
-            await self._field_checks.check(decode, request)
+            await self._check_fields(decode, request, route.decode)
             hand_off = await stack.enter_async_context(
                 self._hand_offs.start(booking, prefill, decode)
             )
@@ -216,6 +217,13 @@ class Dispatcher:
         else:
             hand_off.mark_taken()
         return answer
+
+    async def _check_fields(self, decode: Member, request: GatewayRequest, node: NodeId) -> None:
+        try:
+            async with self._fleet.liveness.unless_silent(node):
+                await self._field_checks.check(decode, request)
+        except FellSilent as error:
+            raise AttemptFailed(str(error), node, silent=True) from None
 
     async def _is_of_another_prompt(
         self,
