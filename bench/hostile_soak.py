@@ -25,7 +25,7 @@ from prfaas.display.console import print_json, run_benchmark
 from prfaas.faults.actors.situation import ACTORS
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
-from prfaas.faults.soak import Soak, SoakOptions, SoakReport
+from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.preparation import CACHE
 
@@ -41,7 +41,7 @@ async def soak(engine: FaultEngine, options: SoakOptions, folder: Path) -> SoakR
     """One soak on a deployment of its own."""
     ready, lengths = prepare_fault_deployment(engine, CASE_STUDY, folder, CACHE, say)
     async with launched_fault_deployment(
-        ready.deployment, ready.engines, folder, attached_prefix(), say
+        limit_tenants(ready.deployment), ready.engines, folder, attached_prefix(), say
     ) as deployment:
         return await Soak(deployment, lengths, options, say).run()
 

@@ -11,6 +11,7 @@ from prfaas.errors import RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.api.tenants import admit
 from prfaas.gateway.tenants import Tenants
+from prfaas.testing.clock import FakeClock
 
 TOTAL = 1000
 
@@ -181,3 +182,33 @@ def test_a_body_larger_than_the_limit_is_too_large() -> None:
         with pytest.raises(RequestError, match="gateway.tenants.a.max_bodies_mb") as refused:
             admitted.add_bytes(200_000)
         assert refused.value.status == 413
+
+
+def test_a_tenant_may_send_so_many_tokens_per_minute() -> None:
+    clock = FakeClock()
+    section = GatewaySection(tenant_default=TenantSection(max_tokens_per_minute=600))
+    found = Tenants(section, lambda: frozenset({"a", "b"}), clock)
+
+    def ask(tenant: str, tokens: int, nbytes: int = 0) -> None:
+        with admit(found, tenant) as admitted:
+            if nbytes:
+                admitted.add_bytes(nbytes)
+            admitted.begin_wait(tokens)
+
+    ask("a", 1_500)  # a long prompt is served, and goes into debt
+    with pytest.raises(RequestError, match="600 prompt tokens per minute") as refused:
+        ask("a", 1)
+    assert refused.value.status == 429 and refused.value.code == "tenant_limit"
+    assert refused.value.retry_after_s == 90 and found.state()["a"]["refused"] == 1
+    assert "gateway.tenant_default.max_tokens_per_minute" in refused.value.message
+    ask("b", 1)
+    clock.advance(90.0)
+    ask("a", 0)
+    clock.advance(1_000.0)
+    ask("a", 600)  # more than a minute's worth is not saved up
+    ask("a", 1)
+    with pytest.raises(RequestError):
+        ask("a", 1)
+    ask("b", 1, nbytes=8 * 601)  # also a body that has few tokens
+    with pytest.raises(RequestError):
+        ask("b", 1)

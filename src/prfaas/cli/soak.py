@@ -16,7 +16,7 @@ from prfaas.display.console import print_json
 from prfaas.faults.actors.situation import ACTORS, ActorName
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
-from prfaas.faults.soak import Soak, SoakOptions, SoakReport
+from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.preparation import CACHE
@@ -132,7 +132,7 @@ def soak(
 
     async def run() -> SoakReport:
         async with launched_fault_deployment(
-            ready.deployment, ready.engines, folder, attached_prefix(), say
+            limit_tenants(ready.deployment), ready.engines, folder, attached_prefix(), say
         ) as stage:
             return await Soak(stage, lengths, options, say).run()
 

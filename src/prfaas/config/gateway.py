@@ -37,6 +37,10 @@ class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompt tokens of the tenant's requests that have no first token yet. Further requests are
     refused with status 429, but a request that is alone is served, whatever its length. The default
     is `gateway.max_queued_tokens`, and half of it where the gateway has several tenants."""
+    max_tokens_per_minute: Count | None = None
+    """Prompt tokens that the tenant may send to this gateway in a minute. A body counts at least
+    one token for every 8 bytes, also when it is refused. A tenant that has sent more is refused
+    with status 429 until the time has passed. The default is no limit."""
     max_bodies_mb: Amount | None = None
     """Bodies of the tenant's requests in flight together, in 10^6 bytes. Further requests are
     refused with status 429, and a body that alone is larger with status 413. The default is

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+import msgspec
 import numpy as np
 
+from prfaas.config import Deployment
+from prfaas.config.gateway import TenantSection
 from prfaas.errors import PeerError
 from prfaas.faults.actors.situation import ActorName, ActorsReport
 from prfaas.faults.actors_process import ActorsProcess, running_actors
@@ -41,9 +44,18 @@ SAMPLE_S = 5.0  # between two samples of memory
 STORY_S = 20.0  # limit of the wait for a gateway's log line about a request that has ended
 LEAVES_S = 2.0  # a client that hangs up does so within this
 REST_S = 60.0  # idle connections close within this; clients close theirs after 30 s
+# Of each tenant, at each gateway: about twice what an ordinary tenant sends.
+TOKENS_PER_MINUTE = 900_000
 MOST_CPU_SHARE = 0.3  # of a core for the hostile actors, whose limit is 0.25
 _UNHARMED = frozenset({str(Verdict.RIGHT), str(Verdict.LEFT)})
 REST_SOCKETS = 8  # allowed excess at rest over the start: polls open a few at any moment
+
+
+def limit_tenants(deployment: Deployment) -> Deployment:
+    """Every tenant, ordinary or hostile, may send so many tokens, as an operator would decide."""
+    limits = TenantSection(max_tokens_per_minute=TOKENS_PER_MINUTE)
+    section = msgspec.structs.replace(deployment.gateway, tenant_default=limits)
+    return msgspec.structs.replace(deployment, gateway=section)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.gateway import DEFAULTS, GatewaySection, TenantSection
 from prfaas.errors import RequestError
+from prfaas.gateway.token_rates import TokenRates
 
 ONE_TENANT = frozenset({""})
 RETRY_S = 1.0
@@ -44,6 +46,7 @@ class Tenants:
         self,
         section: GatewaySection = DEFAULTS,
         names: Callable[[], Collection[str]] = lambda: ONE_TENANT,
+        clock: Clock | None = None,
     ) -> None:
         """`names` returns the tenants that have keys now. A tenant that appears later has the
         values of `gateway.tenant_default`, unless the section names it."""
@@ -67,6 +70,7 @@ class Tenants:
             "prompt tokens of requests that have no first token yet",
             later_s,
         )
+        self.token_rates = TokenRates(self._tokens_per_minute, clock or MonotonicClock())
         self.waiting = SharedLimit(
             self, "max_queued", section.max_queued, "requests that wait for a node", later_s
         )
@@ -109,10 +113,20 @@ class Tenants:
                 "queued": self.waiting.used(name),
                 "queued_tokens": self.queued_tokens.used(name),
                 "body_bytes": self.body_bytes.used(name),
-                "refused": sum(limit.refused.get(name, 0) for limit in limits),
+                "refused": sum(limit.refused.get(name, 0) for limit in limits)
+                + self.token_rates.refused.get(name, 0),
             }
             for name in sorted(self._names())
         }
+
+    def _tokens_per_minute(self, tenant: str) -> tuple[int, str] | None:
+        own, default = self._sections(tenant)
+        if own.max_tokens_per_minute is not None:
+            place = f"gateway.tenants.{_toml_key(tenant)}.max_tokens_per_minute"
+            return own.max_tokens_per_minute, place
+        if default.max_tokens_per_minute is not None:
+            return default.max_tokens_per_minute, "gateway.tenant_default.max_tokens_per_minute"
+        return None
 
     def _sections(self, tenant: str) -> tuple[TenantSection, TenantSection]:
         return self._section.tenants.get(tenant, _UNSET), self._section.tenant_default

@@ -1,4 +1,5 @@
-"""Admission of a tenant's requests: in flight, bytes of bodies, and prompt tokens that wait."""
+"""Admission of a tenant's requests: tokens per minute, requests in flight, bytes of bodies, and
+prompt tokens that wait."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 
 from prfaas.errors import RequestError
 from prfaas.gateway.tenants import Tenants
+from prfaas.gateway.token_rates import BYTES_PER_TOKEN
 
 
 class AdmittedRequest:
@@ -28,11 +30,14 @@ class AdmittedRequest:
                 f"the request body is larger than {limit.value} bytes, which is all that tenant "
                 f"{self._tenant!r} may have in flight ({limit.setting})",
             )
+        self._tenants.token_rates.charge(self._tenant, nbytes / BYTES_PER_TOKEN)
         self._tenants.body_bytes.take(self._tenant, nbytes)
         self._nbytes += nbytes
 
     def begin_wait(self, prompt_tokens: int) -> None:
         """The request has a prompt and waits for its first token. Raises `RequestError`."""
+        more = prompt_tokens - self._nbytes / BYTES_PER_TOKEN
+        self._tenants.token_rates.charge(self._tenant, max(0.0, more))
         queued = self._tenants.queued_tokens
         if not queued.used(self._tenant):
             # A request that is alone would never find more room than now.
@@ -58,6 +63,7 @@ class AdmittedRequest:
 def admit(tenants: Tenants, tenant: str) -> Iterator[AdmittedRequest]:
     """A request of the tenant is in flight for the time of the block. Raises `RequestError`, before
     a byte of the body is read, when the tenant or all tenants together have too many."""
+    tenants.token_rates.check(tenant)
     tenants.in_flight.take(tenant)
     admitted = AdmittedRequest(tenants, tenant)
     try:
