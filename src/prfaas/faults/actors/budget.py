@@ -38,11 +38,13 @@ class CpuBudget:
         elapsed_s = self._now_s() - self._began_s
         return (self._used_s() - self._before_s) / elapsed_s if elapsed_s > 0 else 0.0
 
-    async def turn(self) -> None:
-        """Returns when the process is within its share. Every actor calls this before each piece of
-        work of a few milliseconds."""
+    async def turn(self) -> float:
+        """Returns when the process is within its share: the seconds that this took. Every actor
+        calls this before each piece of work of a few milliseconds."""
+        began_s = self._now_s()
         while (ahead_s := self._ahead_s()) > 0:
             await self._sleep(min(ahead_s / self._share, LONGEST_SLEEP_S))
+        return self._now_s() - began_s
 
     def _ahead_s(self) -> float:
         earned_s = self._share * (self._now_s() - self._began_s) + BURST_S

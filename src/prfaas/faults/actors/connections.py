@@ -86,8 +86,7 @@ class Network:
         try:
             async with self.connection(place) as (reader, writer):
                 began_s = time.monotonic()
-                async with asyncio.timeout(limit_s):
-                    answer = await self._send_and_see(reader, writer, pieces, every_s)
+                answer = await self._send_and_see(reader, writer, pieces, limit_s, every_s)
         except TimeoutError:
             answer = OVERDUE
         except OSError as error:
@@ -100,38 +99,48 @@ class Network:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         pieces: Iterable[bytes],
+        limit_s: float,
         every_s: float,
     ) -> str:
+        """Raises TimeoutError after `limit_s`, without the time in which this process had to rest:
+        that is not the server's."""
         seen = asyncio.create_task(self._see(reader))
+        until_s = time.monotonic() + limit_s
         try:
             for piece in pieces:
                 for at in range(0, len(piece), PIECE_BYTES):
-                    await self.budget.turn()
+                    until_s += await self.budget.turn()
+                    if not seen.done() and time.monotonic() > until_s:
+                        raise TimeoutError
                     if seen.done():
                         return seen.result()  # the server did not wait for the rest
                     try:
                         write(writer, memoryview(piece)[at : at + PIECE_BYTES])
-                        await writer.drain()
+                        async with asyncio.timeout(until_s - time.monotonic()):
+                            await writer.drain()
+                    except TimeoutError:  # an OSError as well
+                        raise
                     except OSError:
                         return await seen
                 if every_s:
                     await asyncio.wait({seen}, timeout=every_s)
-            return await seen
+            async with asyncio.timeout(until_s - time.monotonic()):
+                return await seen
         finally:
             seen.cancel()
 
     async def _see(self, reader: asyncio.StreamReader) -> str:
-        """Reads until the server closes the connection. Every request of a deed says `Connection:
-        close`."""
+        """Reads until the server answers or closes the connection."""
         head = b""
         try:
             while data := await reader.read(64 << 10):
-                head = (head + data)[:64] if len(head) < 64 else head
+                head = (head + data)[:64]
+                if found := _STATUS.match(head):
+                    return f"HTTP {found[1].decode()}"
                 await self.budget.turn()
         except OSError:
             pass
-        found = _STATUS.match(head)
-        return f"HTTP {found[1].decode()}" if found else "closed"
+        return "closed"
 
 
 def write(writer: asyncio.StreamWriter, data: bytes | memoryview) -> None:
