@@ -126,7 +126,16 @@ async def test_an_engine_that_is_gone_costs_the_attempt() -> None:
         asked.member.url = "http://127.0.0.1:1"
         with pytest.raises(AttemptFailed) as failed:
             await asked.check(min_p=0.5)
-        assert failed.value.avoid == (B,)
+        assert failed.value.avoid == (B,) and failed.value.unsent
+
+
+async def test_an_engine_that_drains_costs_no_attempt() -> None:
+    async with engine_asked(503) as asked:
+        draining = {"error": {"message": "this node is shutting down", "code": "draining"}}
+        await asked.engine.script(COMPLETIONS, draining, 503)
+        with pytest.raises(AttemptFailed) as failed:
+            await asked.check(min_p=0.5)
+        assert failed.value.avoid == (B,) and failed.value.unsent
 
 
 async def test_a_long_conversation_is_checked_without_its_messages() -> None:

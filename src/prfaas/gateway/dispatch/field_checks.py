@@ -16,15 +16,16 @@ from typing import Any
 
 import msgspec
 
-from prfaas.errors import ConnectionLost, PeerError, PeerHttpError
+from prfaas.errors import PeerError, PeerHttpError
 from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.client.request_body import JsonParts, encode_body
-from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error
+from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error, record_lost_engine
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest
 from prfaas.http_client.client import HttpClient
 from prfaas.http_client.paced_writer import body_bytes
+from prfaas.supervision import one_line
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +68,17 @@ class FieldChecks:
             return
         try:
             await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
-        except PeerHttpError as error:
-            raise_client_error(error)
-            # The decode call itself will show whether the engine can serve the request.
-            log.warning("%s: the fields of a request were not checked: %s", url, error)
-            return
         except PeerError as error:
-            if isinstance(error, ConnectionLost) and decode.node is not None:
-                self._fleet.record_engine_failure(decode.node)
-            raise AttemptFailed(str(error), *_named(decode)) from None
+            raise_client_error(error)
+            leaves = decode.node is not None and record_lost_engine(self._fleet, decode.node, error)
+            if leaves or not isinstance(error, PeerHttpError):
+                avoid = () if decode.node is None else (decode.node,)
+                # No node has the request yet: a decode engine that restarts costs it no attempt.
+                raise AttemptFailed(str(error), *avoid, unsent=True) from None
+            # The decode call itself will show whether the engine can serve the request.
+            problem = one_line(str(error))
+            log.warning("%s: the fields of a request were not checked: %s", url, problem)
+            return
         self._remember(asked, card)
 
     async def _ask(self, node: NodeClient, card: Card, request: GatewayRequest) -> None:
@@ -97,10 +100,6 @@ class FieldChecks:
         self._accepted.move_to_end(digest)
         if len(self._accepted) > MOST_REMEMBERED:
             self._accepted.popitem(last=False)
-
-
-def _named(member: Member) -> tuple[Any, ...]:
-    return () if member.node is None else (member.node,)
 
 
 def _short_request(request: GatewayRequest) -> dict[str, Any]:
