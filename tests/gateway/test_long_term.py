@@ -15,7 +15,10 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.backend import GatewayBackend
+from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.launch.scaling import scaled_catalog
+from prfaas.scheduler.plan import Role
+from prfaas.types import NodeId
 from tests.gateway.backends import (
     HOME,
     THRESHOLD,
@@ -59,14 +62,25 @@ def node(backend: GatewayBackend, name: str) -> dict[str, Any]:
     return next(n for c in clusters for n in c["nodes"] if n["node"] == name)
 
 
-async def test_threshold_and_roles_follow_the_traffic_and_show(unassigned: Hosts) -> None:
+async def test_threshold_and_roles_follow_the_traffic_and_show(
+    unassigned: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = free(unassigned.deployment(replan=SOON), advise=False)
 
     async with serving(made) as backend:
         before = backend.plan()
         prefilling = with_role(backend, "prefill")
+        listed = PlanHistory.record_conversion
+        at_once: list[bool] = []
+
+        def record(history: PlanHistory, name: NodeId, role: Role, at_s: float) -> None:
+            at_once.append(name in with_role(backend, role))
+            listed(history, name, role, at_s)
+
+        monkeypatch.setattr(PlanHistory, "record_conversion", record)
         chatter(backend)
         await until(lambda: backend.state()["conversions"] != [])
+        assert all(at_once), "a change is listed with its new role in force"
         state = backend.state()
         seen = state["traffic"]
         assert seen["requests"] == 200 and seen["output_tokens"] == 4000

@@ -91,10 +91,17 @@ class LongTermLoop:
             if plan is not None:
                 self._router.follow(plan)
                 self.history.record_plan(plan)
+        converted: list[NodeId] = []
         if self._router.plan is not None:
             # All at once, so that a kvd that answers late does not delay the other nodes' roles.
-            await asyncio.gather(*(self._try_role(node, self._router.plan) for node in local))
+            tries = (self._try_role(node, self._router.plan) for node in local)
+            converted = [node for node in await asyncio.gather(*tries) if node is not None]
         self._fleet.refresh()
+        # After the refresh, so that no reader sees a completed change beside the former role.
+        for node in converted:
+            role = self._fleet.roles.of(node)
+            if role is not None:
+                self.history.record_conversion(node, role, self._clock.now())
 
     def _usable(self, cluster: ClusterId) -> list[NodeId]:
         return self._fleet.members.usable_nodes(cluster, self._clock.now())
@@ -169,40 +176,42 @@ class LongTermLoop:
         member = self._fleet.members.named(node)
         return "both" if member is None or member.report is None else member.report.role.role
 
-    async def _try_role(self, node: NodeId, plan: Plan) -> None:
-        """As `_apply_role`; a failure is recorded and does not reach the other nodes."""
+    async def _try_role(self, node: NodeId, plan: Plan) -> NodeId | None:
+        """As `_apply_role`; a failure is recorded and does not reach the other nodes. Returns the
+        node when it has completed a change of its role."""
         try:
-            await self._apply_role(node, plan)
+            return node if await self._apply_role(node, plan) else None
         except Exception as error:
             self._fleet.failures.record("long_term", error)
+            return None
 
-    async def _apply_role(self, node: NodeId, plan: Plan) -> None:
-        """One step towards the node's role in the plan."""
+    async def _apply_role(self, node: NodeId, plan: Plan) -> bool:
+        """One step towards the node's role in the plan. Returns whether the node has changed its
+        role with this step."""
         fleet = self._fleet
         wanted = plan.roles.get(node)
         current = fleet.roles.of(node)
         member = fleet.members.named(node)
         if wanted is None or member is None or member.report is None:
-            return
+            return False
         if not self._plans:
             fleet.assign_role(node, wanted)
-            return
+            return False
         if current is not None and current != wanted:
             if not fleet.roles.is_draining(node) and not self._evacuations.evacuate(node):
-                return  # in use until its hot prefixes are copied
+                return False  # in use until its hot prefixes are copied
             fleet.drain(node)
             view = fleet.board.node(node)
             if view.queued or view.active:
-                return
+                return False
         recorded = member.report.role
         if recorded.role != wanted and not await self._write_role(
             member, SetRole(wanted, recorded.epoch)
         ):
-            return
-        if current is not None and current != wanted:
-            self.history.record_conversion(node, wanted, self._clock.now())
+            return False
         fleet.assign_role(node, wanted)
         self._evacuations.reset(node)
+        return current is not None and current != wanted
 
     async def _write_role(self, member: Member, role: SetRole) -> bool:
         """Returns whether the kvd has recorded the role; if not, the next step retries."""
