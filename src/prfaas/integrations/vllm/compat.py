@@ -1,8 +1,8 @@
 """Checks of vLLM's version and configuration, and what two vLLM engines must share to hand off.
 
-This is the only file that depends on the version. Two engines exchange native blocks, so everything
-that determines a block's bytes goes into `Compat.layout`. A kvd refuses the grant when the layouts
-differ; engines of another kind have another layout name.
+This is the only file that depends on the version. In the native form two engines exchange blocks,
+so everything that determines a block's bytes goes into `Compat.layout`. In the canonical form only
+what gives the bytes their meaning has to be equal. A kvd refuses the grant when a field differs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from prfaas.engine.fingerprint import fingerprint
 from prfaas.errors import InputError
+from prfaas.integrations.vllm.canonical_layout import WireForm
+from prfaas.integrations.vllm.settings import FormName
 from prfaas.types import Compat
 
 if TYPE_CHECKING:
@@ -36,12 +38,17 @@ def check_version(version: str = VLLM_VERSION) -> None:
         )
 
 
-def check_config(config: VllmConfig) -> None:
+def check_config(config: VllmConfig, form: FormName) -> None:
     """Refuses unsupported configurations at start instead of failing requests later."""
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise InputError(f"{name} is {getattr(parallel, name)}", fix="use 1")
+    if parallel.decode_context_parallel_size != 1:
+        size = parallel.decode_context_parallel_size
+        raise InputError(f"decode_context_parallel_size is {size}", fix="use 1")
+    if parallel.pipeline_parallel_size != 1 and form == "native":
+        raise InputError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
+            fix='use 1, or "form": "canonical" in kv_connector_extra_config',
+        )
     transfer = config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise InputError(
@@ -54,7 +61,7 @@ def check_config(config: VllmConfig) -> None:
         )
 
 
-def compat_of(config: VllmConfig, caches: KVCacheConfig, block_tokens: int) -> Compat:
+def native_compat(config: VllmConfig, caches: KVCacheConfig, block_tokens: int) -> Compat:
     model: Any = config.model_config
     states = [spec for spec in _specs(caches) if isinstance(spec, MambaSpec)]
     attention = [spec for spec in _specs(caches) if not isinstance(spec, MambaSpec)]
@@ -66,6 +73,19 @@ def compat_of(config: VllmConfig, caches: KVCacheConfig, block_tokens: int) -> C
         block_tokens=block_tokens,
         layout=_layout(config, caches),
         tensor_parallel=config.parallel_config.tensor_parallel_size,
+    )
+
+
+def canonical_compat(config: VllmConfig, wire: WireForm) -> Compat:
+    """Equal to that of `prfaas node` with the same checkpoint, dtypes and block size."""
+    model: Any = config.model_config
+    return Compat(
+        model=model.architecture,
+        revision=_revision(model),
+        kv_dtype=wire.kv_dtype,
+        state_dtype=wire.state_dtype,
+        block_tokens=wire.block_tokens,
+        layout="canonical",
     )
 
 

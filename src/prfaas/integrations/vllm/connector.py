@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from prfaas.errors import InputError
 from prfaas.integrations.vllm import compat
 from prfaas.integrations.vllm.events import EventRelay
-from prfaas.integrations.vllm.layout import NativeLayout, native_layout
+from prfaas.integrations.vllm.forms import EngineForm, make_form
 from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
 from prfaas.integrations.vllm.scheduler_side import SchedulerSide
+from prfaas.integrations.vllm.settings import ConnectorSettings, read_settings
 from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -69,18 +69,20 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_version()
-        compat.check_config(vllm_config)
-        layout = native_layout(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
-        kvd = _client(vllm_config, kv_cache_config, layout)
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        compat.check_config(vllm_config, settings.form)
+        in_worker = role is KVConnectorRole.WORKER
+        rank = get_tensor_model_parallel_rank() if in_worker else 0
+        self._form = make_form(vllm_config, kv_cache_config, settings, rank)
+        kvd = _client(vllm_config, settings, self._form)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._relay: EventRelay | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(kvd, layout)
-            self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, layout)
+        if in_worker:
+            self._worker = WorkerSide(kvd, self._form.layout)
         else:
-            rank = get_tensor_model_parallel_rank()
-            self._worker = WorkerSide(kvd, layout, rank, kv_cache_config.num_blocks)
+            self._scheduler = SchedulerSide(kvd, self._form.layout)
+            self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, self._form.layout)
 
     # In the scheduler's process -------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # In a worker's process ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker_side.set_caches(kv_caches)
+        self._worker_side.set_copies(self._form.copies(kv_caches))
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -207,21 +209,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
-def _client(config: VllmConfig, caches: KVCacheConfig, layout: NativeLayout) -> KvdClient:
+def _client(config: VllmConfig, settings: ConnectorSettings, form: EngineForm) -> KvdClient:
     transfer: Any = config.kv_transfer_config
-    path = transfer.get_from_extra_config("kvd", None)
-    if not path:
-        raise InputError(
-            "no kvd is configured",
-            where="kv_connector_extra_config",
-            fix='add "kvd" with the path given to `prfaas kvd --socket`',
-        )
     return KvdClient(
-        path,
+        settings.kvd,
         engine_id=transfer.engine_id,
-        spec=layout.spec,
-        block_tokens=layout.block_tokens,
-        compat=compat.compat_of(config, caches, layout.block_tokens),
-        whole_blocks=True,
-        url=transfer.get_from_extra_config("url", None),
+        spec=form.layout.spec,
+        block_tokens=form.layout.block_tokens,
+        compat=form.compat,
+        whole_blocks=form.layout.whole > 1,
+        url=settings.url,
     )

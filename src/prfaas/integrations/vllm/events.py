@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.integrations.vllm.cache_groups import CacheLayout
 from prfaas.kvd.engine_socket.client import KvdClient
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class EventRelay:
         self._thread.start()
 
     @classmethod
-    def of(cls, config: Any, kvd: KvdClient, layout: NativeLayout) -> EventRelay | None:
+    def of(cls, config: Any, kvd: KvdClient, layout: CacheLayout) -> EventRelay | None:
         """None unless vLLM publishes events over ZMQ."""
         if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
             return None

@@ -1,22 +1,20 @@
-"""The native blocks to save after each step of a prefill, and those a resumed request loads.
+"""The tokens to save after each step of a prefill, and those that a resumed request loads.
 
-    full attention   every block when it is full; the last one, full or not, with the last token
-    windows          the blocks needed to continue after each length that is kept
+    full attention   the tokens that the step has computed; in the native form every block when it
+                     is full, and the last one, full or not, with the last token
+    windows          the tokens needed to continue after each length that is kept
     linear states    at exactly those lengths, after everything else of the step
 
-A block is saved once: a saved block may already have been sent, and a preempted request computes it
+A token is saved once: a saved token may already have been sent, and a preempted request computes it
 again. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
 from prfaas.errors import EngineError
-from prfaas.integrations.vllm.layout import Move, NativeGroup, NativeLayout
-
-BlockTables: TypeAlias = Sequence[Sequence[int]]  # vLLM's, by its group number
+from prfaas.integrations.vllm.cache_groups import BlockTables, CacheLayout, Move
 
 
 class PrefillProgress:
@@ -24,7 +22,7 @@ class PrefillProgress:
 
     def __init__(
         self,
-        layout: NativeLayout,
+        layout: CacheLayout,
         tokens: int,
         *,
         match_tokens: int = 0,
@@ -33,14 +31,14 @@ class PrefillProgress:
     ) -> None:
         self.tokens = tokens
         self._layout = layout
-        self._next_block = {
-            group.index: skip_tokens.get(group.spec.name, 0) // layout.block_tokens
-            for group in layout.groups
-            if group.kind == "full"
+        # By position in the layout: the tokens before are saved, or the kvd has them.
+        self._next_full = {
+            at: layout.round_down(skip_tokens.get(layout.groups[at].spec.name, 0))
+            for at in layout.of_kind("full")
         }
+        self._next_window = dict.fromkeys(layout.of_kind("window"), 0)
         ends = set() if match_tokens == tokens else {tokens}
         self._lengths = sorted({*checkpoint_tokens, *ends})
-        self._windows: set[tuple[int, int]] = set()  # (group, block) already saved
 
     def step(self, start: int, stop: int, tables: BlockTables) -> tuple[Move, ...]:
         """The moves to make when the tokens [start, stop) have been computed."""
@@ -51,54 +49,48 @@ class PrefillProgress:
         return tuple(moves)
 
     def _growing(self, stop: int, tables: BlockTables) -> list[Move]:
+        layout = self._layout
         moves: list[Move] = []
-        whole = stop // self._layout.block_tokens
-        last = self._layout.blocks(self.tokens) if stop >= self.tokens else whole
-        for index, first in self._next_block.items():
+        last = layout.round_up(self.tokens) if stop >= self.tokens else layout.round_down(stop)
+        for at, first in self._next_full.items():
             if first < last:
-                group = self._layout.of(index)
-                moves.append(self._layout.move(group, first, last, tables[index]))
-                self._next_block[index] = last
+                moves.append(layout.move(at, first, last, tables))
+                self._next_full[at] = last
         return moves
 
     def _closing(self, length: int, start: int, stop: int, tables: BlockTables) -> list[Move]:
+        layout = self._layout
         moves: list[Move] = []
-        for group in self._layout.groups:
-            if group.kind == "window":
-                first = group.first_block(length, self._layout.block_tokens)
-                for block in range(first, self._layout.blocks(length)):
-                    if (group.index, block) not in self._windows:
-                        self._windows.add((group.index, block))
-                        moves.append(
-                            self._layout.move(group, block, block + 1, tables[group.index])
-                        )
-        for group in self._layout.groups:
-            if group.kind == "state":
-                # A hit's state stays next to the running one where places depend on the length.
-                if length != stop and not (length == start and group.positional_states):
-                    raise EngineError(
-                        f"the state after {length} tokens was not kept: the step went from "
-                        f"{start} to {stop}"
-                    )
-                moves.append(self._layout.state_move(group, length, tables[group.index]))
+        for at, saved in self._next_window.items():
+            first = max(saved, layout.round_down(layout.groups[at].first_token(length)))
+            last = layout.round_up(length)
+            if first < last:
+                moves.append(layout.move(at, first, last, tables))
+                self._next_window[at] = last
+        for at in layout.of_kind("state"):
+            # A hit's state stays next to the running one where places depend on the length.
+            if length != stop and not (length == start and layout.groups[at].positional_states):
+                raise EngineError(
+                    f"the state after {length} tokens was not kept: the step went from "
+                    f"{start} to {stop}"
+                )
+            moves.append(layout.state_move(at, length, tables))
         return moves
 
 
 def moves_to_load(
-    layout: NativeLayout, tokens: int, computed_tokens: int, tables: BlockTables
+    layout: CacheLayout, tokens: int, computed_tokens: int, tables: BlockTables
 ) -> tuple[Move, ...]:
     """The moves that a request needs to continue after `tokens` tokens when vLLM's cache has the
     first `computed_tokens`. Other requests share those blocks, so the load does not touch them."""
-    have = computed_tokens // layout.block_tokens
-    last = layout.blocks(tokens)
-
-    def move(group: NativeGroup) -> Iterable[Move]:
-        table = tables[group.index]
+    moves: list[Move] = []
+    for at, group in enumerate(layout.groups):
         if group.kind == "state":
-            yield layout.state_move(group, tokens, table)
-            return
-        first = max(have, group.first_block(tokens, layout.block_tokens))
+            moves.append(layout.state_move(at, tokens, tables))
+            continue
+        own = computed_tokens // group.block_tokens * group.block_tokens
+        first = max(own, layout.round_down(group.first_token(tokens)))
+        last = layout.round_up(tokens)
         if first < last:
-            yield layout.move(group, first, last, table)
-
-    return tuple(one for group in layout.groups for one in move(group))
+            moves.append(layout.move(at, first, last, tables))
+    return tuple(moves)

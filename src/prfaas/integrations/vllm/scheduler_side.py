@@ -26,7 +26,7 @@ from prfaas.contracts.kv_transfer_params import (
 )
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import InputError, PrfaasError
-from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.integrations.vllm.cache_groups import CacheLayout
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -73,14 +73,13 @@ class DecodeState:
 
 
 class SchedulerSide:
-    def __init__(self, kvd: KvdClient, layout: NativeLayout) -> None:
+    def __init__(self, kvd: KvdClient, layout: CacheLayout) -> None:
         self._kvd = kvd
         self._layout = layout
         self._requests: dict[str, PrefillState | DecodeState] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
         self._orders = StepOrders()
-        kinds = {group.kind for group in layout.groups}
-        self._may_diverge = "state" in kinds and "window" not in kinds
+        self._may_diverge = bool(layout.of_kind("state")) and not layout.of_kind("window")
         self._reconciling: set[str] = set()
         self._counts: dict[str, float] = {}
 
@@ -129,7 +128,10 @@ class SchedulerSide:
                 return 1, True  # vLLM fails a request only through a load
             case DecodeState(done=False, lease=lease) if lease is not None:
                 reach = lease.tokens
-            case PrefillState() as state if state.lease.match_tokens < state.progress.tokens:
+            case PrefillState() as state if (
+                state.lease.match_tokens < state.progress.tokens
+                and self._layout.can_resume_at(state.lease.match_tokens)
+            ):
                 reach = state.lease.match_tokens
             case _:  # a prefill found whole still needs one step to end it
                 return 0, False

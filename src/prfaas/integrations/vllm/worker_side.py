@@ -1,10 +1,10 @@
-"""A worker's side: copies finished blocks into kvd pages, and committed pages into blocks.
+"""A worker's side: copies finished tokens into kvd pages, and committed pages into blocks.
 
 Blocks are copied out before the step ends, because vLLM may reuse a window's block in the next
 step. Where vLLM calls the hook of a layer, its blocks are copied when the layer is done. The blocks
 of all other layers (linear layers have no hook) are copied at the end of the step, states last.
-Loads run in a thread, in parallel to the engine's steps. Each rank copies its shard. Of a request,
-the worker has only the id.
+Loads run in a thread, in parallel to the engine's steps. Each worker copies the layers and heads
+that it has. Of a request, the worker has only the id.
 
 Whatever fails for one request is logged and stays its own: a segment that was not copied is not
 ready, so the kvd refuses the commit; a load that failed is reported as failed.
@@ -18,11 +18,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
-
 from prfaas.errors import PrfaasError
-from prfaas.integrations.vllm import tensors
-from prfaas.integrations.vllm.layout import NativeLayout
+from prfaas.integrations.vllm.cache_groups import CacheLayout, Move
+from prfaas.integrations.vllm.layer_copies import LayerCopy
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
@@ -36,7 +34,7 @@ class LayerSave(NamedTuple):
 
     lease: WriteLease
     segment: Segment
-    block_ids: tuple[int, ...]
+    move: Move
 
 
 class WorkerResults(NamedTuple):
@@ -46,12 +44,10 @@ class WorkerResults(NamedTuple):
 
 
 class WorkerSide:
-    def __init__(self, kvd: KvdClient, layout: NativeLayout, rank: int, num_blocks: int) -> None:
+    def __init__(self, kvd: KvdClient, layout: CacheLayout) -> None:
         self._kvd = kvd
         self._layout = layout
-        self._rank = rank
-        self._num_blocks = num_blocks
-        self._blocks: dict[str, torch.Tensor] = {}
+        self._copies: Mapping[str, LayerCopy] = {}
         self._writing: dict[str, WriteLease] = {}
         self._due: dict[str, list[LayerSave]] = {}  # of this step, by layer
         self._flush = False
@@ -62,10 +58,9 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
-    def set_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        self._blocks = {
-            name: tensors.blocks_of(cache, self._num_blocks) for name, cache in caches.items()
-        }
+    def set_copies(self, copies: Mapping[str, LayerCopy]) -> None:
+        """How each layer of this worker is copied, by vLLM's name."""
+        self._copies = copies
 
     # One step of the engine -----------------------------------------------------------------------
 
@@ -82,21 +77,18 @@ class WorkerSide:
     def save_layer(self, layer: str) -> None:
         for save in self._due.pop(layer, ()):
             try:
-                blocks = self._blocks[layer]
-                tensors.save(blocks, save.block_ids, save.lease.buffers(save.segment))
-                save.lease.ready(save.segment)
-                self._count("saved_bytes", len(save.block_ids) * blocks.shape[1])
+                copy = self._copies[layer]
+                nbytes = copy.save(save.move, save.lease.buffers(save.segment))
+                save.lease.ready(save.segment, copy.heads)
+                self._count("saved_bytes", nbytes)
             except Exception:  # the commit will report the segment as missing
                 _LOG.exception("cannot save segment %s", save.segment.name)
 
     def end_step(self) -> None:
         """Copies everything due in this step before it returns."""
-        for group in self._layout.groups:
-            if group.kind != "state":
-                self._sweep(group.layer_names)
-        for group in self._layout.groups:
-            if group.kind == "state":
-                self._sweep(group.layer_names)
+        for group in sorted(self._layout.groups, key=lambda group: group.kind == "state"):
+            for layer, _ in group.layers:
+                self.save_layer(layer)
         if self._flush:
             try:
                 self._kvd.flush()  # the scheduler commits on another connection
@@ -145,25 +137,18 @@ class WorkerSide:
         if lease is None:
             return  # the commit will report the segment as missing
         for move in order.moves:
-            if self._layout.writes(self._layout.of(move.group), self._rank):
-                for layer, segment in self._layout.segments(move, self._rank):
-                    self._due.setdefault(layer, []).append(
-                        LayerSave(lease, segment, move.block_ids)
-                    )
+            for layer, segment in self._layout.segments(move):
+                if self._copies[layer].writes:
+                    self._due.setdefault(layer, []).append(LayerSave(lease, segment, move))
         self._flush |= order.last
-
-    def _sweep(self, layers: tuple[str, ...]) -> None:
-        for layer in layers:
-            self.save_layer(layer)
 
     def _load(self, order: LoadOrder) -> None:
         try:
             lease = self._kvd.join_read(order.ticket)
             for move in order.moves:
-                for layer, segment in self._layout.segments(move, self._rank):
-                    blocks = self._blocks[layer]
-                    tensors.load(blocks, move.block_ids, lease.views(segment))
-                    self._count("loaded_bytes", len(move.block_ids) * blocks.shape[1])
+                for layer, segment in self._layout.segments(move):
+                    nbytes = self._copies[layer].load(move, lease.views(segment))
+                    self._count("loaded_bytes", nbytes)
         except Exception as error:
             self._end_load(order, error)
         else:

@@ -1,0 +1,50 @@
+"""The connector's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from prfaas.config.host import NodeSection
+from prfaas.errors import InputError
+from prfaas.kvspec.geometry import DTYPE_BYTES
+
+WHERE = "kv_connector_extra_config"
+FormName: TypeAlias = Literal["native", "canonical"]
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kvd: Annotated[str, msgspec.Meta(min_length=1)]  # the path given to `prfaas kvd --socket`
+    url: str | None = None  # where gateways reach this server
+    # native: whole blocks, between equal vLLM servers. canonical: any engine with the same model.
+    form: FormName = "native"
+    # The blocks that name prefixes in the canonical form: equal in all engines of a deployment.
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = NodeSection().block_tokens
+    # The dtypes of the canonical form, where they shall not be the cache's own: vLLM casts.
+    wire_kv_dtype: str | None = None
+    wire_state_dtype: str | None = None
+
+
+def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    if not extra.get("kvd"):
+        raise InputError(
+            "no kvd is configured",
+            where=WHERE,
+            fix='add "kvd" with the path given to `prfaas kvd --socket`',
+        )
+    try:
+        settings = msgspec.convert(dict(extra), ConnectorSettings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(ConnectorSettings.__struct_fields__)
+        raise InputError(str(error), where=WHERE, fix=f"settings are: {known}") from None
+    for name in ("wire_kv_dtype", "wire_state_dtype"):
+        dtype = getattr(settings, name)
+        if dtype is not None and dtype not in DTYPE_BYTES:
+            raise InputError(
+                f"unknown dtype {dtype!r}",
+                where=f"{WHERE}: {name}",
+                fix=f"use one of: {', '.join(DTYPE_BYTES)}",
+            )
+    return settings
