@@ -7,7 +7,7 @@ would, so that what arrives elsewhere can be told apart. No weights, no forward 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from prfaas.integrations.vllm import compat
-from prfaas.integrations.vllm.layout import NativeLayout, native_layout
+from prfaas.integrations.vllm.caches.layer_copies import native_copies
+from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -60,7 +61,7 @@ class EngineFree:
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = caches.num_blocks
-        self.layout: NativeLayout = native_layout(caches, 1)
+        self.layout = native_layout(caches, 1)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(caches, config)
         self.scheduler = Scheduler(
             config,
@@ -74,12 +75,12 @@ class EngineFree:
             engine_id=config.kv_transfer_config.engine_id,
             spec=self.layout.spec,
             block_tokens=BLOCK_TOKENS,
-            compat=compat.compat_of(config, caches, BLOCK_TOKENS),
+            compat=compat.native_compat(config, caches, BLOCK_TOKENS),
             whole_blocks=True,
         )
-        self.worker = WorkerSide(client, self.layout, 0, caches.num_blocks)
+        self.worker = WorkerSide(client, self.layout)
         self.blocks = dict(self._caches(caches))
-        self.worker.set_caches(self.blocks)
+        self.worker.set_copies(native_copies(self.layout, self.blocks, caches.num_blocks))
         self.answers: dict[str, Any] = {}
         self.resumed: dict[str, dict[str, list[bytes]]] = {}  # before a request's first step
         self.left: dict[str, dict[str, list[bytes]]] = {}  # after its last
@@ -152,14 +153,13 @@ class EngineFree:
         """What the request's blocks hold that a continuation after `tokens` tokens reads."""
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         found: dict[str, list[bytes]] = {}
-        for group in self.layout.groups:
-            table = tables[group.index]
+        for at, group in enumerate(self.layout.groups):
             if group.kind == "state":
-                ids = self.layout.state_move(group, tokens, table).block_ids
+                ids = self.layout.state_move(at, tokens, tables).block_ids
             else:
-                first = group.first_block(tokens, BLOCK_TOKENS)
-                ids = tuple(table[first : self.layout.blocks(tokens)])
-            for layer in group.layer_names:
+                first = group.first_token(tokens) // BLOCK_TOKENS
+                ids = tuple(tables[group.index][first : -(-tokens // BLOCK_TOKENS)])
+            for layer, _ in group.layers:
                 found[layer] = [self.blocks[layer][i].numpy().tobytes() for i in ids]
         return found
 
@@ -173,21 +173,26 @@ class EngineFree:
             start, stop = computed[name], computed[name] + count
             if start and name not in self.left:
                 self.resumed[name] = self._content(name, start)
-            for group in self.layout.groups:
-                for layer in group.layer_names:
-                    self._mark(layer, group.kind, tables[group.index], tokens, start, stop)
+            for at, group in enumerate(self.layout.groups):
+                for layer, _ in group.layers:
+                    self._mark(layer, at, tables, tokens, start, stop)
             self.left[name] = self._content(name, stop)
 
     def _mark(
-        self, layer: str, kind: str, table: list[int], tokens: list[int], start: int, stop: int
+        self,
+        layer: str,
+        at: int,
+        tables: Sequence[Sequence[int]],
+        tokens: list[int],
+        start: int,
+        stop: int,
     ) -> None:
-        blocks = self.blocks[layer]
-        if kind == "state":
-            move = self.layout.state_move(
-                next(g for g in self.layout.groups if layer in g.layer_names), stop, table
-            )
+        blocks, group = self.blocks[layer], self.layout.groups[at]
+        if group.kind == "state":
+            move = self.layout.state_move(at, stop, tables)
             blocks[move.block_ids[0]].fill_(functools.reduce(_mix, tokens[:stop], 0) % 251)
             return
+        table = tables[group.index]
         for position in range(start, stop):
             block, within = divmod(position, BLOCK_TOKENS)
             if table[block]:

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from prfaas.integrations.vllm import scheduler_side
-from prfaas.integrations.vllm.layout import Move
+from prfaas.integrations.vllm.caches.groups import Move
 from prfaas.integrations.vllm.scheduler_side import SchedulerSide
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerSide

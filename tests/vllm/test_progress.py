@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import EngineError
-from prfaas.integrations.vllm.layout import Move, native_layout
+from prfaas.integrations.vllm.caches.groups import Move
+from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from tests.vllm.models import BLOCK_TOKENS, WINDOW, falcon, gemma
 
@@ -44,11 +45,11 @@ def test_full_blocks_leave_once_and_all_of_them(
             moves += saving.step(start, stop, [*tables, grown(stop, 300)])
         start = stop
     blocks = [block for move in moves if move.group == 2 for block in move.block_ids]
-    assert blocks == list(range(300 + skip // BLOCK_TOKENS, 300 + GEMMA.blocks(tokens)))
+    assert blocks == list(range(300 + skip // BLOCK_TOKENS, 300 + -(-tokens // BLOCK_TOKENS)))
     first = max(0, tokens - WINDOW + 1) // BLOCK_TOKENS
     for group, offset in ((0, 100), (1, 200)):
         kept = [block for move in moves if move.group == group for block in move.block_ids]
-        assert kept == list(range(offset + first, offset + GEMMA.blocks(tokens)))
+        assert kept == list(range(offset + first, offset + -(-tokens // BLOCK_TOKENS)))
 
 
 def test_the_state_goes_last_and_with_the_last_token() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from prfaas.engine.fingerprint import fingerprint
 from prfaas.errors import InputError
-from prfaas.integrations.vllm.canonical_layout import WireForm
+from prfaas.integrations.vllm.caches.canonical_layout import WireForm
 from prfaas.integrations.vllm.settings import FormName
 from prfaas.types import Compat
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from prfaas.integrations.vllm.cache_groups import CacheLayout
+from prfaas.integrations.vllm.caches.groups import CacheLayout
 from prfaas.kvd.engine_socket.client import KvdClient
 
 _LOG = logging.getLogger(__name__)

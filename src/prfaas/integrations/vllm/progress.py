@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from prfaas.errors import EngineError
-from prfaas.integrations.vllm.cache_groups import BlockTables, CacheLayout, Move
+from prfaas.integrations.vllm.caches.groups import BlockTables, CacheLayout, Move
 
 
 class PrefillProgress:

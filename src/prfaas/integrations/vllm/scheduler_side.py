@@ -26,7 +26,7 @@ from prfaas.contracts.kv_transfer_params import (
 )
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import InputError, PrfaasError
-from prfaas.integrations.vllm.cache_groups import CacheLayout
+from prfaas.integrations.vllm.caches.groups import CacheLayout
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from prfaas.integrations.vllm.cache_groups import Move
+from prfaas.integrations.vllm.caches.groups import Move
 from prfaas.kvd.engine_socket.messages import LeaseTicket
 
 

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.integrations.vllm.cache_groups import CacheLayout, Move
-from prfaas.integrations.vllm.layer_copies import LayerCopy
+from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+from prfaas.integrations.vllm.caches.layer_copies import LayerCopy
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease

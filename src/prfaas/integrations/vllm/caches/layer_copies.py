@@ -1,15 +1,58 @@
-"""vLLM's cache tensors as bytes, and copies between their blocks and a kvd's pages.
-
-Independent of requests, leases and groups.
-"""
+"""Copies between the blocks of one layer and a kvd's pages: what a worker asks of either form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from prfaas.errors import EngineError, InputError
+from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+
+
+class LayerCopy(Protocol):
+    @property
+    def writes(self) -> bool:
+        """Whether this worker saves the layer: of several workers with equal bytes one does."""
+
+    @property
+    def heads(self) -> range | None:
+        """The heads of the model that `save` writes; None: everything in the segment."""
+
+    def save(self, move: Move, pages: Sequence[memoryview]) -> int:
+        """Copies the tokens of a move to pages, synchronously. Returns the bytes."""
+
+    def load(self, move: Move, pages: Sequence[memoryview]) -> int:
+        """Copies pages into the blocks of a move, synchronously. Returns the bytes."""
+
+
+class NativeCopy:
+    """Whole blocks, byte for byte."""
+
+    heads: range | None = None
+
+    def __init__(self, blocks: torch.Tensor, *, writes: bool) -> None:
+        self._blocks = blocks
+        self.writes = writes
+
+    def save(self, move: Move, pages: Sequence[memoryview]) -> int:
+        save_blocks(self._blocks, move.block_ids, pages)
+        return len(move.block_ids) * self._blocks.shape[1]
+
+    def load(self, move: Move, pages: Sequence[memoryview]) -> int:
+        load_blocks(self._blocks, move.block_ids, pages)
+        return len(move.block_ids) * self._blocks.shape[1]
+
+
+def native_copies(
+    layout: CacheLayout, caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> dict[str, LayerCopy]:
+    return {
+        name: NativeCopy(blocks_of(caches[name], num_blocks), writes=group.writes)
+        for group in layout.groups
+        for name, _ in group.layers
+    }
 
 
 def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -30,13 +73,13 @@ def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return storage.as_strided((num_blocks, rows * row_bytes), (rows * stride_bytes, 1), start)
 
 
-def save(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+def save_blocks(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
     """Copies from the engine to pages, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         page.copy_(piece)
 
 
-def load(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+def load_blocks(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
     """Copies from pages to the engine, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         piece.copy_(page)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.errors import InputError
-from prfaas.integrations.vllm.cache_groups import CacheGroup, CacheLayout, Kind
+from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Kind
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.errors import InputError
-from prfaas.integrations.vllm.cache_groups import CacheGroup, CacheLayout, Kind
+from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Kind
 from prfaas.kvspec import FullAttention, Geometry, Group, KVSpec, LinearState, SlidingWindow
 from prfaas.kvspec import build_spec
 

@@ -1,0 +1,96 @@
+"""How the attention backend of a vLLM layer packs keys and values into a block.
+
+Nothing in the tensor shows it: a backend that is not listed here is refused. On a CPU the packing
+follows the machine's instructions, so vLLM's own operator writes a sample block, and the packing
+that reads it back is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+
+from prfaas.errors import InputError
+from prfaas.integrations.canonical.packings import Packing, token_views
+from prfaas.integrations.vllm.caches.canonical_layout import USE_NATIVE
+
+_CONTENT = {
+    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "FLEX_ATTENTION"),
+    *("FLASHINFER", "ROCM_AITER_UNIFIED_ATTN", "HPC_ATTN"),
+}
+_LATENT = {
+    *("FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA"),
+    *("CPU_MLA", "AMX_MLA"),
+}
+_CPU_PACKINGS: tuple[Packing, ...] = ("cpu_vec", "cpu_amx", "cpu_bfmmla")
+_FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def packing_of(name: str, layer: Any, spec: AttentionSpec) -> Packing:
+    """InputError when the layer's blocks cannot be read."""
+    backend = layer.attn_backend.get_name()
+    if spec.state_content_bytes is None and spec.tokens_per_state == 1:
+        if isinstance(spec, MLAAttentionSpec):
+            if backend in _LATENT:
+                return "mla"
+        elif backend == "B12X":
+            return "planes"
+        elif spec.num_head_slots is not None:
+            pass  # a packing of its own
+        elif backend == "CPU_ATTN":
+            cache_dtype = layer.kv_cache_dtype
+            return cpu_packing(layer.isa, layer.dtype, cache_dtype, spec.block_size, spec.head_size)
+        elif backend in _CONTENT and not (backend == "FLASH_ATTN" and current_platform.is_rocm()):
+            return "content"
+    raise InputError(
+        f"layer {name}: the blocks of attention backend {backend} cannot be converted",
+        fix=f"use another attention backend, or {USE_NATIVE}",
+    )
+
+
+def fp8_of(layer: Any) -> torch.dtype | None:
+    """How the bytes of an fp8 cache are read; None for other caches."""
+    return _FP8.get(getattr(layer, "kv_cache_dtype", "auto"))
+
+
+@functools.cache
+def cpu_packing(
+    isa: str, dtype: torch.dtype, cache_dtype: str, block_tokens: int, head_size: int
+) -> Packing:
+    from vllm import _custom_ops as ops
+
+    fp8 = _FP8.get(cache_dtype)
+    heads = 2
+    stored = torch.uint8 if fp8 is not None else dtype
+    cache = torch.zeros(1, heads, block_tokens, 2 * head_size, dtype=stored)
+    # Powers of two of either sign: every dtype has them exactly.
+    made = torch.Generator().manual_seed(0)
+    shape = (2, block_tokens, heads, head_size)
+    powers = torch.randint(-3, 4, shape, generator=made).float().exp2()
+    keys, values = (powers * (torch.randint(0, 2, shape, generator=made) * 2 - 1)).to(dtype)
+    into = cache.view(1, heads, 2 * block_tokens, head_size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, *into, torch.arange(block_tokens), isa, kv_cache_dtype=cache_dtype
+    )
+    found = cache if fp8 is None else cache.view(fp8).to(dtype)
+    for packing in _CPU_PACKINGS:
+        try:
+            views = token_views(found, packing, head_size, head_size)
+        except (InputError, RuntimeError):
+            continue  # the block does not divide in the way of this packing
+        if all(
+            torch.equal(view.view[0].reshape(block_tokens, heads, head_size), written)
+            for view, written in zip(views, (keys, values), strict=True)
+        ):
+            return packing
+    raise InputError(
+        f"vLLM packs blocks for {isa} in a way that cannot be converted", fix=USE_NATIVE
+    )
