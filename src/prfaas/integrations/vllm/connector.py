@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prfaas.integrations.vllm import compat
-from prfaas.integrations.vllm.events import EventRelay
 from prfaas.integrations.vllm.caches.forms import EngineForm, make_form
+from prfaas.integrations.vllm.events import EventRelay
 from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
 from prfaas.integrations.vllm.scheduler_side import SchedulerSide
 from prfaas.integrations.vllm.settings import ConnectorSettings, read_settings

@@ -1,1 +1,1 @@
-"""vLLM's caches: their groups and blocks, and how they are copied to and from pages in either form."""
+"""vLLM's caches: their groups and blocks, and the copies to and from pages in either form."""

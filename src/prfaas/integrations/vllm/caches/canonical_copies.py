@@ -24,8 +24,8 @@ from prfaas.errors import InputError
 from prfaas.integrations.canonical.attention import AttentionConverter, AttentionForm
 from prfaas.integrations.canonical.heads import Heads, delta_rule_share, mamba2_share
 from prfaas.integrations.canonical.states import StateConverter, StateForm
-from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Move
 from prfaas.integrations.vllm.caches.canonical_layout import USE_NATIVE, WireForm
+from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Move
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopy
 from prfaas.integrations.vllm.caches.packing import fp8_of, packing_of
 from prfaas.kvspec import GQA, MLA, Linear, WindowedGQA
@@ -82,7 +82,7 @@ def canonical_copies(
     for group in layout.groups:
         for name, number in group.layers:
             spec = _layer_spec(caches, group, name)
-            geometry = _geometry(wire, group, number)
+            geometry = _geometry(wire, group)
             parts = layer_parts(geometry, kv_dtype=wire.kv_dtype, state_dtype=wire.state_dtype)
             layer = context[name]
             if isinstance(geometry, Linear):
@@ -117,9 +117,10 @@ def _layer_spec(caches: KVCacheConfig, group: CacheGroup, name: str) -> KVCacheS
     return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _geometry(wire: WireForm, group: CacheGroup, number: int) -> GQA | WindowedGQA | MLA | Linear:
+def _geometry(wire: WireForm, group: CacheGroup) -> GQA | WindowedGQA | MLA | Linear:
     """The geometry of which `build_spec` has made the group: it keeps their order."""
-    made = {spec.name: geometry for spec, geometry in zip(wire.spec.groups, wire.geometries)}
+    groups = wire.spec.groups
+    made = {spec.name: geometry for spec, geometry in zip(groups, wire.geometries, strict=True)}
     return made[group.spec.name]
 
 
@@ -210,7 +211,5 @@ def _scales(name: str, layer: Any, geometry: object) -> tuple[float, float]:
     keys = layer._k_scale_float
     values = keys if isinstance(geometry, MLA) else layer._v_scale_float
     if not isinstance(keys, float) or not isinstance(values, float):
-        raise InputError(
-            f"layer {name}: its fp8 cache has more than one scale", fix=USE_NATIVE
-        )
+        raise InputError(f"layer {name}: its fp8 cache has more than one scale", fix=USE_NATIVE)
     return keys, values

@@ -26,8 +26,15 @@ from vllm.v1.kv_cache_interface import (
 
 from prfaas.errors import InputError
 from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Kind
-from prfaas.kvspec import FullAttention, Geometry, Group, KVSpec, LinearState, SlidingWindow
-from prfaas.kvspec import build_spec
+from prfaas.kvspec import (
+    FullAttention,
+    Geometry,
+    Group,
+    KVSpec,
+    LinearState,
+    SlidingWindow,
+    build_spec,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -19,9 +19,9 @@ from prfaas.catalog.hf_config import ConfigGeometry, geometry_of
 from prfaas.catalog.hf_file import read_hf_config
 from prfaas.errors import InputError
 from prfaas.integrations.vllm import compat
-from prfaas.integrations.vllm.caches.groups import CacheLayout
 from prfaas.integrations.vllm.caches.canonical_copies import canonical_copies
 from prfaas.integrations.vllm.caches.canonical_layout import WireForm, canonical_layout, first_spec
+from prfaas.integrations.vllm.caches.groups import CacheLayout
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopy, native_copies
 from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.settings import WHERE, ConnectorSettings

@@ -37,11 +37,11 @@ class NativeCopy:
         self.writes = writes
 
     def save(self, move: Move, pages: Sequence[memoryview]) -> int:
-        save_blocks(self._blocks, move.block_ids, pages)
+        copy_out(self._blocks, move.block_ids, pages)
         return len(move.block_ids) * self._blocks.shape[1]
 
     def load(self, move: Move, pages: Sequence[memoryview]) -> int:
-        load_blocks(self._blocks, move.block_ids, pages)
+        copy_in(self._blocks, move.block_ids, pages)
         return len(move.block_ids) * self._blocks.shape[1]
 
 
@@ -73,13 +73,13 @@ def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return storage.as_strided((num_blocks, rows * row_bytes), (rows * stride_bytes, 1), start)
 
 
-def save_blocks(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+def copy_out(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
     """Copies from the engine to pages, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         page.copy_(piece)
 
 
-def load_blocks(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
+def copy_in(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:
     """Copies from pages to the engine, synchronously."""
     for piece, page in _pieces(blocks, block_ids, pages):
         piece.copy_(page)

@@ -29,6 +29,7 @@ from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWind
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+
 def native_layout(config: KVCacheConfig, tensor_parallel: int, rank: int = 0) -> CacheLayout:
     """`rank`: of the worker that copies. The scheduler copies nothing, so its rank is of no
     importance."""
