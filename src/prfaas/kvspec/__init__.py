@@ -2,6 +2,7 @@
 
 from prfaas.kvspec.geometry import GQA, MLA, Geometry, Linear, WindowedGQA, build_spec
 from prfaas.kvspec.groups import FullAttention, Group, KVSpec, LinearState, SlidingWindow
+from prfaas.kvspec.parts import Part, PartRole, layer_parts
 from prfaas.kvspec.segments import (
     BlockSlice,
     Segment,
@@ -23,6 +24,8 @@ __all__ = [
     "KVSpec",
     "Linear",
     "LinearState",
+    "Part",
+    "PartRole",
     "Segment",
     "SegmentSink",
     "SegmentSource",
@@ -32,5 +35,6 @@ __all__ = [
     "block_slices",
     "build_spec",
     "handoff_segments",
+    "layer_parts",
     "segment_bytes",
 ]

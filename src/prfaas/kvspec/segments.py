@@ -62,8 +62,10 @@ class SegmentSink(Protocol):
         valid until `ready`. There may be several, because an arena's pages need not be
         neighbours."""
 
-    def ready(self, segment: Segment) -> None:
-        """The bytes are final and may be sent at once. The engine calls it once per segment."""
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        """The bytes are final and may be sent at once. The engine calls it once per segment, or
+        once per share of its heads when several ranks write one segment. `heads`: only the bytes of
+        these heads of the model are final; None means all of them."""
 
 
 class SegmentSource(Protocol):
