@@ -1,0 +1,1 @@
+"""Between the data type of a cache and that of the wire."""
