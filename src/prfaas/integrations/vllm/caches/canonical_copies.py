@@ -80,7 +80,7 @@ def canonical_copies(
     context = config.compilation_config.static_forward_context
     copies: dict[str, LayerCopy] = {}
     for group in layout.groups:
-        for name, number in group.layers:
+        for name, _ in group.layers:
             spec = _layer_spec(caches, group, name)
             geometry = _geometry(wire, group)
             parts = layer_parts(geometry, kv_dtype=wire.kv_dtype, state_dtype=wire.state_dtype)
