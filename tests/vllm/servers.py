@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prfaas.testing.vllm_server import VllmServer, start_vllm
 
 
 def connected_server(
-    directory: Path, name: str, model: Path, kvd: Path, *, core: int, flags: Sequence[str]
+    directory: Path,
+    name: str,
+    model: Path,
+    kvd: Path,
+    *,
+    core: int,
+    flags: Sequence[str],
+    settings: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> VllmServer:
+    """`settings`: of the connector, beside its kvd."""
     transfer = {
         "kv_connector": "PrfaasConnector",
         "kv_connector_module_path": "prfaas.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvd": str(kvd)},
+        "kv_connector_extra_config": {"kvd": str(kvd), **(settings or {})},
     }
     events = {
         "enable_kv_cache_events": True,
@@ -31,4 +40,5 @@ def connected_server(
         core=core,
         transfer=transfer,
         flags=["--max-model-len", "4096", "--kv-events-config", json.dumps(events), *flags],
+        env=env,
     )
