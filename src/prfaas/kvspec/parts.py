@@ -39,7 +39,9 @@ class Part:
 def layer_parts(geometry: Geometry, *, kv_dtype: str, state_dtype: str) -> tuple[Part, ...]:
     """Their bytes add up to `bytes_per_token` or `state_bytes` of the group that `build_spec` makes
     of the geometry. InputError when the layer has bytes that the canonical form does not
-    describe."""
+    describe, or a dtype is unknown."""
+    for dtype in (kv_dtype, state_dtype):
+        dtype_bytes(dtype)
     match geometry:
         case GQA() | WindowedGQA():
             return (

@@ -19,11 +19,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import InputError
-from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment, SlidingWindow
+from prfaas.kvd.transfers.head_shares import HeadShares
+from prfaas.kvspec import (
+    FullAttention,
+    KVSpec,
+    LinearState,
+    Segment,
+    SegmentShare,
+    SlidingWindow,
+    all_heads,
+)
 
 GroupLayer: TypeAlias = tuple[str, int]  # group, layer
 # Of full attention in one transfer: starting a transfer takes time for each segment.
 MAX_PLANNED_SEGMENTS = 4_096
+# Ranges of tokens of one lease that have some heads but not all. Ranks that write the same tokens
+# in the same order have one or two for each layer.
+MAX_FRAGMENTS = 1 << 18
 
 
 class Span(NamedTuple):
@@ -94,20 +106,58 @@ class SpanSet:
 
 
 class Coverage:
-    """Which part of the required state is ready."""
+    """Which part of the required state is ready. Tokens and states are ready when every head of
+    their group is: ranks of an engine may write and report disjoint heads, in any order."""
 
     def __init__(self, spec: KVSpec, required: RequiredState) -> None:
         self._spec = spec
         self._required = required
         self._spans: dict[GroupLayer, SpanSet] = {}
         self._states: set[tuple[str, int, int]] = set()
+        self._shares: dict[GroupLayer, HeadShares] = {}  # what lacks a head
+        self._fragments = 0  # of all of them
 
-    def add(self, segment: Segment) -> None:
-        if isinstance(self._spec[segment.group], LinearState):
-            self._states.add((segment.group, segment.layer, segment.stop))
-        else:
-            spans = self._spans.setdefault((segment.group, segment.layer), SpanSet())
-            spans.add(Span(segment.start, segment.stop))
+    def check(self, shares: Iterable[SegmentShare]) -> None:
+        """InputError when one of them cannot be added: the model has no such segment or heads, or
+        too much is written in part."""
+        parts = 0
+        for segment, heads in shares:
+            parts += not all_heads(self._spec, segment, heads)
+        if parts and self._fragments + parts > MAX_FRAGMENTS:
+            raise InputError(
+                f"more than {MAX_FRAGMENTS} ranges of tokens lack a head",
+                where="heads",
+                fix="report longer segments, or let all ranks write in the same order",
+            )
+
+    def add(self, segment: Segment, heads: range | None = None) -> bool:
+        """Counts these heads of a checked segment as ready, None: all of them. True when tokens or
+        a state may have become complete."""
+        group = self._spec[segment.group]
+        linear = isinstance(group, LinearState)
+        if heads is None or len(heads) == group.heads:
+            if linear:
+                self._states.add((segment.group, segment.layer, segment.stop))
+            else:
+                spans = self._spans.setdefault((segment.group, segment.layer), SpanSet())
+                spans.add(Span(segment.start, segment.stop))
+            return True
+        where = (segment.group, segment.layer)
+        shares = self._shares.get(where)
+        if shares is None:
+            shares = self._shares[where] = HeadShares(group.heads)
+        # Among the fragments of a layer of states, token l - 1 stands for the state after l tokens.
+        start = segment.stop - 1 if linear else segment.start
+        before = len(shares)
+        complete = shares.add(start, segment.stop, heads)
+        self._fragments += len(shares) - before
+        if complete and linear:
+            self._states.add((*where, segment.stop))
+        elif complete:
+            spans = self._spans.setdefault(where, SpanSet())
+            for first, stop in complete:
+                spans.add(Span(first, stop))
+        return bool(complete)
 
     def has(self, segment: Segment) -> bool:
         if isinstance(self._spec[segment.group], LinearState):
