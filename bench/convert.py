@@ -2,9 +2,9 @@
 
     prfaas bench convert [--seconds 0.5] [--cpu-only] [--gpu-only] [--gpu-tokens 8192]
 
-CPU: save and load of one layer of 4,096 tokens (8 heads of 128 dims) in each packing, beside a plain
-copy of as many bytes. GPU, where there is one: caches shaped like vLLM's, in 16-token blocks in
-random order, of 60 attention layers (both layouts), 60 MLA layers and 48 delta-net layers:
+CPU: save and load of one layer of 4,096 tokens (8 heads of 128 dims) in each packing, beside a
+plain copy of as many bytes. GPU, where there is one: caches shaped like vLLM's, in 16-token blocks
+in random order, of 60 attention layers (both layouts), 60 MLA layers and 48 delta-net layers:
 
     copy_out       gather on the device and copy to pinned host memory
     save           the same, and into the pages of an arena, which are pinned (direct) or not
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from prfaas.kvspec import Linear
 from prfaas.kvspec.parts import Part
 
 WIRE_TOKENS = 64
+ARENA_BYTES_PER_TOKEN = 60 * 4096  # of the largest case
 TIMEOUT_S = 60.0
 
 
@@ -55,10 +57,6 @@ class Arena:
     def __init__(self, memory: memoryview, layers: int, piece_bytes: int, pieces: int) -> None:
         self._memory = memory
         self._layers, self._piece_bytes, self._pieces = layers, piece_bytes, pieces
-
-    @staticmethod
-    def nbytes(layers: int, piece_bytes: int, pieces: int) -> int:
-        return layers * piece_bytes * pieces
 
     def buffers(self, layer: int) -> list[memoryview]:
         size, layers = self._piece_bytes, self._layers
@@ -127,7 +125,7 @@ def cpu_case(packing: Packing, dtype: str, block: int, seconds: float) -> dict[s
     form = AttentionForm(packing, attention_parts(packing, heads, dtype), range(heads))
     converter = AttentionConverter(cache, 2 * count, form)
     piece, pieces = WIRE_TOKENS * converter.row_bytes, CPU_TOKENS // WIRE_TOKENS
-    memory = arena_memory(Arena.nbytes(CPU_LAYERS, piece, pieces))
+    memory = arena_memory(CPU_LAYERS * piece * pieces)
     buffers = Arena(memory, CPU_LAYERS, piece, pieces).buffers(1)
     gigabytes = CPU_TOKENS * converter.row_bytes / 1e9
     target, source = (torch.ones(piece * pieces, dtype=torch.uint8) for _ in range(2))
@@ -153,6 +151,14 @@ def rate(gigabytes: float, took_s: float) -> float:
 
 
 @dataclass
+class Pages:
+    """Memory for the pages of any case, and staging beside it."""
+
+    memory: memoryview
+    ring: StagingRing
+
+
+@dataclass
 class GpuCase:
     """Layers of one kind, with functions for one layer, and the pages of all of them."""
 
@@ -167,12 +173,12 @@ class GpuCase:
 
 
 def attention_case(
-    name: str, packing: Packing, order: str, layers: int, tokens: int, pinned: bool
+    name: str, packing: Packing, order: str, layers: int, tokens: int, pages_of: Pages
 ) -> GpuCase:
     heads = 1 if packing == "mla" else 8
     count = tokens // 16
     form = AttentionForm(packing, attention_parts(packing, heads, "bfloat16"), range(heads))
-    ring = StagingRing("cuda", pages_pinned=pinned, timeout_s=TIMEOUT_S)
+    ring = pages_of.ring
     caches = [
         attention_cache(packing, 2 * count, heads, 16, "bfloat16", order, "cuda")
         for _ in range(layers)
@@ -181,15 +187,15 @@ def attention_case(
     ids = (torch.randperm(2 * count - 1)[:count] + 1).tolist()
     row = converters[0].row_bytes
     piece, pieces = WIRE_TOKENS * row, tokens // WIRE_TOKENS
-    memory = arena_memory(Arena.nbytes(layers, piece, pieces))
-    if pinned:
-        register_pages(memory)
-    arena = Arena(memory, layers, piece, pieces)
+    arena = Arena(pages_of.memory, layers, piece, pieces)
     pages = [arena.buffers(layer) for layer in range(layers)]
 
     def finish(layer: int, staged: Sequence[Staged]) -> None:
         for one in staged:
             one.finish(pages[layer])
+
+    def load(layer: int) -> None:
+        converters[layer].load(ids, 0, tokens, pages[layer], wait=False)
 
     def check() -> bool:
         """Awkward lengths, compared with the path of the CPU."""
@@ -208,7 +214,8 @@ def attention_case(
         staged = [converters[layer].stage(ids, 0, tokens)]
         caches[layer].fill_(float("nan"))  # queued after the gather
         finish(layer, staged)
-        converters[layer].load(ids, 0, tokens, pages[layer])
+        load(layer)
+        ring.finish_loads()
         is_same = torch.equal(caches[layer][ids], before[ids])
         for converter in (judge, small):
             converter.load(some, start, stop, [memoryview(expected)])
@@ -223,13 +230,13 @@ def attention_case(
         layers * tokens * row,
         lambda layer: [converters[layer].stage(ids, 0, tokens)],
         finish,
-        lambda layer: (converters[layer].load(ids, 0, tokens, pages[layer]), None)[1],
+        load,
         ring,
         check,
     )
 
 
-def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
+def state_case(name: str, layers: int, requests: int, pages_of: Pages) -> GpuCase:
     """Qwen3-Next's delta nets: 32 value heads and 16 key heads of 128 dims, float32 states."""
     linear = Linear((0,), 16, 32, 128, 128, 4)
     channels = 2 * 16 * 128 + 32 * 128
@@ -238,7 +245,7 @@ def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
         Part("conv", (channels, 3), "bfloat16"),
     )
     form = StateForm(parts, range(32), delta_rule_share(linear, 0, 1), transposed=True)
-    ring = StagingRing("cuda", pages_pinned=pinned, timeout_s=TIMEOUT_S)
+    ring = pages_of.ring
     tensors = [
         (
             torch.randn(2 * requests, 3, channels, device="cuda", dtype=torch.bfloat16),
@@ -248,10 +255,7 @@ def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
     ]
     converters = [StateConverter(conv, ssm, form, ring) for conv, ssm in tensors]
     size = converters[0].state_bytes
-    memory = arena_memory(Arena.nbytes(layers, size, requests))
-    if pinned:
-        register_pages(memory)
-    arena = Arena(memory, layers, size, requests)
+    arena = Arena(pages_of.memory, layers, size, requests)
     pages = [arena.buffers(layer) for layer in range(layers)]
     blocks = (torch.randperm(2 * requests - 1)[:requests] + 1).tolist()
 
@@ -261,7 +265,7 @@ def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
 
     def load(layer: int) -> None:
         for block, page in zip(blocks, pages[layer], strict=True):
-            converters[layer].load(block, [page])
+            converters[layer].load(block, [page], wait=False)
 
     def check() -> bool:
         conv, ssm = tensors[1]
@@ -275,6 +279,7 @@ def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
         conv.fill_(float("nan"))
         ssm.fill_(float("nan"))
         load(1)
+        ring.finish_loads()
         is_same = torch.equal(conv[blocks], before[0][blocks])
         is_same &= torch.equal(ssm[blocks], before[1][blocks])
         conv.copy_(before[0])
@@ -293,13 +298,10 @@ def state_case(name: str, layers: int, requests: int, pinned: bool) -> GpuCase:
     )
 
 
-def save_all(case: GpuCase, thread: ThreadPoolExecutor, between: Callable[[], object]) -> None:
+def save_all(case: GpuCase, thread: ThreadPoolExecutor) -> None:
     """Layer after layer, as a model runs; a thread puts what has arrived into the pages."""
-    waiting: list[Future[None]] = []
-    for layer in range(case.layers):
-        between()
-        waiting.append(thread.submit(case.finish, layer, case.stage(layer)))
-    for future in waiting:
+    layers = range(case.layers)
+    for future in [thread.submit(case.finish, n, case.stage(n)) for n in layers]:
         future.result(TIMEOUT_S)
     torch.cuda.synchronize()
 
@@ -321,6 +323,7 @@ def copy_out_all(case: GpuCase) -> None:
 def load_all(case: GpuCase) -> None:
     for layer in range(case.layers):
         case.load(layer)
+    case.ring.finish_loads()
 
 
 def beside(case: GpuCase, thread: ThreadPoolExecutor, seconds: float) -> dict[str, float]:
@@ -381,7 +384,7 @@ def beside(case: GpuCase, thread: ThreadPoolExecutor, seconds: float) -> dict[st
     }
 
 
-def gpu_case(case: GpuCase, seconds: float, with_matmuls: bool) -> dict[str, Any]:
+def gpu_case(case: GpuCase, seconds: float) -> dict[str, Any]:
     gigabytes = case.nbytes / 1e9
     result: dict[str, Any] = {
         "case": case.name,
@@ -390,12 +393,9 @@ def gpu_case(case: GpuCase, seconds: float, with_matmuls: bool) -> dict[str, Any
     }
     with ThreadPoolExecutor(1) as thread:
         result["copy_out_GBps"] = rate(gigabytes, best_s(lambda: copy_out_all(case), seconds))
-        result["save_GBps"] = rate(
-            gigabytes, best_s(lambda: save_all(case, thread, lambda: None), seconds)
-        )
+        result["save_GBps"] = rate(gigabytes, best_s(lambda: save_all(case, thread), seconds))
         result["load_GBps"] = rate(gigabytes, best_s(lambda: load_all(case), seconds))
-        if with_matmuls:
-            result["beside"] = beside(case, thread, seconds)
+        result["beside"] = beside(case, thread, seconds)
     return result
 
 
@@ -420,40 +420,26 @@ def plain_copies(seconds: float) -> dict[str, float]:
 
 
 def gpu_cases(tokens: int, seconds: float) -> list[dict[str, Any]]:
-    makers: list[tuple[Callable[[], GpuCase], bool]] = []
-    for pinned in (True, False):
-        kind = "pinned pages" if pinned else "other pages"
-        makers += [
-            (
-                lambda pinned=pinned, kind=kind: attention_case(
-                    f"attention NHD, {kind}", "content", "NHD", 60, tokens, pinned
-                ),
-                pinned,
-            ),
-            (
-                lambda pinned=pinned, kind=kind: attention_case(
-                    f"attention HND, {kind}", "content", "HND", 60, tokens, pinned
-                ),
-                pinned,
-            ),
-            (
-                lambda pinned=pinned, kind=kind: attention_case(
-                    f"MLA, {kind}", "mla", "HND", 60, tokens, pinned
-                ),
-                pinned,
-            ),
-            (
-                lambda pinned=pinned, kind=kind: state_case(f"delta net, {kind}", 48, 8, pinned),
-                pinned,
-            ),
-        ]
+    memory = arena_memory(ARENA_BYTES_PER_TOKEN * tokens)
     found: list[dict[str, Any]] = []
-    for make, with_matmuls in makers:
-        try:
-            found.append(gpu_case(make(), seconds, with_matmuls))
-        except (PrfaasError, RuntimeError) as error:  # the other cases are still of interest
-            found.append({"error": repr(error)[:300]})
-        torch.cuda.empty_cache()
+    for pinned in (False, True):  # once pinned, memory stays so
+        kind = "pinned pages" if pinned else "other pages"
+        if pinned:
+            register_pages(memory)
+        ring = StagingRing("cuda", pages_pinned=pinned, timeout_s=TIMEOUT_S)
+        pages = Pages(memory, ring)
+        makers: list[Callable[[], GpuCase]] = [
+            partial(attention_case, f"NHD, {kind}", "content", "NHD", 60, tokens, pages),
+            partial(attention_case, f"HND, {kind}", "content", "HND", 60, tokens, pages),
+            partial(attention_case, f"MLA, {kind}", "mla", "HND", 60, tokens, pages),
+            partial(state_case, f"delta net, {kind}", 48, min(8, tokens // 1024), pages),
+        ]
+        for make in makers:
+            try:
+                found.append(gpu_case(make(), seconds))
+            except (PrfaasError, RuntimeError) as error:  # other cases are still of interest
+                found.append({"error": repr(error)[:300]})
+            torch.cuda.empty_cache()
     return found
 
 
@@ -462,8 +448,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="per measurement")
     parser.add_argument("--cpu-only", action="store_true")
     parser.add_argument("--gpu-only", action="store_true")
-    parser.add_argument("--gpu-tokens", type=int, default=8192, help="of a step, a multiple of 64")
+    parser.add_argument("--gpu-tokens", type=int, default=8192, help="of a step")
     chosen = parser.parse_args(arguments)
+    if chosen.gpu_tokens < 1024 or chosen.gpu_tokens % WIRE_TOKENS:
+        parser.error("--gpu-tokens must be a multiple of 64, at least 1024")
     result: dict[str, Any] = {
         "machine": platform.machine(),
         "torch": torch.__version__,
@@ -475,7 +463,7 @@ def main(arguments: Sequence[str]) -> None:
         result["gpu"] = {
             "device": torch.cuda.get_device_name(),
             "bus": plain_copies(chosen.seconds),
-            "cases": gpu_cases(chosen.gpu_tokens // WIRE_TOKENS * WIRE_TOKENS, chosen.seconds),
+            "cases": gpu_cases(chosen.gpu_tokens, chosen.seconds),
         }
     print(json.dumps(result, indent=2))
 

@@ -25,6 +25,7 @@ from prfaas.integrations.canonical.staging import (
     Staged,
     StagedRows,
     StagingRing,
+    joined,
 )
 from prfaas.kvspec.parts import Part
 
@@ -72,8 +73,8 @@ class _Span(NamedTuple):
 
 
 class AttentionConverter:
-    """One layer of one rank. Manager block b is the kernel blocks b * ratio to b * ratio + ratio - 1
-    of the cache, where ratio = cache.shape[0] / num_blocks."""
+    """One layer of one rank. A manager block is `cache.shape[0] / num_blocks` kernel blocks of the
+    cache that follow each other."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class AttentionConverter:
         self._shape = RowShape(
             row_bytes=values.place.stop,
             own_bytes=len(keys.own.place) + len(values.own.place),
-            columns=_joined((keys.own, values.own)),
+            columns=joined((keys.own, values.own)),
         )
         self._alignment = max(part.cast.wire.itemsize for part in self._parts)
         self._joint = None
@@ -144,15 +145,25 @@ class AttentionConverter:
         return (stop - start) * shape.nbytes
 
     def load(
-        self, block_ids: Sequence[int], start: int, stop: int, views: Sequence[memoryview]
+        self,
+        block_ids: Sequence[int],
+        start: int,
+        stop: int,
+        views: Sequence[memoryview],
+        *,
+        wait: bool = True,
     ) -> int:
         """Reads this rank's heads of tokens [start, stop) from the segment's bytes into the blocks,
-        and zeroes every other row of these blocks. Returns the number of bytes read, after they are
-        in place. `block_ids` as in `save`."""
+        and zeroes every other row of these blocks. `block_ids` as in `save`. Returns the number of
+        bytes read, after they are in place; without `wait` a GPU has them in place, and needs the
+        views no more, only after the ring's `finish_loads`."""
         self._require_blocks(block_ids, start, stop)
         self._require_pages(views, stop - start)
         if self._ring is not None:
-            return self._scatter(self._ring, block_ids, start, stop, views)
+            copied = self._scatter(self._ring, block_ids, start, stop, views)
+            if wait:
+                self._ring.finish_loads()
+            return copied
         spans = self._spans(block_ids, start)
         for first, run in readable_rows(
             views, stop - start, self._shape.row_bytes, self._alignment
@@ -403,17 +414,6 @@ def _tokens_in(view: TokenView) -> int:
     for factor in view.token_factors:
         tokens *= factor
     return tokens
-
-
-def _joined(columns: Sequence[Column]) -> tuple[Column, ...]:
-    """Neighbours as one column: with all heads, keys and values are one run of bytes."""
-    joined: list[Column] = []
-    for column in columns:
-        if joined and joined[-1].place.stop == column.place.start:
-            last = joined.pop()
-            column = Column(range(last.place.start, column.place.stop), last.at)
-        joined.append(column)
-    return tuple(joined)
 
 
 def _like(view: TokenView, rows: torch.Tensor) -> torch.Tensor:

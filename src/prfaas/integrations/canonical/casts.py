@@ -3,7 +3,7 @@
     equal data types       the bytes are copied
     wide <-> wide          plain casts: float32, bfloat16, float16
     fp8 <-> wide           value = stored * scale, one scale per layer and part
-    fp8 <-> the same fp8   the bytes are copied; the scales are those of the checkpoint on both sides
+    fp8 <-> the same fp8   the bytes are copied; both sides have the checkpoint's scales
 
 A value that the receiving data type cannot represent fails the copy: an infinite key or value ruins
 every later token. Only fp8 saturates, as engines do when they write their own caches.
@@ -30,8 +30,8 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """`stored` is the cache's data type, `wire` the one that travels. Both are uint8 where fp8 bytes
-    are copied as they are."""
+    """`stored` is the cache's data type, `wire` the one that travels. Both are uint8 where fp8
+    bytes are copied as they are."""
 
     stored: torch.dtype
     wire: torch.dtype

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +74,23 @@ class RowShape:
 
     @property
     def is_whole(self) -> bool:
-        return self.columns == (Column(range(self.row_bytes), 0),)
+        """A row in staging is a row of the whole model."""
+        whole = (Column(range(self.row_bytes), 0),)
+        return self.own_bytes == self.row_bytes and self.columns == whole
+
+
+def joined(columns: Iterable[Column]) -> tuple[Column, ...]:
+    """Neighbours as one column: with all heads, keys and values are one run of bytes."""
+    found: list[Column] = []
+    for column in columns:
+        if found:
+            last = found[-1]
+            ends = last.place.stop, last.at + len(last.place)
+            if ends == (column.place.start, column.at):
+                found[-1] = Column(range(last.place.start, column.place.stop), last.at)
+                continue
+        found.append(column)
+    return tuple(found)
 
 
 class Extent(NamedTuple):
@@ -123,6 +139,7 @@ class StagingRing:
         self._in = torch.cuda.Stream(self.device) if cuda else None
         self._fence: torch.cuda.Event | None = None
         self._used: list[Extent] = []  # sorted
+        self._flying: deque[Chunk] = deque()  # loads that the device has yet to do
         self._indices: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
         self._freed = threading.Condition()
 
@@ -135,20 +152,24 @@ class StagingRing:
     # Memory ---------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Extent:
-        """The first gap that is large enough. Waits for other threads to release memory, for at
-        most the ring's timeout: EngineError after that."""
+        """The first gap that is large enough. Waits for loads of the device, and for other threads
+        to release memory, for at most the ring's timeout: EngineError after that."""
         nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if nbytes > len(self._device):
             raise EngineError(f"{nbytes} bytes do not fit into staging of {len(self._device)}")
         deadline = time.monotonic() + self._timeout_s
-        with self._freed:
-            while (extent := self._gap(nbytes)) is None:
-                if not self._freed.wait(max(0.0, deadline - time.monotonic())):
+        while True:
+            with self._freed:
+                if (extent := self._gap(nbytes)) is not None:
+                    bisect.insort(self._used, extent)
+                    return extent
+                load = self._flying.popleft() if self._flying else None
+                if load is None and not self._freed.wait(max(0.0, deadline - time.monotonic())):
                     raise EngineError(
                         f"no {nbytes} bytes of staging were free within {self._timeout_s:g} s"
                     )
-            bisect.insort(self._used, extent)
-            return extent
+            if load is not None:
+                self.drop(load)
 
     def release(self, extent: Extent) -> None:
         with self._freed:
@@ -242,34 +263,40 @@ class StagingRing:
         views: Sequence[memoryview],
         empty: Callable[[int, torch.Tensor], None],
     ) -> int:
-        """For each chunk (rows in staging, rows to skip, rows to read): copies the rows from the
-        pages to the device, zeroes the others, and lets `empty` take them from there, with the
-        chunk's number. Returns after the device has done all of it."""
-        flying: list[Chunk] = []
+        """For each chunk (rows in staging, rows to skip, rows to read): queues the copy of the rows
+        from the pages to the device, zeroes the others, and lets `empty` take them from there, with
+        the chunk's number. `finish_loads` waits for the device."""
         done = 0
-        try:
-            with self._loading():
-                for number, (count, skip, rows) in enumerate(chunks):
-                    if len(flying) == 2:
-                        self.drop(flying.pop(0))
-                    extent = self.allocate(count * shape.own_bytes)
-                    flying.append(Chunk(extent, skip, rows, None))
+        with self._loading():
+            for number, (count, skip, rows) in enumerate(chunks):
+                extent = self.allocate(count * shape.own_bytes)
+                try:
                     first, last = done * shape.row_bytes, (done + rows) * shape.row_bytes
                     staged = self.rows(extent, shape.own_bytes)[:count]
-                    staged[:skip].zero_()
-                    staged[skip + rows :].zero_()
+                    if skip:
+                        staged[:skip].zero_()
+                    if skip + rows < count:
+                        staged[skip + rows :].zero_()
                     self._fetch(extent, shape, skip, rows, page_range(views, first, last))
                     empty(number, staged)
-                    if self._in is not None:
-                        flying[-1] = Chunk(extent, skip, rows, _recorded(self._in))
-                    done += rows
-        except BaseException:
-            self._wait()
-            raise
-        finally:
-            for chunk in flying:
-                self.drop(chunk)
+                    event = None if self._in is None else _recorded(self._in)
+                except BaseException:
+                    self._wait()
+                    self.release(extent)
+                    raise
+                with self._freed:
+                    self._flying.append(Chunk(extent, skip, rows, event))
+                done += rows
         return done * shape.nbytes
+
+    def finish_loads(self) -> None:
+        """Returns after the device has done all loads, of all layers and threads."""
+        while True:
+            with self._freed:
+                load = self._flying.popleft() if self._flying else None
+            if load is None:
+                return
+            self.drop(load)
 
     # Inside ---------------------------------------------------------------------------------------
 
@@ -407,7 +434,7 @@ def register_pages(memory: memoryview) -> None:
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
     event.record(stream)
     return event
 

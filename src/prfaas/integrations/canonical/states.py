@@ -23,6 +23,7 @@ from prfaas.integrations.canonical.staging import (
     Staged,
     StagedRows,
     StagingRing,
+    joined,
 )
 from prfaas.kvspec.parts import Part
 
@@ -51,8 +52,8 @@ class _Piece(NamedTuple):
 
 
 class StateConverter:
-    """One layer of one rank. `conv` is [block, ...] and `ssm` [block, head, ...], as vLLM binds them
-    to the layer."""
+    """One layer of one rank. `conv` is [block, ...] and `ssm` [block, head, ...], as vLLM binds
+    them to the layer."""
 
     def __init__(
         self,
@@ -87,18 +88,21 @@ class StateConverter:
                 _write(row[0, piece.place.start : piece.place.stop], piece, block_id)
         return self._written.nbytes
 
-    def load(self, block_id: int, views: Sequence[memoryview]) -> int:
+    def load(self, block_id: int, views: Sequence[memoryview], *, wait: bool = True) -> int:
         """Reads this rank's heads and all channels that it holds. Returns the number of bytes read,
-        after they are in place."""
+        after they are in place; without `wait` as `AttentionConverter.load`."""
         self._require_block(block_id)
         if self._ring is not None:
             _require_pages(views, self.state_bytes)
 
             def empty(_: int, staged: torch.Tensor) -> None:
-                for piece, column in zip(self._pieces, self._held.columns, strict=True):
-                    _read(staged[0, column.at : column.at + len(column.place)], piece, block_id)
+                for piece, at in zip(self._pieces, _offsets(self._pieces), strict=False):
+                    _read(staged[0, at : at + len(piece.place)], piece, block_id)
 
-            return self._ring.copy_in(self._held, [(1, 0, 1)], views, empty)
+            copied = self._ring.copy_in(self._held, [(1, 0, 1)], views, empty)
+            if wait:
+                self._ring.finish_loads()
+            return copied
         for _, row in readable_rows(views, 1, self.state_bytes, 1):
             for piece in self._pieces:
                 _read(row[0, piece.place.start : piece.place.stop], piece, block_id)
@@ -112,8 +116,8 @@ class StateConverter:
         self._require_block(block_id)
 
         def fill(staged: torch.Tensor) -> None:
-            for piece, column in zip(self._own, self._written.columns, strict=True):
-                _write(staged[0, column.at : column.at + len(column.place)], piece, block_id)
+            for piece, at in zip(self._own, _offsets(self._own), strict=False):
+                _write(staged[0, at : at + len(piece.place)], piece, block_id)
 
         chunk = ring.copy_out(self._written, 1, 0, 1, fill)
         return StagedRows(ring, self._written, [chunk])
@@ -191,10 +195,21 @@ def _conv_pieces(
     cast = choose_cast(conv.dtype, part.dtype)
     width = columns * cast.wire.itemsize
     found, at = [], 0
-    for run, written in zip(share.held, share.written, strict=True):
+    for run, written in _neighbours_joined(share):
         place = range(first_byte + run.start * width, first_byte + run.stop * width)
         found.append(_Piece(rows[:, at : at + len(run)], cast, place, written))
         at += len(run)
+    return found
+
+
+def _neighbours_joined(share: ConvShare) -> list[tuple[range, bool]]:
+    """A rank that holds all channels copies them at once."""
+    found: list[tuple[range, bool]] = []
+    for run, written in zip(share.held, share.written, strict=True):
+        if found and found[-1] == (range(found[-1][0].start, run.start), written):
+            found[-1] = (range(found[-1][0].start, run.stop), written)
+        else:
+            found.append((run, written))
     return found
 
 
@@ -220,11 +235,17 @@ def _oriented(ssm: torch.Tensor, form: StateForm) -> torch.Tensor:
 
 
 def _row_shape(pieces: Sequence[_Piece], row_bytes: int) -> RowShape:
-    columns, at = [], 0
+    *offsets, own_bytes = _offsets(pieces)
+    columns = [Column(piece.place, at) for piece, at in zip(pieces, offsets, strict=True)]
+    return RowShape(row_bytes, own_bytes, joined(columns))
+
+
+def _offsets(pieces: Sequence[_Piece]) -> list[int]:
+    """Where each piece begins in staging, and where the last one ends."""
+    offsets = [0]
     for piece in pieces:
-        columns.append(Column(piece.place, at))
-        at += -(-len(piece.place) // _ALIGNMENT) * _ALIGNMENT
-    return RowShape(row_bytes, at, tuple(columns))
+        offsets.append(offsets[-1] + -(-len(piece.place) // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
 
 
 def _write(target: torch.Tensor, piece: _Piece, block_id: int) -> None:
