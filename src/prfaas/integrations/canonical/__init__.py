@@ -14,7 +14,7 @@ Independent of vLLM, of kvds and of requests.
 from prfaas.integrations.canonical.attention import AttentionConverter, AttentionForm
 from prfaas.integrations.canonical.heads import ConvShare, Heads, delta_rule_share, mamba2_share
 from prfaas.integrations.canonical.packings import Packing
-from prfaas.integrations.canonical.staging import Staged, StagingRing
+from prfaas.integrations.canonical.staging import Staged, StagingRing, register_pages
 from prfaas.integrations.canonical.states import StateConverter, StateForm
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "StateForm",
     "delta_rule_share",
     "mamba2_share",
+    "register_pages",
 ]

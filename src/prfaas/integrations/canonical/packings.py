@@ -25,14 +25,53 @@ from prfaas.errors import InputError
 Packing: TypeAlias = Literal["content", "planes", "cpu_vec", "cpu_amx", "cpu_bfmmla", "mla"]
 
 
+_CPU_TILES = {"cpu_vec": (1, 1), "cpu_amx": (16, 16), "cpu_bfmmla": (8, 4)}  # tokens, dims
+
+
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A view of a cache: [block, *token_factors, head, *dim_factors]. Its product of token factors
-    is the number of tokens in a block, its product of dim factors the dimension of a head."""
+    """A view of a cache: [block, *token_factors, head, *dim_factors]. The product of the token
+    factors is the number of tokens in a block, that of the dim factors the dimension of a head."""
 
     view: torch.Tensor
     token_factors: tuple[int, ...]
     dim_factors: tuple[int, ...]
+
+    @property
+    def heads(self) -> int:
+        return int(self.view.shape[1 + len(self.token_factors)])
+
+    @property
+    def dim(self) -> int:
+        return math.prod(self.dim_factors)
+
+    def tokens(
+        self, block: int, blocks: int, first: int, last: int
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Tokens [first, last) of the `blocks` consecutive blocks from `block` on, as few views as
+        their tiles allow: (number of the first token, tokens, view [*factors, head, *dims])."""
+        factors = (blocks, *self.token_factors)
+        yield from _tiles(self.view[block : block + blocks], factors, 0, first, last)
+
+    def like(self, rows: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """`rows` [token, head, dim] as a view with the shape of `view`, which `tokens` yielded."""
+        factors = view.shape[: view.dim() - 1 - len(self.dim_factors)]
+        if len(factors) > 1:
+            rows = rows.unflatten(0, factors)
+        return rows.unflatten(-1, self.dim_factors) if len(self.dim_factors) > 1 else rows
+
+    def in_halves(self) -> TokenView:
+        """The same elements in another order: native (x0, y0, x1, y1, ...), viewed as
+        (x0, x1, ..., y0, y1, ...). For a rope part with one dim factor."""
+        (dim,) = self.dim_factors
+        if dim % 2:
+            raise InputError(
+                f"a rope part of {dim} dims has no pairs",
+                where="rope_pairs",
+                fix="use rope_pairs only for an even number of dims",
+            )
+        pairs = self.view.unflatten(-1, (dim // 2, 2))
+        return TokenView(pairs.transpose(-1, -2), self.token_factors, (2, dim // 2))
 
 
 def token_views(
@@ -40,4 +79,115 @@ def token_views(
 ) -> tuple[TokenView, TokenView]:
     """Keys and values of one layer, or latent and rope part for `mla`. Views: nothing is copied.
     InputError when the cache's shape is not that of the packing."""
-    raise NotImplementedError
+    if packing == "mla" and cache.dim() == 3:
+        cache = cache.unsqueeze(1)  # vLLM's layers see [block, token, content]
+    if cache.dim() != 4:
+        raise _misfit(cache, packing, "has not the four axes [block, head slot, token, content]")
+    blocks, slots, tokens, content = cache.shape
+    if packing == "content" or packing == "mla":
+        if content != k_dim + v_dim:
+            raise _misfit(cache, packing, f"does not have {k_dim} + {v_dim} elements per token")
+        if packing == "mla" and slots != 1:
+            raise _misfit(cache, packing, "has more than one head slot")
+        rows = cache.transpose(1, 2)
+        return (
+            TokenView(rows[..., :k_dim], (tokens,), (k_dim,)),
+            TokenView(rows[..., k_dim:], (tokens,), (v_dim,)),
+        )
+    if k_dim != v_dim:
+        raise _misfit(cache, packing, f"needs equal dims, not {k_dim} and {v_dim}")
+    if packing == "planes":
+        if slots != 2 or content % k_dim:
+            raise _misfit(cache, packing, f"does not have two planes of heads with {k_dim} dims")
+        planes = cache.unflatten(-1, (content // k_dim, k_dim))
+        return (
+            TokenView(planes[:, 0], (tokens,), (k_dim,)),
+            TokenView(planes[:, 1], (tokens,), (v_dim,)),
+        )
+    if packing not in _CPU_TILES:
+        raise InputError(
+            f"{packing!r} is not a packing",
+            where="packing",
+            fix="use one of: content, planes, cpu_vec, cpu_amx, cpu_bfmmla, mla",
+        )
+    token_tile, dim_tile = _CPU_TILES[packing]
+    if content != 2 * k_dim or tokens % token_tile or k_dim % dim_tile:
+        raise _misfit(
+            cache, packing, f"does not divide into tiles of {token_tile} tokens x {dim_tile} dims"
+        )
+    if not cache[0, 0].is_contiguous():
+        raise _misfit(cache, packing, f"has strides {cache.stride()} inside a head")
+    return _cpu_views(cache, packing, k_dim)
+
+
+def joint_view(
+    cache: torch.Tensor, packing: Packing, k_dim: int, v_dim: int
+) -> torch.Tensor | None:
+    """A view [block, token, ...] whose elements are in the order of a rank's own rows (all keys of
+    a token, then all values), or None where no single view is. Its elements are integers as wide as
+    the strides allow: for copies only."""
+    if packing == "mla":
+        rows = cache if cache.dim() == 3 else cache.transpose(1, 2)
+    elif packing == "content" and k_dim == v_dim:
+        rows = cache.transpose(1, 2).unflatten(-1, (2, k_dim)).transpose(2, 3)
+    elif packing == "planes":
+        rows = cache.unflatten(-1, (-1, k_dim)).transpose(1, 2)
+    else:
+        return None
+    if rows.stride(-1) != 1:
+        return None
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        steps = (*rows.stride()[:-1], rows.shape[-1], rows.storage_offset())
+        is_aligned = rows.data_ptr() % dtype.itemsize == 0
+        if is_aligned and all(step * rows.element_size() % dtype.itemsize == 0 for step in steps):
+            return rows.view(dtype)
+    return rows.view(torch.uint8)
+
+
+def _cpu_views(cache: torch.Tensor, packing: Packing, d: int) -> tuple[TokenView, TokenView]:
+    b, h, n, _ = cache.shape
+    # Per head one box of 2n x d numbers: all keys, then all values, each packed for the matrix
+    # instructions. Only the last two axes are merged, so the strides of blocks and heads are free.
+    box = cache.flatten(2)
+    keys, values = box[..., : n * d], box[..., n * d :]
+    if packing == "cpu_vec":
+        k = keys.unflatten(2, (d, n)).permute(0, 3, 1, 2)
+        v = values.unflatten(2, (n, d)).permute(0, 2, 1, 3)
+        return TokenView(k, (n,), (d,)), TokenView(v, (n,), (d,))
+    if packing == "cpu_amx":
+        k = keys.unflatten(2, (n // 16, d // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
+        v = values.unflatten(2, (d // 16, n // 2, 16, 2)).permute(0, 3, 5, 1, 2, 4)
+        return TokenView(k, (n // 16, 16), (d // 2, 2)), TokenView(v, (n // 2, 2), (d // 16, 16))
+    k = keys.unflatten(2, (n // 8, d // 4, 4, 2, 4)).permute(0, 2, 4, 5, 1, 3, 6)
+    v = values.unflatten(2, (d // 2, n // 4, 2, 4)).permute(0, 3, 5, 1, 2, 4)
+    return TokenView(k, (n // 8, 4, 2), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 2, 2))
+
+
+def _tiles(
+    view: torch.Tensor, factors: tuple[int, ...], at: int, first: int, last: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Whole tiles in one view; a tile that the range cuts is divided along its inner factors."""
+    if first >= last:
+        return
+    inner = math.prod(factors[1:])
+    low, high = -(-first // inner), last // inner
+    if low > high:  # the range lies inside one tile
+        yield from _tiles(
+            view[high], factors[1:], at + high * inner, first - high * inner, last - high * inner
+        )
+        return
+    if first % inner:
+        tile = low - 1
+        yield from _tiles(view[tile], factors[1:], at + tile * inner, first - tile * inner, inner)
+    if low < high:
+        yield at + low * inner, (high - low) * inner, view[low:high]
+    if last % inner:
+        yield from _tiles(view[high], factors[1:], at + high * inner, 0, last - high * inner)
+
+
+def _misfit(cache: torch.Tensor, packing: Packing, problem: str) -> InputError:
+    return InputError(
+        f"a cache of shape {tuple(cache.shape)} {problem}, as the packing {packing!r} requires",
+        where="packing",
+        fix="use another attention backend, or the native form",
+    )

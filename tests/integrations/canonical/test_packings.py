@@ -1,0 +1,116 @@
+"""Views of single tokens agree with formulas that place one element at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.errors import InputError
+from prfaas.integrations.canonical.packings import joint_view, token_views
+from tests.integrations.canonical.caches import Shape, empty_cache, put_tokens
+
+SHAPES = [
+    Shape("content", 3, 2, 16, 8, 8, "HND"),
+    Shape("content", 3, 2, 16, 12, 8, "NHD"),
+    Shape("content", 3, 2, 16, 8, 8, "packed"),
+    Shape("planes", 3, 4, 8, 6, 6),
+    Shape("cpu_vec", 3, 2, 32, 16, 16),
+    Shape("cpu_vec", 3, 2, 16, 80, 80, "packed"),
+    Shape("cpu_amx", 3, 2, 32, 32, 32),
+    Shape("cpu_amx", 3, 3, 16, 16, 16, "packed"),
+    Shape("cpu_bfmmla", 3, 2, 32, 8, 8),
+    Shape("mla", 3, 1, 16, 24, 8),
+]
+
+
+def filled(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = shape.kernel_blocks * shape.tokens
+    keys = torch.randn(tokens, shape.heads, shape.k_dim, generator=generator)
+    values = torch.randn(tokens, shape.heads, shape.v_dim, generator=generator)
+    cache = empty_cache(shape, torch.float32)
+    put_tokens(cache, shape, range(shape.kernel_blocks), 0, keys, values)
+    return cache, keys, values
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_views_are_the_formulas(shape: Shape) -> None:
+    cache, keys, values = filled(shape)
+    assert not cache.isnan().any()
+    for view, rows in zip(
+        token_views(cache, shape.packing, shape.k_dim, shape.v_dim), (keys, values), strict=True
+    ):
+        assert view.heads == shape.heads
+        assert torch.equal(view.view.flatten().view(-1), rows.flatten())
+        assert view.view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), shape=st.sampled_from(SHAPES))
+def test_any_range_of_tokens(data: st.DataObject, shape: Shape) -> None:
+    cache, keys, values = filled(shape)
+    block = data.draw(st.integers(0, 2))
+    blocks = data.draw(st.integers(1, 3 - block))
+    last = data.draw(st.integers(0, blocks * shape.tokens))
+    first = data.draw(st.integers(0, last))
+    for view, rows in zip(
+        token_views(cache, shape.packing, shape.k_dim, shape.v_dim), (keys, values), strict=True
+    ):
+        expected = rows[block * shape.tokens :][first:last]
+        at = first
+        for found_at, count, tokens in view.tokens(block, blocks, first, last):
+            assert found_at == at
+            part = expected[at - first : at - first + count]
+            assert torch.equal(view.like(part, tokens), tokens)
+            at += count
+        assert at == last
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_joint_view_is_a_row(shape: Shape) -> None:
+    cache, keys, values = filled(shape)
+    joint = joint_view(cache, shape.packing, shape.k_dim, shape.v_dim)
+    if shape.packing.startswith("cpu") or shape.k_dim != shape.v_dim and shape.packing != "mla":
+        assert joint is None
+        return
+    assert joint is not None
+    rows = torch.cat((keys.flatten(1), values.flatten(1)), dim=1)
+    copied = joint.contiguous().view(-1).view(torch.float32)
+    assert torch.equal(copied, rows.flatten())
+
+
+def test_halves_of_a_rope_part() -> None:
+    cache = torch.arange(2 * 4 * 10.0).view(2, 1, 4, 10)
+    _, rope = token_views(cache, "mla", 4, 6)
+    halves = rope.in_halves()
+    assert halves.view.flatten(-2)[0, 0, 0].tolist() == [4, 6, 8, 5, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packing", "dims"),
+    [
+        ((4, 2, 16, 20), "content", (8, 8)),  # padded content
+        ((4, 2, 16, 24), "mla", (16, 8)),  # two head slots
+        ((4, 16, 20), "mla", (8, 8)),
+        ((4, 3, 16, 16), "planes", (8, 8)),
+        ((4, 2, 16, 17), "planes", (8, 8)),
+        ((4, 2, 24, 32), "cpu_amx", (16, 16)),  # 24 tokens are not whole tiles
+        ((4, 2, 32, 16), "cpu_amx", (8, 8)),
+        ((4, 2, 12, 16), "cpu_bfmmla", (8, 8)),
+        ((4, 2, 16, 20), "cpu_vec", (8, 12)),
+        ((4, 2, 16, 20), "cpu_vec", (8, 8)),
+        ((4, 2, 16), "content", (8, 8)),
+        ((4, 2, 16, 16), "shuffled", (8, 8)),
+    ],
+)
+def test_caches_of_other_packings_are_refused(sizes, packing, dims) -> None:
+    with pytest.raises(InputError, match="packing"):
+        token_views(torch.zeros(sizes), packing, *dims)
+
+
+def test_a_cpu_packing_needs_contiguous_heads() -> None:
+    cache = torch.zeros(4, 16, 2, 16).transpose(1, 2)
+    with pytest.raises(InputError, match="strides"):
+        token_views(cache, "cpu_vec", 8, 8)
