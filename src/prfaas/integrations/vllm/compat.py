@@ -24,6 +24,7 @@ from prfaas.types import Compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST = (0, 32)  # the first version that reports a failed load of a hybrid model
@@ -59,6 +60,15 @@ def check_config(config: VllmConfig, form: FormName) -> None:
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy}",
             fix="use fail: the gateway re-issues failed requests",
         )
+
+
+def keep_out_of_prefix_cache(
+    manager: KVCacheManager, group: int, request: str, blocks: int
+) -> None:
+    """The first `blocks` blocks of a request never serve another request. vLLM would enter every
+    loaded block into its prefix cache, and a window's first block may be loaded in part."""
+    counts = manager.coordinator.single_type_managers[group].num_cached_block
+    counts[request] = max(counts.get(request, 0), blocks)
 
 
 def native_compat(config: VllmConfig, caches: KVCacheConfig, block_tokens: int) -> Compat:

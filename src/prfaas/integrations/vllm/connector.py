@@ -34,7 +34,7 @@ from prfaas.kvd.engine_socket.client import KvdClient
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -85,6 +85,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, self._form.layout)
 
     # In the scheduler's process -------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_side.bind(kv_cache_manager)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

@@ -10,6 +10,7 @@ request is contained here, and `connector.py` passes anything else to `fail`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +26,9 @@ from prfaas.contracts.kv_transfer_params import (
     prefill_error,
 )
 from prfaas.contracts.kvd_api import OTHER_PROMPT
-from prfaas.errors import InputError, PrfaasError
-from prfaas.integrations.vllm.caches.groups import CacheLayout
+from prfaas.errors import EngineError, InputError, PrfaasError
+from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+from prfaas.integrations.vllm.compat import keep_out_of_prefix_cache
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
@@ -34,7 +36,7 @@ from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.types import BlockHash, NotNow
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -82,6 +84,11 @@ class SchedulerSide:
         self._may_diverge = bool(layout.of_kind("state")) and not layout.of_kind("window")
         self._reconciling: set[str] = set()
         self._counts: dict[str, float] = {}
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """vLLM's cache manager, which exists only after the connector."""
+        self._manager = manager
 
     @property
     def completes_divergent_hits(self) -> bool:
@@ -159,6 +166,7 @@ class SchedulerSide:
             moves = moves_to_load(
                 self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
             )
+            self._keep_out(request.request_id, moves)
         except Exception as error:
             _log_failure(f"request {request.request_id}: cannot load its state", error)
             self._orders.failed.append(request.request_id)
@@ -299,6 +307,16 @@ class SchedulerSide:
             self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = DecodeState(lease)
+
+    def _keep_out(self, request_id: str, moves: Sequence[Move]) -> None:
+        """Window blocks whose first tokens are not loaded must not serve other requests."""
+        for move in moves:
+            group = self._layout.groups[move.group]
+            if group.kind == "window" and move.start % group.block_tokens:
+                if self._manager is None:
+                    raise EngineError("vLLM has not passed its cache manager to the connector")
+                partial = move.start // group.block_tokens
+                keep_out_of_prefix_cache(self._manager, group.index, request_id, partial + 1)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         message = answer["error"]["message"]
