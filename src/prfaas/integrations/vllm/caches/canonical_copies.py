@@ -127,6 +127,8 @@ def _geometry(wire: WireForm, group: CacheGroup) -> GQA | WindowedGQA | MLA | Li
 def _check_attention(
     name: str, layer: Any, spec: AttentionSpec, geometry: GQA | WindowedGQA | MLA, heads: int
 ) -> None:
+    found: dict[str, object]
+    wanted: dict[str, object]
     if isinstance(geometry, MLA):
         found = {"heads": spec.num_kv_heads, "head size": spec.head_size}
         wanted = {"heads": 1, "head size": geometry.kv_lora_rank + geometry.rope_dim}

@@ -56,8 +56,8 @@ def native_layout(config: KVCacheConfig, tensor_parallel: int, rank: int = 0) ->
                 writes=rank % (tensor_parallel // shards) == 0,
             )
         )
-    spec = KVSpec(tuple(group.spec for group in groups))
-    return CacheLayout(tuple(groups), spec, block_tokens, whole=block_tokens)
+    whole_spec = KVSpec(tuple(group.spec for group in groups))
+    return CacheLayout(tuple(groups), whole_spec, block_tokens, whole=block_tokens)
 
 
 def _group(
