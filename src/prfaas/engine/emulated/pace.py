@@ -38,7 +38,9 @@ class Scales:
 
 def scaled_spec(spec: KVSpec, byte_scale: float) -> KVSpec:
     """Every layer keeps at least one byte per token (or of its state), so that each segment of the
-    model still travels. Such bytes cannot be divided among heads."""
+    model still travels. Scaled bytes cannot be divided among heads any more."""
+    if byte_scale == 1.0:
+        return spec
 
     def shrunk(nbytes: int) -> int:
         return max(1, round(nbytes * byte_scale))
