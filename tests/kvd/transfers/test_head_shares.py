@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import InputError
@@ -170,7 +170,7 @@ def lease_shares(order: list[SegmentShare]) -> list[SegmentShare]:
     return [*order, *first]
 
 
-@settings(SEEDED, max_examples=6)
+@settings(SEEDED, max_examples=6, phases=[Phase.generate])
 @given(partitions(), mislabelled, st.data())
 def test_one_mislabelled_share_makes_none_of_its_message_ready(
     shares: list[SegmentShare], wrong: SegmentName, data: st.DataObject
@@ -192,7 +192,7 @@ def test_one_mislabelled_share_makes_none_of_its_message_ready(
     asyncio.run(run())
 
 
-@settings(SEEDED, max_examples=6)
+@settings(SEEDED, max_examples=6, phases=[Phase.generate])
 @given(partitions(), st.data())
 def test_a_commit_with_a_missing_head_is_refused_and_keeps_nothing(
     shares: list[SegmentShare], data: st.DataObject
