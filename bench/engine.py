@@ -45,8 +45,8 @@ class TimedSink(ScratchSink):
         self._since = time.perf_counter()
         return super().buffers(segment)
 
-    def ready(self, segment: Segment) -> None:
-        super().ready(segment)
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        super().ready(segment, heads)
         self.inside_s += time.perf_counter() - self._since
 
 

@@ -145,9 +145,9 @@ class EngineContract:
         order: list[Segment | Event] = []
 
         class Ordered(MemorySegments):
-            def ready(self, segment: Segment) -> None:
+            def ready(self, segment: Segment, heads: range | None = None) -> None:
                 order.append(segment)
-                super().ready(segment)
+                super().ready(segment, heads)
 
         state = Ordered(engine.spec)
         Watched(engine, job(200, export=Export(state, 200)), order.append).result()

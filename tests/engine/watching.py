@@ -88,9 +88,9 @@ class BrokenSink(MemorySegments):
         self._fail("buffers")
         return super().buffers(segment)
 
-    def ready(self, segment: Segment) -> None:
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
         self._fail("ready")
-        super().ready(segment)
+        super().ready(segment, heads)
 
     def _fail(self, at: str) -> None:
         if at == self._at:

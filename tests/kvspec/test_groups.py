@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
 
 SPEC = KVSpec(
@@ -43,3 +44,10 @@ def test_summary_properties() -> None:
     assert SPEC["window0"].layers == (1, 2)
     with pytest.raises(KeyError):
         SPEC["nothing"]
+
+
+@pytest.mark.parametrize("heads", [0, -1])
+def test_a_group_has_heads(heads: int) -> None:
+    assert {group.heads for group in SPEC.groups} == {1}, "unless it names them"
+    with pytest.raises(InputError, match="'full0' has .* heads"):
+        KVSpec((FullAttention("full0", (0,), 10, heads),))

@@ -9,6 +9,7 @@ from prfaas.kvspec import (
     LinearState,
     Segment,
     SlidingWindow,
+    all_heads,
     block_bytes,
     block_slices,
     handoff_segments,
@@ -114,3 +115,27 @@ def test_names_nobody_wrote_are_refused(name: str) -> None:
 def test_segments_of_another_model_are_refused(segment: Segment, message: str) -> None:
     with pytest.raises(InputError, match=message):
         segment_bytes(SPEC, segment)
+
+
+HEADS = KVSpec((FullAttention("full0", (3,), 8, heads=4), LinearState("linear0", (1,), 12)))
+
+
+def test_heads_are_those_of_the_group() -> None:
+    full, state = Segment("full0", 3, 0, 5), Segment("linear0", 1, 0, 5)
+    assert all_heads(HEADS, full, None) and all_heads(HEADS, full, range(4))
+    assert all_heads(HEADS, state, None) and all_heads(HEADS, state, range(1))
+    assert not all_heads(HEADS, full, range(3)) and not all_heads(HEADS, full, range(3, 4))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        *(range(5), range(0), range(2, 2), range(-1, 2), range(4, 5), range(3, 1), range(0, 4, 2)),
+        *(range(3, -1, -1), range(0, 10**30)),
+    ],
+)
+def test_heads_that_the_group_does_not_have_are_refused(heads: range) -> None:
+    with pytest.raises(InputError, match=r"the heads of full0 are range\(0, 4\)"):
+        all_heads(HEADS, Segment("full0", 3, 0, 5), heads)
+    with pytest.raises(InputError, match="layer 4"):
+        all_heads(HEADS, Segment("full0", 4, 0, 5), range(4))

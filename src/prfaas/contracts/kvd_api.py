@@ -40,6 +40,7 @@ OTHER_PROMPT: Final = "other_prompt"
 SNAPSHOT = -1  # ?since= that requests a snapshot
 MAX_GROUPS = 256  # of a model
 MAX_LAYERS = 4_096  # of a group
+MAX_HEADS = 65_536  # of a group
 _Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 # Segment names contain the names of groups, see `kvspec/segments.py`.
@@ -147,13 +148,16 @@ class SetRole(msgspec.Struct, frozen=True):
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer."""
+    """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer. `heads` is
+    the number of shares in which a layer can be written; an engine that does not know the field
+    writes each layer as a whole."""
 
     kind: Literal["full", "window", "linear"]
     name: GroupName
     layers: Annotated[tuple[_Layer, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
     nbytes: _Size
     window: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    heads: Annotated[int, msgspec.Meta(ge=1, le=MAX_HEADS)] = 1
 
 
 class EngineReport(msgspec.Struct, frozen=True):
@@ -275,19 +279,28 @@ def spec_of(shapes: tuple[GroupShape, ...]) -> KVSpec:
 def _shape(group: Group) -> GroupShape:
     match group:
         case FullAttention():
-            return GroupShape("full", group.name, group.layers, group.bytes_per_token)
+            return GroupShape(
+                "full", group.name, group.layers, group.bytes_per_token, heads=group.heads
+            )
         case SlidingWindow():
             return GroupShape(
-                "window", group.name, group.layers, group.bytes_per_token, group.window
+                "window",
+                group.name,
+                group.layers,
+                group.bytes_per_token,
+                group.window,
+                group.heads,
             )
         case LinearState():
-            return GroupShape("linear", group.name, group.layers, group.state_bytes)
+            return GroupShape(
+                "linear", group.name, group.layers, group.state_bytes, heads=group.heads
+            )
 
 
 def _group(shape: GroupShape) -> Group:
     match shape.kind:
         case "full":
-            return FullAttention(shape.name, shape.layers, shape.nbytes)
+            return FullAttention(shape.name, shape.layers, shape.nbytes, shape.heads)
         case "window":
             if shape.window < 1:
                 raise InputError(
@@ -295,6 +308,6 @@ def _group(shape: GroupShape) -> Group:
                     where=f"groups: {shape.name}",
                     fix="give the model's window, at least 1 token",
                 )
-            return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window)
+            return SlidingWindow(shape.name, shape.layers, shape.nbytes, shape.window, shape.heads)
         case "linear":
-            return LinearState(shape.name, shape.layers, shape.nbytes)
+            return LinearState(shape.name, shape.layers, shape.nbytes, shape.heads)

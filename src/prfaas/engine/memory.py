@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from prfaas.errors import EngineError
-from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
+from prfaas.errors import EngineError, InputError
+from prfaas.kvspec import KVSpec, LinearState, Segment, all_heads, segment_bytes
 
 
 class MemorySegments:
@@ -27,7 +27,8 @@ class MemorySegments:
         self._written[segment] = bytearray(segment_bytes(self.spec, segment))
         return (memoryview(self._written[segment]),)
 
-    def ready(self, segment: Segment) -> None:
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        _check_whole(self.spec, segment, heads)
         self._ready.append(segment)
 
     # As a source ----------------------------------------------------------------------------------
@@ -100,5 +101,16 @@ class ScratchSink:
         self._at += size
         return (view,)
 
-    def ready(self, segment: Segment) -> None:
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        _check_whole(self._spec, segment, heads)
         self.nbytes += segment_bytes(self._spec, segment)
+
+
+def _check_whole(spec: KVSpec, segment: Segment, heads: range | None) -> None:
+    """InputError for a share of the heads: this memory belongs to one process, which writes all."""
+    if heads is not None and not all_heads(spec, segment, heads):
+        raise InputError(
+            f"segment {segment.name}: only {heads} of its heads are written",
+            where="heads",
+            fix="write whole segments, or let the ranks join a lease of a kvd",
+        )

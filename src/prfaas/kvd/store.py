@@ -13,7 +13,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prfaas.cache.checkpoints import checkpoint_policy
@@ -32,7 +32,7 @@ from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.ssd_worker import SsdWorker
-from prfaas.kvspec import KVSpec
+from prfaas.kvspec import Group, KVSpec
 from prfaas.types import BlockHash, Compat, NodeId
 
 _DEFAULTS = KvdSection()
@@ -93,13 +93,16 @@ class Store:
                 self.storage = self._build(register, on_failure)
                 on_failure.pop_all()
             return self.storage
-        storage = self.storage
+        storage, spec = self.storage, spec_of(register.groups)
+        together = _with_heads_of(storage.spec, spec)
         differences = list(storage.compat.differences(register.compat))
         for name, here, there in (
             ("block_tokens", storage.block_tokens, register.block_tokens),
             ("whole_blocks", storage.whole_blocks, register.whole_blocks),
-            ("groups", storage.spec.groups, spec_of(register.groups).groups),
+            ("groups", storage.spec.groups, spec.groups),
         ):
+            if name == "groups" and together is not None:
+                continue
             if here != there and not any(line.startswith(name) for line in differences):
                 differences.append(f"{name}: {here} here, {there} there")
         if differences:
@@ -107,6 +110,8 @@ class Store:
                 f"engine {register.engine_id} does not match this kvd: {'; '.join(differences)}",
                 fix="run one kvd for each model and layout; after an upgrade, restart the kvd, too",
             )
+        if together is not None and together != storage.spec:
+            storage = self.storage = replace(storage, spec=together)
         return storage
 
     def publish_changes(self) -> None:
@@ -206,6 +211,21 @@ class Store:
             pool,
             ssd_fd,
         )
+
+
+def _with_heads_of(here: KVSpec, there: KVSpec) -> KVSpec | None:
+    """The groups of both, which are the same bytes; None when they differ. An engine that names no
+    heads (1) writes whole layers, so it can share a pool with one that writes them by heads."""
+    if len(here.groups) != len(there.groups):
+        return None
+    groups: list[Group] = []
+    for one, other in zip(here.groups, there.groups, strict=True):
+        heads = other.heads if one.heads == 1 else one.heads
+        group: Group = replace(one, heads=heads)
+        if group != (other if other.heads > 1 else replace(other, heads=heads)):
+            return None
+        groups.append(group)
+    return KVSpec(tuple(groups))
 
 
 def first_lease_id() -> int:

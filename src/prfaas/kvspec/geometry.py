@@ -105,14 +105,16 @@ def build_spec(
         match g:
             case GQA():
                 per_token = g.kv_heads * (g.k_dim + g.v_dim) * kv
-                groups.append(FullAttention(name("full"), g.layers, per_token))
+                groups.append(FullAttention(name("full"), g.layers, per_token, g.kv_heads))
             case MLA():
                 per_token = (g.kv_lora_rank + g.rope_dim) * kv + g.indexer_bytes
                 groups.append(FullAttention(name("full"), g.layers, per_token))
             case WindowedGQA():
                 per_token = g.kv_heads * (g.k_dim + g.v_dim) * kv
-                groups.append(SlidingWindow(name("window"), g.layers, per_token, g.window))
+                groups.append(
+                    SlidingWindow(name("window"), g.layers, per_token, g.window, g.kv_heads)
+                )
             case Linear():
                 nbytes = g.state_elements * state + g.conv_elements * kv
-                groups.append(LinearState(name("linear"), g.layers, nbytes))
+                groups.append(LinearState(name("linear"), g.layers, nbytes, g.v_heads))
     return KVSpec(tuple(groups))

@@ -10,6 +10,11 @@ blocks); they trim on export and pad on import. Independent of tensors, blocks a
     LinearState     state_bytes                             matches at exactly the saved length
 
 A window layer keeps window - 1 tokens, not window: the next token brings its own key and value.
+
+`heads` of a group is the number of shares in which its bytes can be written: the KV heads of
+attention, the value heads of a linear state. The ranks of a tensor-parallel engine write disjoint
+heads of the same segment. Bytes that have no head axis (an MLA latent, an engine's opaque blocks)
+are one share.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ class FullAttention:
     name: str
     layers: tuple[int, ...]
     bytes_per_token: int  # of one layer: keys and values, or the MLA latent and its rope part
+    heads: int = 1
 
     def layer_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
         return self.bytes_per_token * max(0, tokens - skip_tokens)
@@ -46,6 +52,7 @@ class SlidingWindow:
     layers: tuple[int, ...]
     bytes_per_token: int  # of one layer
     window: int
+    heads: int = 1
 
     def first_token(self, tokens: int) -> int:
         """The oldest token still needed to continue after `tokens` tokens."""
@@ -63,6 +70,7 @@ class LinearState:
     name: str
     layers: tuple[int, ...]
     state_bytes: int  # of one layer
+    heads: int = 1
 
     def layer_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
         return self.state_bytes if tokens > 0 else 0
@@ -93,6 +101,12 @@ class KVSpec:
                     f"the group {group.name!r} has no layers, or one of them twice",
                     where="groups",
                     fix="list each layer of the group once",
+                )
+            if group.heads < 1:
+                raise InputError(
+                    f"the group {group.name!r} has {group.heads} heads",
+                    where="groups",
+                    fix="give the number of its heads, or 1 when its bytes have no head axis",
                 )
 
     def __getitem__(self, name: str) -> Group:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from prfaas.errors import InputError
 from prfaas.kvspec.groups import Group, KVSpec, LinearState, SlidingWindow
@@ -46,6 +46,10 @@ class Segment:
         return cls(group, int(layer), int(start), int(stop))
 
 
+# A segment, and the heads of it that are written; None: all of them.
+SegmentShare: TypeAlias = tuple[Segment, range | None]
+
+
 class BlockSlice(NamedTuple):
     """A contiguous piece of a segment inside one logical block (or inside a state)."""
 
@@ -62,8 +66,10 @@ class SegmentSink(Protocol):
         valid until `ready`. There may be several, because an arena's pages need not be
         neighbours."""
 
-    def ready(self, segment: Segment) -> None:
-        """The bytes are final and may be sent at once. The engine calls it once per segment."""
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        """The bytes are final and may be sent at once. The engine calls it once per segment, or
+        once per share of its heads when several ranks write one segment. `heads`: only the bytes of
+        these heads of the model are final; None means all of them."""
 
 
 class SegmentSource(Protocol):
@@ -78,6 +84,22 @@ def segment_bytes(spec: KVSpec, segment: Segment) -> int:
     if isinstance(group, LinearState):
         return group.state_bytes
     return group.bytes_per_token * (segment.stop - segment.start)
+
+
+def all_heads(spec: KVSpec, segment: Segment, heads: range | None) -> bool:
+    """Whether these are all heads of the segment's group; None means all of them. InputError when
+    the model has no such segment, or its group no such heads."""
+    group = _checked_group(spec, segment)
+    if heads is None:
+        return True
+    if heads.step != 1 or not 0 <= heads.start < heads.stop <= group.heads:
+        raise InputError(
+            f"segment {segment.name}: {heads} is not a range of heads of its group",
+            where="heads",
+            fix=f"the heads of {group.name} are range(0, {group.heads}); name a part of them that "
+            "is not empty, or none for all",
+        )
+    return len(heads) == group.heads
 
 
 def block_bytes(group: Group, block_tokens: int) -> int:

@@ -26,8 +26,8 @@ class Watched(MemorySegments):
         super().__init__(spec)
         self._order = order
 
-    def ready(self, segment: Segment) -> None:
-        super().ready(segment)
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        super().ready(segment, heads)
         self._order.append(segment)
 
 
@@ -115,8 +115,8 @@ class Pages:
         (view,) = self._whole.buffers(segment)
         return [view[at : at + self._size] for at in range(0, view.nbytes, self._size)]
 
-    def ready(self, segment: Segment) -> None:
-        self._whole.ready(segment)
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        self._whole.ready(segment, heads)
 
     def dump(self) -> dict[str, bytes]:
         return self._whole.dump()

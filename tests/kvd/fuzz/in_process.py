@@ -29,7 +29,7 @@ from prfaas.types import Grant
 from tests.cache.builders import BLOCK, SPECS
 from tests.kvd.fuzz.mutations import mutate
 from tests.kvd.fuzz.oracle import Complaints, FuzzFailure, Resources, listening, resident_bytes
-from tests.kvd.fuzz.sessions import Model, Sessions, about, http_bytes
+from tests.kvd.fuzz.sessions import Model, Sessions, about, http_bytes, with_heads
 from tests.kvd.fuzz.traffic import Message, Traffic, as_json, shown
 from tests.kvd.fuzz.world import EngineClient, FuzzLoop, HttpClientConnection, World, new_world
 from tests.waiting import PATIENCE_S
@@ -47,6 +47,8 @@ MODELS = (
     Model(SPECS["linear"], BLOCK),
     Model(SPECS["windowed"], 3, whole_blocks=True),
     Model(SPECS["full"], 1),
+    Model(with_heads(SPECS["all"], 4), BLOCK),
+    Model(with_heads(SPECS["hybrid"], 3), BLOCK),
 )
 MEMORY = (1 << 13, 1 << 16, 1 << 20)
 RSS_GROWTH = 256 << 20  # over a whole run; a leak of a few hundred bytes per message exceeds it
@@ -310,7 +312,7 @@ async def _try_hand_over(
     if not isinstance(ticket, LeaseTicket):
         return f"begin: {ticket}"
     writable = table_of(ticket.writable)
-    ready = model.segments(ticket)
+    ready = traffic.sessions.by_heads(model.segments(ticket))
     for name in ready:
         segment = name.segment
         group = next(g for g in model.spec.groups if g.name == segment.group)

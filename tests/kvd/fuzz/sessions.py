@@ -10,7 +10,7 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -95,6 +95,11 @@ class Model:
         return names
 
 
+def with_heads(spec: KVSpec, heads: int) -> KVSpec:
+    """The same bytes, which ranks can write in this many shares."""
+    return KVSpec(tuple(replace(group, heads=heads) for group in spec.groups))
+
+
 class Granted(NamedTuple):
     grant: Grant
     prompt: Sequence[int]  # the one that the grant was requested for
@@ -145,7 +150,7 @@ class Sessions:
         if leases and chance < 0.55:
             ticket = rng.choice(list(leases.values()))
             if chance < 0.3 and ticket.writable:
-                names = self.model.segments(ticket)
+                names = self.by_heads(self.model.segments(ticket))
                 return about(Ready, ticket, segments=tuple(self._some(names)))
             leases.pop(ticket.lease_id, None)
             if not ticket.writable:
@@ -184,6 +189,22 @@ class Sessions:
         checkpoints = tuple(self._some(boundaries)) if boundaries and rng.random() < 0.2 else None
         tail = bytes(32) if rng.random() < 0.5 else b""
         return Begin(self.model.hashes(prompt), len(prompt), checkpoints, grant, tail)
+
+    def by_heads(self, names: list[SegmentName]) -> list[SegmentName]:
+        """Whole segments, or the shares of two ranks that hold different heads."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            return names
+        shares: list[SegmentName] = []
+        for name in names:
+            heads = self.model.spec[name.group].heads
+            cut = rng.randint(0, heads)
+            for first, stop in ((0, cut), (cut, heads)):
+                if first < stop:
+                    share = msgspec.structs.replace(name, first_head=first, heads=stop - first)
+                    shares.append(share)
+        rng.shuffle(shares)
+        return shares
 
     def _some(self, values: Sequence[Any]) -> list[Any]:
         """All of them, or a part."""

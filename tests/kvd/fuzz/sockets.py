@@ -32,7 +32,7 @@ from tests.cache.builders import BLOCK
 from tests.complaints import check_output
 from tests.kvd.fuzz.http_responses import Responses
 from tests.kvd.fuzz.oracle import FuzzFailure, open_descriptors, resident_bytes
-from tests.kvd.fuzz.sessions import Granted, Memory, Model, Sessions
+from tests.kvd.fuzz.sessions import Granted, Memory, Model, Sessions, with_heads
 from tests.kvd.fuzz.traffic import Message, Traffic, shown
 from tests.kvd.hosts import (
     SPEC,
@@ -48,7 +48,7 @@ from tests.kvd.hosts import (
 from tests.waiting import PATIENCE_S
 
 CLIENTS = 4  # at the same time, half of them engines
-MODEL = Model(SPEC, BLOCK)
+MODEL = Model(with_heads(SPEC, 4), BLOCK)  # the engines of the hand-off name no heads
 ANSWER_S = 0.5  # a client leaves when it gets no answer for this long
 # Transfers end soon after their clients have left.
 TIMEOUTS = ("grant_s=2", "dispatch_s=2", "remember_s=2", "connect_s=1", "connection_silence_s=2")

@@ -28,7 +28,7 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers, KvdTimeouts
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.manifest import plan_segments
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
-from prfaas.kvspec import Segment, segment_bytes
+from prfaas.kvspec import KVSpec, Segment, segment_bytes
 from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -57,8 +57,9 @@ class Parts:
     def mapped(self) -> MappedArena:
         return MappedArena(SPEC, BLOCK, self.storage.arena)
 
-    def register(self) -> None:
-        self.store.register(Register("engine", shapes_of(SPEC), BLOCK, COMPAT))
+    def register(self, spec: KVSpec = SPEC) -> None:
+        """`spec` may name heads; its bytes are those of SPEC."""
+        self.store.register(Register("engine", shapes_of(spec), BLOCK, COMPAT))
 
     def in_use(self) -> tuple[int, int]:
         """Pages of leases, and leases; the pool's invariants are checked."""
@@ -112,7 +113,7 @@ class _Direct:
         return Done()
 
     def ready(self, lease_id: int, segment: SegmentName) -> None:
-        self._outgoing.ready(lease_id, [segment.segment])
+        self._outgoing.ready(lease_id, [segment.share])
 
 
 def segments_of(grant: Grant, tokens: int) -> list[Segment]:

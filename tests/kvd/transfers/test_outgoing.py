@@ -152,7 +152,7 @@ async def test_a_message_with_an_invalid_segment_leaves_no_transfer_that_waits_f
     ticket = begin(parts, grant)
     segments = [*segments_of(grant, TOKENS), Segment("full0", 99, 0, 4)]
     with pytest.raises(InputError):
-        parts.outgoing.ready(ticket.lease_id, segments)
+        parts.outgoing.ready(ticket.lease_id, [(segment, None) for segment in segments])
     with pytest.raises(InputError, match="is not ready"):
         parts.outgoing.commit(ticket.lease_id)
     await until(lambda: parts.in_use() == (0, 0))
@@ -169,7 +169,7 @@ async def test_an_abort_ends_the_transfer_at_both_ends(parts: Parts, receiver: R
     assert "the client has left" in (receiver.owner.wait() or "")
     assert parts.in_use() == (0, 0)
     parts.outgoing.abort(ticket.lease_id, "again")  # without effect
-    parts.outgoing.ready(ticket.lease_id, [Segment("full0", 0, 0, 4)])
+    parts.outgoing.ready(ticket.lease_id, [(Segment("full0", 0, 0, 4), None)])
 
 
 async def test_pages_stay_while_the_link_may_read_them(parts: Parts, unresponsive: Grant) -> None:
@@ -223,7 +223,7 @@ async def test_a_receiver_that_has_every_byte_needs_no_transfer(parts: Parts) ->
 async def test_a_segment_of_another_model_is_refused(parts: Parts) -> None:
     ticket = begin(parts)
     with pytest.raises(InputError):
-        parts.outgoing.ready(ticket.lease_id, [Segment("another", 0, 0, 4)])
+        parts.outgoing.ready(ticket.lease_id, [(Segment("another", 0, 0, 4), None)])
     parts.outgoing.abort(ticket.lease_id, "done")
     assert parts.in_use() == (0, 0)
 

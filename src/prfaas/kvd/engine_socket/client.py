@@ -268,7 +268,14 @@ class _Connection:
         return reply
 
     def ready(self, lease_id: int, segment: SegmentName) -> None:
-        """Segments that become ready while another thread sends share one frame."""
+        """Segments that become ready while another thread sends share one frame. InputError for
+        a share of the heads when the kvd would take it for the whole segment."""
+        if segment.heads and not self.registered.head_shares:
+            raise InputError(
+                "the kvd is of an earlier version, which does not know shares of heads",
+                where="heads",
+                fix="restart the kvd with the version of the engine",
+            )
         with self._lock:
             self._ready.setdefault(lease_id, []).append(segment)
         self._send(None)

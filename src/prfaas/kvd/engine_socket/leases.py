@@ -26,7 +26,7 @@ from prfaas.kvd.engine_socket.messages import (
     SegmentName,
     table_of,
 )
-from prfaas.kvspec import KVSpec, Segment
+from prfaas.kvspec import KVSpec, Segment, all_heads
 
 
 class KvdConnection(Protocol):
@@ -98,7 +98,7 @@ class WriteLease:
 
     Before `commit`, these must be ready: full attention from `skip_tokens` of its group to
     `tokens`, windows and states after `tokens` (unless that is `match_tokens`: then there is
-    nothing to compute) and after each of `checkpoint_tokens`.
+    nothing to compute) and after each of `checkpoint_tokens`; all with every head.
     """
 
     def __init__(
@@ -128,10 +128,17 @@ class WriteLease:
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._writable)
 
-    def ready(self, segment: Segment) -> None:
-        """Reports a written segment, without waiting for an answer. With a grant, the kvd sends it
-        at once if the receiver lacks it. Never raises: `commit` reports a kvd that has exited."""
-        name = SegmentName(segment.group, segment.layer, segment.start, segment.stop)
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        """Reports a written segment, or these heads of it, without waiting for an answer. With a
+        grant, the kvd sends the segment as soon as every head is written, if the receiver lacks it.
+        Without `heads` it never raises: `commit` reports a kvd that has exited. InputError when the
+        segment has no such heads, or when the kvd does not know shares of heads."""
+        if heads is None or all_heads(self._arena.spec, segment, heads):
+            name = SegmentName(segment.group, segment.layer, segment.start, segment.stop)
+        else:
+            name = SegmentName(
+                segment.group, segment.layer, segment.start, segment.stop, heads.start, len(heads)
+            )
         self._kvd.ready(self.ticket.lease_id, name)
 
     def views(self, segment: Segment) -> Sequence[memoryview]:

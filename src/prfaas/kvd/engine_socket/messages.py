@@ -15,15 +15,16 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from prfaas.cache.storage.places import PageTable
-from prfaas.contracts.kvd_api import MAX_GROUPS, BlockName, GroupName, GroupShape
+from prfaas.contracts.kvd_api import MAX_GROUPS, MAX_HEADS, BlockName, GroupName, GroupShape
 from prfaas.errors import WireError
-from prfaas.kvspec import Segment
+from prfaas.kvspec import Segment, SegmentShare
 from prfaas.types import Compat, Grant, NotNow, TransferId
 
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
 ReadProblem: TypeAlias = Literal["", "other_prompt"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_HeadCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_HEADS)]
 _EngineId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _GroupNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 
@@ -36,10 +37,20 @@ class SegmentName(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     start: _Count
     stop: _Count
+    # The heads that are written: `heads` of them, from `first_head` on. 0 and 0: all heads.
+    first_head: _HeadCount = 0
+    heads: _HeadCount = 0
 
     @property
     def segment(self) -> Segment:
         return Segment(self.group, self.layer, self.start, self.stop)
+
+    @property
+    def share(self) -> SegmentShare:
+        heads = None
+        if self.heads or self.first_head:  # no heads from some head on: refused as an empty range
+            heads = range(self.first_head, self.first_head + self.heads)
+        return Segment(self.group, self.layer, self.start, self.stop), heads
 
 
 class UnitPages(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +171,8 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     page_bytes: int
     pages: int
     instance: str = ""  # identifies the kvd's process: after a restart it is another one
+    # The kvd knows `SegmentName.heads`. An earlier version would take a share for the whole.
+    head_shares: bool = False
 
 
 class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):

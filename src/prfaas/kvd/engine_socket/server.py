@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
         match call:
             case Ready():
                 if holders.uses(call.lease_id, process):
-                    server.outgoing.ready(call.lease_id, [s.segment for s in call.segments])
+                    server.outgoing.ready(call.lease_id, [s.share for s in call.segments])
             case Begin():
                 return self._hold(server.outgoing.begin(call, self._notify_transfer_ended), "write")
             case Attach():
@@ -296,6 +296,7 @@ class _Connection(asyncio.Protocol):
             page_bytes=arena.page_bytes,
             pages=arena.pages,
             instance=store.events.instance,
+            head_shares=True,
         )
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.

@@ -19,11 +19,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import InputError
-from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment, SlidingWindow
+from prfaas.kvd.transfers.head_shares import HeadShares
+from prfaas.kvspec import (
+    FullAttention,
+    KVSpec,
+    LinearState,
+    Segment,
+    SegmentShare,
+    SlidingWindow,
+    all_heads,
+)
 
 GroupLayer: TypeAlias = tuple[str, int]  # group, layer
 # Of full attention in one transfer: starting a transfer takes time for each segment.
 MAX_PLANNED_SEGMENTS = 4_096
+# Ranges of tokens of one lease that have some heads but not all. Ranks that write the same tokens
+# in the same order have one or two for each layer.
+MAX_FRAGMENTS = 1 << 18
 
 
 class Span(NamedTuple):
@@ -79,6 +91,12 @@ class SpanSet:
 
     def add(self, span: Span) -> None:
         start, stop = span
+        if self._spans:
+            first, last = self._spans[-1]
+            if first <= start <= last:  # tokens are mostly added in their order
+                if stop > last:
+                    self._spans[-1] = Span(first, stop)
+                return
         kept: list[Span] = []
         for other in self._spans:
             if other.stop < start or stop < other.start:
@@ -88,32 +106,77 @@ class SpanSet:
         insort(kept, Span(start, stop))
         self._spans = kept
 
+    def gaps(self, span: Span) -> Iterator[Span]:
+        """What the set does not have of `span`."""
+        at = span.start
+        for start, stop in self._spans:
+            if stop > at and start < span.stop:
+                if at < start:
+                    yield Span(at, start)
+                at = stop
+        if at < span.stop:
+            yield Span(at, span.stop)
+
     def has(self, span: Span) -> bool:
         at = bisect_right(self._spans, span.start, key=lambda other: other.start) - 1
         return at >= 0 and self._spans[at].stop >= span.stop
 
 
 class Coverage:
-    """Which part of the required state is ready."""
+    """Which part of the required state is ready. Tokens and states are ready when every head of
+    their group is: ranks of an engine may write and report disjoint heads, in any order."""
 
     def __init__(self, spec: KVSpec, required: RequiredState) -> None:
         self._spec = spec
         self._required = required
+        # Ready tokens. In a layer of states, token l - 1 stands for the state after l tokens.
         self._spans: dict[GroupLayer, SpanSet] = {}
-        self._states: set[tuple[str, int, int]] = set()
+        self._shares: dict[GroupLayer, HeadShares] = {}  # tokens that lack a head
+        self._fragments = 0  # of all shares
 
-    def add(self, segment: Segment) -> None:
-        if isinstance(self._spec[segment.group], LinearState):
-            self._states.add((segment.group, segment.layer, segment.stop))
-        else:
-            spans = self._spans.setdefault((segment.group, segment.layer), SpanSet())
-            spans.add(Span(segment.start, segment.stop))
+    def check(self, shares: Iterable[SegmentShare]) -> None:
+        """InputError when one of them cannot be added: the model has no such segment or heads, or
+        too many tokens lack a head."""
+        parts = 0
+        for segment, heads in shares:
+            if not all_heads(self._spec, segment, heads):
+                parts += 1
+        if parts and self._fragments + parts > MAX_FRAGMENTS:
+            raise InputError(
+                f"more than {MAX_FRAGMENTS} ranges of tokens lack a head",
+                where="heads",
+                fix="report longer segments, or let all ranks write in the same order",
+            )
+
+    def add(self, segment: Segment, heads: range | None = None) -> bool:
+        """Counts these heads of a checked segment as ready; None: all of them. False when no token
+        and no state has become ready by that."""
+        where = (segment.group, segment.layer)
+        group = self._spec[segment.group]
+        start = segment.stop - 1 if isinstance(group, LinearState) else segment.start
+        span = Span(start, segment.stop)
+        spans = self._spans.get(where)
+        if spans is None:
+            spans = self._spans[where] = SpanSet()
+        shares = self._shares.get(where)
+        if shares is None:
+            if heads is None or len(heads) == group.heads:
+                spans.add(span)
+                return True
+            shares = self._shares[where] = HeadShares(group.heads)
+        before, changed = len(shares), False
+        for gap in list(spans.gaps(span)):
+            for complete in shares.add(*gap, heads or range(group.heads)):
+                spans.add(Span(*complete))
+                changed = True
+        self._fragments += len(shares) - before
+        return changed
 
     def has(self, segment: Segment) -> bool:
-        if isinstance(self._spec[segment.group], LinearState):
-            return (segment.group, segment.layer, segment.stop) in self._states
+        linear = isinstance(self._spec[segment.group], LinearState)
+        start = segment.stop - 1 if linear else segment.start
         spans = self._spans.get((segment.group, segment.layer))
-        return spans is not None and spans.has(Span(segment.start, segment.stop))
+        return spans is not None and spans.has(Span(start, segment.stop))
 
     def missing(self) -> Segment | None:
         """A required segment that is not ready, or None."""

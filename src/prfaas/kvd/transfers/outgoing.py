@@ -33,7 +33,7 @@ from prfaas.kvd.transfers.manifest import (
     required_state,
 )
 from prfaas.kvd.transfers.states import OutgoingState
-from prfaas.kvspec import Segment, segment_bytes
+from prfaas.kvspec import Segment, SegmentShare, segment_bytes
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
@@ -163,21 +163,22 @@ class OutgoingTransfers:
             self._discard(outgoing)
             raise
 
-    def ready(self, lease_id: int, segments: Sequence[Segment]) -> None:
-        """The engine has written these segments: what the receiver lacks of them is sent. Raises
-        InputError, and counts none of them as ready, when one of them is invalid."""
+    def ready(self, lease_id: int, shares: Sequence[SegmentShare]) -> None:
+        """The engine has written these segments, or these heads of them: what the receiver lacks of
+        the segments that are complete is sent. Raises InputError, and counts none of them as ready,
+        when one of them is invalid."""
         outgoing = self._leases.get(lease_id)
         if outgoing is None:
             return  # aborted in the meantime
         # Checked first: a segment that counts as ready is sent, also when another one is invalid.
-        for segment in segments:
-            # Raises InputError when the model has no such segment.
-            segment_bytes(outgoing.storage.spec, segment)
-        for segment in segments:
-            outgoing.coverage.add(segment)
+        coverage = outgoing.coverage
+        coverage.check(shares)
+        changed: dict[GroupLayer, None] = {}
+        for segment, heads in shares:
+            if coverage.add(segment, heads):
+                changed[segment.group, segment.layer] = None
         if outgoing.sender is not None:
-            changed = dict.fromkeys((segment.group, segment.layer) for segment in segments)
-            outgoing.sender.send_covered(changed, outgoing.coverage)
+            outgoing.sender.send_covered(changed, coverage)
 
     def commit(self, lease_id: int) -> None:
         """Keeps what was written as a prefix. When a required segment is missing, the lease is
