@@ -167,6 +167,7 @@ def test_kvd_api_bodies_of_an_earlier_version_are_read(message: tuple[str, str])
     name, text = message
     decoded = msgspec.json.decode(text, type=KVD_API[name])
     report = decoded.report if isinstance(decoded, kvd_api.Heartbeat) else decoded
+    assert report.pool is not None
     assert {shape.heads for shape in report.pool.groups} == {1}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prfaas.engine.memory import MemorySegments, ScratchSink
-from prfaas.errors import EngineError
+from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment
 
 SPEC = KVSpec((FullAttention("full0", (0,), 2), LinearState("linear0", (1,), 6)))
@@ -57,3 +57,15 @@ def test_scratch_memory_is_used_again() -> None:
         assert view.nbytes == 8
         sink.ready(segment)
     assert sink.nbytes == 24
+
+
+def test_a_share_of_the_heads_is_not_the_segment() -> None:
+    spec = KVSpec((FullAttention("full0", (0,), 8, heads=4),))
+    segment = Segment("full0", 0, 0, 4)
+    for sink in (MemorySegments(spec), ScratchSink(spec, 32)):
+        sink.buffers(segment)
+        with pytest.raises(InputError, match="write whole segments"):
+            sink.ready(segment, range(2))
+        assert sink.nbytes == 0
+        sink.ready(segment, range(4))
+        assert sink.nbytes == 32

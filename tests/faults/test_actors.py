@@ -39,6 +39,11 @@ class Machine:
     async def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
+    async def rest(self, seconds: float) -> None:
+        """As `sleep`, and others run meanwhile."""
+        self.now_s += seconds
+        await asyncio.sleep(random.Random(self.now_s).choice((0.0, 0.001)))
+
 
 async def test_the_actors_take_no_more_than_a_quarter_of_a_core() -> None:
     machine = Machine()
@@ -51,6 +56,37 @@ async def test_the_actors_take_no_more_than_a_quarter_of_a_core() -> None:
         machine.work(draw.uniform(0.0, longest_s))
         assert machine.used_s - 5.0 <= 0.25 * machine.now_s + BURST_S + longest_s
     assert 0.2 < budget.used_share <= 0.26, "and not much less"
+
+
+async def test_turns_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
+    machine = Machine()
+    budget = CpuBudget(
+        used_s=lambda: machine.used_s, now_s=lambda: machine.now_s, sleep=machine.rest
+    )
+    asked, taken = random.Random(3).sample(range(100), 100), list[int]()
+
+    async def act(number: int) -> None:
+        await budget.turn()
+        taken.append(number)
+        machine.work(0.05)
+
+    async with asyncio.TaskGroup() as group:
+        for number in asked:
+            group.create_task(act(number))
+    assert taken == asked
+
+
+async def test_rest_of_an_actor_is_not_a_servers_silence() -> None:
+    """The server answers something that is not HTTP and closes; the actor may use no CPU time."""
+    census = Census()
+    spent = False
+    budget = CpuBudget(used_s=lambda: 1e9 if spent else 0.0)
+    async with server(b"\x00\x01") as place:
+        network = Network(budget, census)
+        async with network.connection(place) as (reader, _):
+            spent = True
+            async with asyncio.timeout(30.0):
+                assert await network._see(reader) == "closed"
 
 
 def test_bodies_are_as_long_as_a_gateway_accepts() -> None:

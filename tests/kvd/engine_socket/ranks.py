@@ -24,6 +24,7 @@ from prfaas.kvd.engine_socket.messages import LeaseTicket
 from prfaas.kvspec import (
     GQA,
     MLA,
+    Geometry,
     Linear,
     LinearState,
     Segment,
@@ -36,7 +37,7 @@ from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, prompt_of
 
 KV_DTYPE, STATE_DTYPE = "bfloat16", "float32"
-GEOMETRIES = (
+GEOMETRIES: tuple[Geometry, ...] = (
     GQA((0, 2), kv_heads=4, k_dim=3, v_dim=2),
     WindowedGQA((3,), kv_heads=2, k_dim=4, v_dim=4, window=7),
     Linear((1, 4), k_heads=2, v_heads=4, k_dim=3, v_dim=2, conv_kernel=4),

@@ -38,15 +38,17 @@ class Scales:
 
 def scaled_spec(spec: KVSpec, byte_scale: float) -> KVSpec:
     """Every layer keeps at least one byte per token (or of its state), so that each segment of the
-    model still travels."""
+    model still travels. Scaled bytes cannot be divided among heads any more."""
+    if byte_scale == 1.0:
+        return spec
 
     def shrunk(nbytes: int) -> int:
         return max(1, round(nbytes * byte_scale))
 
     def scaled(group: Group) -> Group:
         if isinstance(group, LinearState):
-            return replace(group, state_bytes=shrunk(group.state_bytes))
-        return replace(group, bytes_per_token=shrunk(group.bytes_per_token))
+            return replace(group, state_bytes=shrunk(group.state_bytes), heads=1)
+        return replace(group, bytes_per_token=shrunk(group.bytes_per_token), heads=1)
 
     return KVSpec(tuple(scaled(group) for group in spec.groups))
 

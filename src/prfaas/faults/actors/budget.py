@@ -25,6 +25,9 @@ class CpuBudget:
         self._used_s = used_s
         self._now_s = now_s
         self._sleep = sleep
+        # In the order of the calls: otherwise a call could wait for many minutes, because whichever
+        # call wakes up first takes what the process may use.
+        self._order = asyncio.Lock()
         self.restart()
 
     def restart(self) -> None:
@@ -42,8 +45,9 @@ class CpuBudget:
         """Returns when the process is within its share: the seconds that this took. Every actor
         calls this before each piece of work of a few milliseconds."""
         began_s = self._now_s()
-        while (ahead_s := self._ahead_s()) > 0:
-            await self._sleep(min(ahead_s / self._share, LONGEST_SLEEP_S))
+        async with self._order:
+            while (ahead_s := self._ahead_s()) > 0:
+                await self._sleep(min(ahead_s / self._share, LONGEST_SLEEP_S))
         return self._now_s() - began_s
 
     def _ahead_s(self) -> float:

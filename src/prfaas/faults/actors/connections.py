@@ -130,14 +130,14 @@ class Network:
             seen.cancel()
 
     async def _see(self, reader: asyncio.StreamReader) -> str:
-        """Reads until the server answers or closes the connection."""
+        """Reads until the server answers or closes the connection. Takes no turn of the budget: the
+        time in which this process rests must not count as the server's."""
         head = b""
         try:
             while data := await reader.read(64 << 10):
                 head = (head + data)[:64]
                 if found := _STATUS.match(head):
                     return f"HTTP {found[1].decode()}"
-                await self.budget.turn()
         except OSError:
             pass
         return "closed"

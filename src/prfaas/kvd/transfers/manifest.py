@@ -91,6 +91,12 @@ class SpanSet:
 
     def add(self, span: Span) -> None:
         start, stop = span
+        if self._spans:
+            first, last = self._spans[-1]
+            if first <= start <= last:  # tokens are mostly added in their order
+                if stop > last:
+                    self._spans[-1] = Span(first, stop)
+                return
         kept: list[Span] = []
         for other in self._spans:
             if other.stop < start or stop < other.start:
@@ -99,6 +105,17 @@ class SpanSet:
                 start, stop = min(start, other.start), max(stop, other.stop)
         insort(kept, Span(start, stop))
         self._spans = kept
+
+    def gaps(self, span: Span) -> Iterator[Span]:
+        """What the set does not have of `span`."""
+        at = span.start
+        for start, stop in self._spans:
+            if stop > at and start < span.stop:
+                if at < start:
+                    yield Span(at, start)
+                at = stop
+        if at < span.stop:
+            yield Span(at, span.stop)
 
     def has(self, span: Span) -> bool:
         at = bisect_right(self._spans, span.start, key=lambda other: other.start) - 1
@@ -112,17 +129,18 @@ class Coverage:
     def __init__(self, spec: KVSpec, required: RequiredState) -> None:
         self._spec = spec
         self._required = required
+        # Ready tokens. In a layer of states, token l - 1 stands for the state after l tokens.
         self._spans: dict[GroupLayer, SpanSet] = {}
-        self._states: set[tuple[str, int, int]] = set()
-        self._shares: dict[GroupLayer, HeadShares] = {}  # what lacks a head
-        self._fragments = 0  # of all of them
+        self._shares: dict[GroupLayer, HeadShares] = {}  # tokens that lack a head
+        self._fragments = 0  # of all shares
 
     def check(self, shares: Iterable[SegmentShare]) -> None:
         """InputError when one of them cannot be added: the model has no such segment or heads, or
-        too much is written in part."""
+        too many tokens lack a head."""
         parts = 0
         for segment, heads in shares:
-            parts += not all_heads(self._spec, segment, heads)
+            if not all_heads(self._spec, segment, heads):
+                parts += 1
         if parts and self._fragments + parts > MAX_FRAGMENTS:
             raise InputError(
                 f"more than {MAX_FRAGMENTS} ranges of tokens lack a head",
@@ -131,39 +149,34 @@ class Coverage:
             )
 
     def add(self, segment: Segment, heads: range | None = None) -> bool:
-        """Counts these heads of a checked segment as ready, None: all of them. True when tokens or
-        a state may have become complete."""
-        group = self._spec[segment.group]
-        linear = isinstance(group, LinearState)
-        if heads is None or len(heads) == group.heads:
-            if linear:
-                self._states.add((segment.group, segment.layer, segment.stop))
-            else:
-                spans = self._spans.setdefault((segment.group, segment.layer), SpanSet())
-                spans.add(Span(segment.start, segment.stop))
-            return True
+        """Counts these heads of a checked segment as ready; None: all of them. False when no token
+        and no state has become ready by that."""
         where = (segment.group, segment.layer)
+        group = self._spec[segment.group]
+        start = segment.stop - 1 if isinstance(group, LinearState) else segment.start
+        span = Span(start, segment.stop)
+        spans = self._spans.get(where)
+        if spans is None:
+            spans = self._spans[where] = SpanSet()
         shares = self._shares.get(where)
         if shares is None:
+            if heads is None or len(heads) == group.heads:
+                spans.add(span)
+                return True
             shares = self._shares[where] = HeadShares(group.heads)
-        # Among the fragments of a layer of states, token l - 1 stands for the state after l tokens.
-        start = segment.stop - 1 if linear else segment.start
-        before = len(shares)
-        complete = shares.add(start, segment.stop, heads)
+        before, changed = len(shares), False
+        for gap in list(spans.gaps(span)):
+            for complete in shares.add(*gap, heads or range(group.heads)):
+                spans.add(Span(*complete))
+                changed = True
         self._fragments += len(shares) - before
-        if complete and linear:
-            self._states.add((*where, segment.stop))
-        elif complete:
-            spans = self._spans.setdefault(where, SpanSet())
-            for first, stop in complete:
-                spans.add(Span(first, stop))
-        return bool(complete)
+        return changed
 
     def has(self, segment: Segment) -> bool:
-        if isinstance(self._spec[segment.group], LinearState):
-            return (segment.group, segment.layer, segment.stop) in self._states
+        linear = isinstance(self._spec[segment.group], LinearState)
+        start = segment.stop - 1 if linear else segment.start
         spans = self._spans.get((segment.group, segment.layer))
-        return spans is not None and spans.has(Span(segment.start, segment.stop))
+        return spans is not None and spans.has(Span(start, segment.stop))
 
     def missing(self) -> Segment | None:
         """A required segment that is not ready, or None."""
