@@ -91,21 +91,21 @@ def _runs(pages: Sequence[memoryview], rows: int, row_bytes: int) -> Iterator[_R
     for page in pages:
         if not page.nbytes:
             continue
-        rest = _bytes_of(page)
+        rest = page
         if missing:
             piece, rest = rest[:missing], rest[missing:]
-            cut.append(piece)
-            missing -= len(piece)
+            cut.append(_bytes_of(piece))
+            missing -= piece.nbytes
             if missing:
                 continue
             yield _Run(row, 1, tuple(cut))
             row, cut = row + 1, []
-        count = len(rest) // row_bytes
+        count = rest.nbytes // row_bytes
         if count:
-            yield _Run(row, count, (rest[: count * row_bytes],))
+            yield _Run(row, count, (_bytes_of(rest[: count * row_bytes]),))
             row += count
-        if len(rest) % row_bytes:
-            cut = [rest[count * row_bytes :]]
+        if rest.nbytes % row_bytes:
+            cut = [_bytes_of(rest[count * row_bytes :])]
             missing = row_bytes - len(cut[0])
 
 
@@ -120,6 +120,8 @@ def _write_cut_row(pieces: Sequence[torch.Tensor], row: torch.Tensor, columns: C
 
 
 def _bytes_of(page: memoryview) -> torch.Tensor:
+    """A tensor without an offset in its storage, so that its address alone says what may view it
+    as wider elements."""
     if page.readonly:  # torch has no read-only tensors; an arena's pages are writable
         return torch.frombuffer(bytearray(page), dtype=torch.uint8)
     return torch.frombuffer(page, dtype=torch.uint8)
