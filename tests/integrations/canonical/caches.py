@@ -55,7 +55,7 @@ def key_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
     if packing == "cpu_amx":
         return ((t // 16 * (d // 2) + i // 2) * 16 + t % 16) * 2 + i % 2
     assert packing == "cpu_bfmmla"
-    return (((t // 8 * (d // 4) + i // 4) * 4 + t % 8 // 2) * 2 + t % 2) * 4 + i % 4
+    return ((t // 8 * (d // 4) + i // 4) * 8 + t % 8) * 4 + i % 4
 
 
 def value_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
@@ -64,7 +64,7 @@ def value_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
     if packing == "cpu_amx":
         return n * d + ((i // 16 * (n // 2) + t // 2) * 16 + i % 16) * 2 + t % 2
     assert packing == "cpu_bfmmla"
-    return n * d + ((i // 2 * (n // 4) + t // 4) * 2 + i % 2) * 4 + t % 4
+    return n * d + ((i // 8 * (n // 4) + t // 4) * 8 + i % 8) * 4 + t % 4
 
 
 @functools.cache

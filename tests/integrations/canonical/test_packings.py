@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import InputError
-from prfaas.integrations.canonical.packings import joint_view, token_views
+from prfaas.integrations.canonical.packings import find_cpu_packing, joint_view, token_views
 from tests.integrations.canonical.caches import Shape, empty_cache, put_tokens
 
 SHAPES = [
@@ -79,6 +79,27 @@ def test_the_joint_view_is_a_row(shape: Shape) -> None:
     rows = torch.cat((keys.flatten(1), values.flatten(1)), dim=1)
     copied = joint.contiguous().view(-1).view(torch.float32)
     assert torch.equal(copied, rows.flatten())
+
+
+@pytest.mark.parametrize("packing", ["cpu_vec", "cpu_amx", "cpu_bfmmla"])
+@pytest.mark.parametrize("fp8", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_packing_is_recognised_by_what_is_written(packing, fp8) -> None:
+    shape = Shape(packing, 2, 2, 32, 64, 64)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        if fp8 is not None:
+            keys, values = keys.to(fp8).view(torch.uint8), values.to(fp8).view(torch.uint8)
+        put_tokens(cache, shape, [1], 0, keys, values)
+
+    found = find_cpu_packing(write, torch.bfloat16, block_tokens=32, dim=64, fp8=fp8)
+    assert found == packing
+
+
+def test_an_unknown_packing_is_not_recognised() -> None:
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        cache[1] = torch.cat((values, keys), dim=2).transpose(0, 1)
+
+    assert find_cpu_packing(write, torch.float32, block_tokens=32, dim=64) is None
 
 
 def test_halves_of_a_rope_part() -> None:

@@ -13,7 +13,7 @@ Independent of vLLM, of kvds and of requests.
 
 from prfaas.integrations.canonical.attention import AttentionConverter, AttentionForm
 from prfaas.integrations.canonical.heads import ConvShare, Heads, delta_rule_share, mamba2_share
-from prfaas.integrations.canonical.packings import Packing
+from prfaas.integrations.canonical.packings import Packing, find_cpu_packing
 from prfaas.integrations.canonical.staging import Staged, StagingRing, register_pages
 from prfaas.integrations.canonical.states import StateConverter, StateForm
 
@@ -28,6 +28,7 @@ __all__ = [
     "StateConverter",
     "StateForm",
     "delta_rule_share",
+    "find_cpu_packing",
     "mamba2_share",
     "register_pages",
 ]

@@ -54,14 +54,15 @@ class _PartCopy(NamedTuple):
     def of_row(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's heads in rows of the whole model: a view [row, head, dim]."""
         part = rows[:, self.place.start : self.place.stop].view(self.cast.wire)
-        part = part.unflatten(1, (-1, self.tokens.dim))
-        return part[:, self.heads.start : self.heads.stop]
+        heads: torch.Tensor = part.unflatten(1, (-1, self.tokens.dim))
+        return heads[:, self.heads.start : self.heads.stop]
 
     def of_own(self, rows: torch.Tensor) -> torch.Tensor:
         """The same in rows of this rank's heads alone."""
         begin = self.own.at
         part = rows[:, begin : begin + len(self.own.place)].view(self.cast.wire)
-        return part.unflatten(1, (-1, self.tokens.dim))
+        heads: torch.Tensor = part.unflatten(1, (-1, self.tokens.dim))
+        return heads
 
 
 class _Span(NamedTuple):
@@ -418,4 +419,5 @@ def _tokens_in(view: TokenView) -> int:
 
 def _like(view: TokenView, rows: torch.Tensor) -> torch.Tensor:
     """Rows [block, token, head, dim] as [block, *token_factors, head, *dim_factors]."""
-    return rows.unflatten(1, view.token_factors).unflatten(-1, view.dim_factors)
+    like: torch.Tensor = rows.unflatten(1, view.token_factors).unflatten(-1, view.dim_factors)
+    return like

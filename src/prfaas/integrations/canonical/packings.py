@@ -7,14 +7,14 @@ strides. Backends differ in what they write into a block:
     planes       head slot 0: keys of all heads, head slot 1: values (B12X)
     cpu_vec      per head: keys [dim, token], then values [token, dim]
     cpu_amx      per head: keys in tiles of 16 tokens x 2 dims, values of 16 dims x 2 tokens (bf16)
-    cpu_bfmmla   per head: keys in tiles of 8 tokens x 4 dims, values of 2 dims x 4 tokens (bf16)
+    cpu_bfmmla   per head: keys in tiles of 8 tokens x 4 dims, values of 8 dims x 4 tokens (bf16)
     mla          latent, then rope part of each token
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from prfaas.errors import InputError
 Packing: TypeAlias = Literal["content", "planes", "cpu_vec", "cpu_amx", "cpu_bfmmla", "mla"]
 
 
-_CPU_TILES = {"cpu_vec": (1, 1), "cpu_amx": (16, 16), "cpu_bfmmla": (8, 4)}  # tokens, dims
+_CPU_TILES = {"cpu_vec": (1, 1), "cpu_amx": (16, 16), "cpu_bfmmla": (8, 8)}  # tokens, dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,40 @@ def token_views(
     return _cpu_views(cache, packing, k_dim)
 
 
+def find_cpu_packing(
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    dtype: torch.dtype,
+    *,
+    block_tokens: int,
+    dim: int,
+    fp8: torch.dtype | None = None,
+) -> Packing | None:
+    """Which packing a CPU engine writes, seen from what it writes: its build decides as well as its
+    instruction set. `write` puts keys and values [token, head, dim] of `dtype` into block 1 of a
+    cache [block, head, token, content] with the engine's own operation. An fp8 cache (`fp8`) is
+    written with scales of 1. None when the result is none of the known packings."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (block_tokens, 2, dim)
+    # Small integers are exact in every data type.
+    keys, values = (torch.randint(-7, 8, sizes, generator=generator).to(dtype) for _ in range(2))
+    cache = torch.zeros((2, 2, block_tokens, 2 * dim), dtype=torch.uint8 if fp8 else dtype)
+    write(keys, values, cache)
+    stored = cache if fp8 is None else cache.view(fp8).to(dtype)
+    candidates: tuple[Packing, ...] = ("cpu_vec", "cpu_amx", "cpu_bfmmla")
+    for packing in candidates:
+        try:
+            views = token_views(stored, packing, dim, dim)
+        except InputError:
+            continue  # the block does not divide into this packing's tiles
+        if all(
+            torch.equal(view.like(rows, found), found)
+            for view, rows in zip(views, (keys, values), strict=True)
+            for _, _, found in view.tokens(1, 1, 0, block_tokens)
+        ):
+            return packing
+    return None
+
+
 def joint_view(
     cache: torch.Tensor, packing: Packing, k_dim: int, v_dim: int
 ) -> torch.Tensor | None:
@@ -158,9 +192,9 @@ def _cpu_views(cache: torch.Tensor, packing: Packing, d: int) -> tuple[TokenView
         k = keys.unflatten(2, (n // 16, d // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         v = values.unflatten(2, (d // 16, n // 2, 16, 2)).permute(0, 3, 5, 1, 2, 4)
         return TokenView(k, (n // 16, 16), (d // 2, 2)), TokenView(v, (n // 2, 2), (d // 16, 16))
-    k = keys.unflatten(2, (n // 8, d // 4, 4, 2, 4)).permute(0, 2, 4, 5, 1, 3, 6)
-    v = values.unflatten(2, (d // 2, n // 4, 2, 4)).permute(0, 3, 5, 1, 2, 4)
-    return TokenView(k, (n // 8, 4, 2), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 2, 2))
+    k = keys.unflatten(2, (n // 8, d // 4, 8, 4)).permute(0, 2, 4, 1, 3, 5)
+    v = values.unflatten(2, (d // 8, n // 4, 8, 4)).permute(0, 3, 5, 1, 2, 4)
+    return TokenView(k, (n // 8, 8), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 8, 8))
 
 
 def _tiles(

@@ -27,7 +27,7 @@ class _Run(NamedTuple):
     """Consecutive rows: whole ones inside one page, or a single row that pages cut."""
 
     first: int
-    count: int
+    rows: int
     pieces: tuple[torch.Tensor, ...]  # uint8, over the pages' memory
 
 
@@ -40,12 +40,12 @@ def writable_rows(
         raise EngineError("the pages of a segment are read-only")
     for run in _runs(pages, rows, row_bytes):
         if _is_direct(run, alignment):
-            yield run.first, run.pieces[0].view(run.count, row_bytes)
+            yield run.first, run.pieces[0].view(run.rows, row_bytes)
             continue
-        scratch = torch.empty((run.count, row_bytes), dtype=torch.uint8)
+        scratch = torch.empty((run.rows, row_bytes), dtype=torch.uint8)
         yield run.first, scratch
         if len(run.pieces) == 1:
-            target = run.pieces[0].view(run.count, row_bytes)
+            target = run.pieces[0].view(run.rows, row_bytes)
             for column in columns:
                 own = slice(column.start, column.stop)
                 target[:, own].copy_(scratch[:, own])
@@ -59,9 +59,9 @@ def readable_rows(
     """As `writable_rows`, with the bytes of the pages. The caller must not change them."""
     for run in _runs(pages, rows, row_bytes):
         if _is_direct(run, alignment):
-            yield run.first, run.pieces[0].view(run.count, row_bytes)
+            yield run.first, run.pieces[0].view(run.rows, row_bytes)
         else:
-            yield run.first, torch.cat(run.pieces).view(run.count, row_bytes)
+            yield run.first, torch.cat(run.pieces).view(run.rows, row_bytes)
 
 
 def page_range(pages: Sequence[memoryview], first: int, last: int) -> list[memoryview]:

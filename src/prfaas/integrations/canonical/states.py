@@ -231,7 +231,8 @@ def _oriented(ssm: torch.Tensor, form: StateForm) -> torch.Tensor:
             where="relabelled",
             fix="use it for states that are contiguous within a head",
         )
-    return ssm.flatten(2).unflatten(2, (ssm.shape[3], ssm.shape[2]))
+    relabelled: torch.Tensor = ssm.flatten(2).unflatten(2, (ssm.shape[3], ssm.shape[2]))
+    return relabelled
 
 
 def _row_shape(pieces: Sequence[_Piece], row_bytes: int) -> RowShape:
