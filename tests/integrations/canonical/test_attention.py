@@ -106,9 +106,20 @@ def drawn_pages(data: st.DataObject, row_bytes: int, rows: int) -> Pages:
     return Pages(rows * row_bytes, cuts, data.draw(st.sampled_from([0, 0, 2, 1])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_engine_to_any_engine(data: st.DataObject) -> None:
+    hand_over(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1_000, deadline=None)
+@given(data=st.data())
+def test_any_engine_to_any_engine_at_length(data: st.DataObject) -> None:
+    hand_over(data)
+
+
+def hand_over(data: st.DataObject) -> None:
     """One engine's ranks save, another engine's ranks load: other packings, numbers of ranks, block
     sizes, ratios of kernel blocks, strides, pages. Every row of every block that a load touches is
     written or zeroed, and no other block is touched."""

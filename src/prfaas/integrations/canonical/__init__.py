@@ -2,6 +2,7 @@
 
     heads.py         which heads and channels of the model a rank holds, and which of them it writes
     packings.py      what is inside a block of a cache, as views of single tokens
+    block_copies.py  blocks of a CPU beside rows, as views that one copy joins
     casts.py         between the data type of a cache and that of the wire
     row_pages.py     rows of canonical bytes over the pages of a segment
     staging.py       memory between a device and the pages

@@ -14,7 +14,7 @@ strides. Backends differ in what they write into a block:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -44,21 +44,6 @@ class TokenView:
     @property
     def dim(self) -> int:
         return math.prod(self.dim_factors)
-
-    def tokens(
-        self, block: int, blocks: int, first: int, last: int
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Tokens [first, last) of the `blocks` consecutive blocks from `block` on, as few views as
-        their tiles allow: (number of the first token, tokens, view [*factors, head, *dims])."""
-        factors = (blocks, *self.token_factors)
-        yield from _tiles(self.view[block : block + blocks], factors, 0, first, last)
-
-    def like(self, rows: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """`rows` [token, head, dim] as a view with the shape of `view`, which `tokens` yielded."""
-        factors = view.shape[: view.dim() - 1 - len(self.dim_factors)]
-        if len(factors) > 1:
-            rows = rows.unflatten(0, factors)
-        return rows.unflatten(-1, self.dim_factors) if len(self.dim_factors) > 1 else rows
 
     def in_halves(self) -> TokenView:
         """The same elements in another order: native (x0, y0, x1, y1, ...), viewed as
@@ -146,9 +131,8 @@ def find_cpu_packing(
         except InputError:
             continue  # the block does not divide into this packing's tiles
         if all(
-            torch.equal(view.like(rows, found), found)
+            torch.equal(view.view[1].flatten(), rows.flatten())
             for view, rows in zip(views, (keys, values), strict=True)
-            for _, _, found in view.tokens(1, 1, 0, block_tokens)
         ):
             return packing
     return None
@@ -195,28 +179,6 @@ def _cpu_views(cache: torch.Tensor, packing: Packing, d: int) -> tuple[TokenView
     k = keys.unflatten(2, (n // 8, d // 4, 8, 4)).permute(0, 2, 4, 1, 3, 5)
     v = values.unflatten(2, (d // 8, n // 4, 8, 4)).permute(0, 3, 5, 1, 2, 4)
     return TokenView(k, (n // 8, 8), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 8, 8))
-
-
-def _tiles(
-    view: torch.Tensor, factors: tuple[int, ...], at: int, first: int, last: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Whole tiles in one view; a tile that the range cuts is divided along its inner factors."""
-    if first >= last:
-        return
-    inner = math.prod(factors[1:])
-    low, high = -(-first // inner), last // inner
-    if low > high:  # the range lies inside one tile
-        yield from _tiles(
-            view[high], factors[1:], at + high * inner, first - high * inner, last - high * inner
-        )
-        return
-    if first % inner:
-        tile = low - 1
-        yield from _tiles(view[tile], factors[1:], at + tile * inner, first - tile * inner, inner)
-    if low < high:
-        yield at + low * inner, (high - low) * inner, view[low:high]
-    if last % inner:
-        yield from _tiles(view[high], factors[1:], at + high * inner, 0, last - high * inner)
 
 
 def _misfit(cache: torch.Tensor, packing: Packing, problem: str) -> InputError:
