@@ -90,20 +90,11 @@ class AttentionConverter:
             own_bytes=len(keys.own.place) + len(values.own.place),
             columns=joined((keys.own, values.own)),
         )
-        self._copies = [
-            BlockCopies(
-                part.tokens,
-                part.cast.wire,
-                self._shape.row_bytes,
-                part.own.place.start,
-                plain=part.cast.plain,
-            )
-            for part in self._parts
-        ]
-        self._alignment = max(copies.dtype.itemsize for copies in self._copies)
         self._joint = None
         if not form.rope_pairs and all(part.cast.plain for part in self._parts):
             self._joint = joint_view(cache, form.packing, keys.tokens.dim, values.tokens.dim)
+        self._host = self._host_copies()
+        self._alignment = max(copies.dtype.itemsize for _, copies in self._host)
 
     @property
     def block_tokens(self) -> int:
@@ -134,10 +125,10 @@ class AttentionConverter:
         for first, run in writable_rows(
             buffers, stop - start, shape.row_bytes, shape.places, self._alignment
         ):
-            for part, copies in zip(self._parts, self._copies, strict=True):
+            for cast, copies in self._host:
                 elements = run.view(-1).view(copies.dtype)
                 for rows, blocks in copies.pairs(elements, first, spans, first, first + len(run)):
-                    part.cast.to_wire(rows, blocks)
+                    cast.to_wire(rows, blocks)
         return (stop - start) * shape.nbytes
 
     def load(
@@ -164,13 +155,13 @@ class AttentionConverter:
         for first, run in readable_rows(
             views, stop - start, self._shape.row_bytes, self._alignment
         ):
-            for part, copies in zip(self._parts, self._copies, strict=True):
+            for cast, copies in self._host:
                 elements = run.view(-1).view(copies.dtype)
                 for rows, blocks in copies.pairs(elements, first, spans, first, first + len(run)):
-                    part.cast.from_wire(blocks, rows)
+                    cast.from_wire(blocks, rows)
         # Engines read every row of a block, and a NaN there ruins the answer.
         lead, tail = self._others(block_ids, start, stop)
-        for copies in self._copies:
+        for _, copies in self._host:
             copies.zero(spans, -lead, 0)
             copies.zero(spans, stop - start, stop - start + tail)
         return (stop - start) * self._shape.nbytes
@@ -191,6 +182,27 @@ class AttentionConverter:
                 ring.drop(chunk)
             raise
         return StagedRows(ring, self._shape, chunks)
+
+    def _host_copies(self) -> list[tuple[Cast, BlockCopies]]:
+        shape, joint = self._shape, self._joint
+        if joint is not None and shape.is_whole:
+            # The whole row in one copy.
+            tokens = TokenView(joint, (self._kernel_tokens,), tuple(joint.shape[3:]))
+            whole = BlockCopies(tokens, joint.dtype, shape.row_bytes, 0, plain=True)
+            return [(Cast(joint.dtype, joint.dtype), whole)]
+        return [
+            (
+                part.cast,
+                BlockCopies(
+                    part.tokens,
+                    part.cast.wire,
+                    shape.row_bytes,
+                    part.own.place.start,
+                    plain=part.cast.plain,
+                ),
+            )
+            for part in self._parts
+        ]
 
     # Tokens and blocks ----------------------------------------------------------------------------
 

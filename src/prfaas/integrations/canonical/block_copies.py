@@ -40,7 +40,7 @@ class BlockCopies:
         self.tokens_in_block = math.prod(tokens.token_factors)
         self._first = first_byte // dtype.itemsize
         self._view = view
-        self._start = view.storage_offset()
+        self._start = int(view.storage_offset())
         self._factors = tokens.token_factors
         factors = len(tokens.token_factors)
         sizes, strides = tuple(view.shape), tuple(view.stride())

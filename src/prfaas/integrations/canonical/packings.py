@@ -141,11 +141,11 @@ def find_cpu_packing(
 def joint_view(
     cache: torch.Tensor, packing: Packing, k_dim: int, v_dim: int
 ) -> torch.Tensor | None:
-    """A view [block, token, ...] whose elements are in the order of a rank's own rows (all keys of
-    a token, then all values), or None where no single view is. Its elements are integers as wide as
-    the strides allow: for copies only."""
+    """A view [block, token, part, ...] whose elements are in the order of a rank's own rows (all
+    keys of a token, then all values), or None where no single view is. Its elements are integers as
+    wide as the strides allow: for copies only."""
     if packing == "mla":
-        rows = cache if cache.dim() == 3 else cache.transpose(1, 2)
+        rows = cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
     elif packing == "content" and k_dim == v_dim:
         rows = cache.transpose(1, 2).unflatten(-1, (2, k_dim)).transpose(2, 3)
     elif packing == "planes":
