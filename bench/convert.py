@@ -364,7 +364,7 @@ def beside(case: GpuCase, thread: ThreadPoolExecutor, seconds: float) -> dict[st
     def compute_s(work: Callable[[], None]) -> float:
         work()
         times = []
-        for _ in range(4):
+        for _ in range(3):
             torch.cuda.synchronize()
             started = time.perf_counter()
             work()

@@ -27,6 +27,7 @@ from prfaas.integrations.canonical.staging import (
     StagedRows,
     StagingRing,
     joined,
+    require_ring,
 )
 from prfaas.kvspec.parts import Part
 
@@ -78,7 +79,7 @@ class AttentionConverter:
                 where="num_gpu_blocks",
                 fix="use an attention backend that divides blocks evenly, or the native form",
             )
-        _require_ring(cache, ring)
+        require_ring(cache, ring)
         self._ring = ring
         self._num_blocks = num_blocks
         self._ratio = cache.shape[0] // num_blocks
@@ -384,21 +385,6 @@ def _heads_and_dim(part: Part) -> tuple[int, int]:
 
 def _is_within(heads: range, total: int) -> bool:
     return heads.step == 1 and 0 <= heads.start < heads.stop <= total
-
-
-def _require_ring(cache: torch.Tensor, ring: StagingRing | None) -> None:
-    if cache.device.type != "cpu" and ring is None:
-        raise InputError(
-            f"a cache on {cache.device} needs staging",
-            where="ring",
-            fix="pass a StagingRing of the same device",
-        )
-    if ring is not None and ring.device.type != cache.device.type:
-        raise InputError(
-            f"staging on {ring.device} does not suit a cache on {cache.device}",
-            where="ring",
-            fix="pass a StagingRing of the same device",
-        )
 
 
 def _like(view: TokenView, rows: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,8 @@ class StagingRing:
                 fix=f"use at least {_CHUNKS * _ALIGNMENT} bytes",
             )
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.chunk_bytes = ring_bytes // _CHUNKS // _ALIGNMENT * _ALIGNMENT
         self.pages_pinned = pages_pinned
         cuda = self.device.type == "cuda"
@@ -420,6 +422,22 @@ class StagedRows:
         chunks, self._chunks = self._chunks, []
         for chunk in chunks:
             self._ring.drop(chunk)
+
+
+def require_ring(cache: torch.Tensor, ring: StagingRing | None) -> None:
+    """InputError unless a cache on a device has staging there."""
+    if cache.device.type != "cpu" and ring is None:
+        raise InputError(
+            f"a cache on {cache.device} needs staging",
+            where="ring",
+            fix="pass a StagingRing of the same device",
+        )
+    if ring is not None and ring.device != cache.device:
+        raise InputError(
+            f"staging on {ring.device} does not suit a cache on {cache.device}",
+            where="ring",
+            fix="pass a StagingRing of the same device",
+        )
 
 
 def register_pages(memory: memoryview) -> None:
