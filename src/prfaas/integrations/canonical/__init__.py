@@ -5,6 +5,7 @@
     block_copies.py  blocks of a CPU beside rows, as views that one copy joins
     casts.py         between the data type of a cache and that of the wire
     row_pages.py     rows of canonical bytes over the pages of a segment
+    page_copies.py   copies between a device and pinned pages
     staging.py       memory between a device and the pages
     attention.py     converts tokens of one attention layer of one rank
     states.py        converts the state of one linear layer of one rank
