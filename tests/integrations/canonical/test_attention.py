@@ -113,7 +113,7 @@ def test_any_engine_to_any_engine(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_any_engine_to_any_engine_at_length(data: st.DataObject) -> None:
     hand_over(data)

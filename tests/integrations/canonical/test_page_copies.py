@@ -37,7 +37,7 @@ def test_groups_are_the_pages_in_order(pages: list[tuple[int, int]]) -> None:
     found = [
         (group.address + n * group.pitch, group.nbytes)
         for group in page_groups(pages)
-        for n in range(group.count)
+        for n in range(group.pages)
     ]
     assert found == pages
 

@@ -125,7 +125,7 @@ def test_any_engine_to_any_engine(data: st.DataObject, kind: Kind, wire: tuple[s
 
 
 @pytest.mark.slow
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS), wire=st.tuples(WIDE, WIDE))
 def test_any_engine_to_any_engine_at_length(
     data: st.DataObject, kind: Kind, wire: tuple[str, str]

@@ -21,11 +21,11 @@ _MOST_PITCH = (1 << 31) - 1
 
 
 class PageGroup(NamedTuple):
-    """`count` pages of `nbytes` each, `pitch` apart."""
+    """`pages` pages of `nbytes` each, `pitch` apart."""
 
     address: int
     nbytes: int
-    count: int
+    pages: int
     pitch: int
 
 
@@ -35,10 +35,10 @@ def page_groups(pages: Iterable[tuple[int, int]]) -> list[PageGroup]:
     for address, nbytes in pages:
         if groups:
             last = groups[-1]
-            pitch = address - (last.address + (last.count - 1) * last.pitch)
-            is_next = last.count == 1 or pitch == last.pitch
+            pitch = address - (last.address + (last.pages - 1) * last.pitch)
+            is_next = last.pages == 1 or pitch == last.pitch
             if is_next and nbytes == last.nbytes <= pitch <= _MOST_PITCH:
-                groups[-1] = PageGroup(last.address, nbytes, last.count + 1, pitch)
+                groups[-1] = PageGroup(last.address, nbytes, last.pages + 1, pitch)
                 continue
         groups.append(PageGroup(address, nbytes, 1, nbytes))
     return groups
@@ -65,7 +65,7 @@ def copy_pages(
             _LOG.warning("CUDA refused a copy of %s with error %d", group, result)
             _copy_each(rows, pages, into_pages=into_pages)
             return
-        at += group.nbytes * group.count
+        at += group.nbytes * group.pages
 
 
 def _copy_each(rows: torch.Tensor, pages: Sequence[memoryview], *, into_pages: bool) -> None:
@@ -104,7 +104,7 @@ class _Copy2D(ctypes.Structure):
 
 
 def _order(device_address: int, group: PageGroup, *, into_pages: bool) -> _Copy2D:
-    order = _Copy2D(WidthInBytes=group.nbytes, Height=group.count)
+    order = _Copy2D(WidthInBytes=group.nbytes, Height=group.pages)
     if into_pages:
         order.srcMemoryType, order.srcDevice, order.srcPitch = _DEVICE, device_address, group.nbytes
         order.dstMemoryType, order.dstHost, order.dstPitch = _HOST, group.address, group.pitch
