@@ -105,6 +105,16 @@ def test_imports_point_down(path: Path) -> None:
             assert library not in IMPURE_MODULES, f"{part} is pure, yet imports {library}"
 
 
+def test_conversions_are_of_no_engine() -> None:
+    """An engine's connector uses them; they have torch and the bytes' description, no more."""
+    for path in sorted((SOURCE / "integrations" / "canonical").glob("*.py")):
+        for name in imports(path):
+            library, *rest = name.split(".")
+            own = rest[:1] in (["errors"], ["kvspec"]) or rest[:2] == ["integrations", "canonical"]
+            assert library not in ("vllm", "transformers"), f"{path.name} imports {name}"
+            assert library != "prfaas" or own, f"{path.name} imports {name}"
+
+
 def test_parts_have_no_cycle() -> None:
     graph: dict[str, set[str]] = {}
     for path in FILES:
