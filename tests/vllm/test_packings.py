@@ -11,7 +11,12 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from prfaas.integrations.canonical import AttentionConverter, AttentionForm, Packing
+from prfaas.integrations.canonical import (
+    AttentionConverter,
+    AttentionForm,
+    Packing,
+    find_cpu_packing,
+)
 from prfaas.kvspec.parts import Part
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -30,7 +35,10 @@ CASES: list[tuple[str, torch.dtype, int, int, Packing]] = [
     ("neon", torch.float32, 32, 64, "cpu_vec"),
     ("neon", torch.float32, 128, 128, "cpu_vec"),
     ("neon", torch.float16, 64, 96, "cpu_vec"),
-    ("neon", torch.bfloat16, 32, 64, "cpu_bfmmla" if "bf16" in FLAGS else "cpu_vec"),
+    # The build decides, not the machine: vLLM's wheel for Arm packs so even where the machine has
+    # no BF16 instructions to use it with.
+    ("neon", torch.bfloat16, 32, 64, "cpu_bfmmla"),
+    ("neon", torch.bfloat16, 128, 96, "cpu_bfmmla"),
 ]
 NEEDS = {"amx": "amx_tile"}
 HEADS, BLOCKS, TABLE, START = 3, 6, [4, 1, 2], 5
@@ -79,6 +87,19 @@ def test_vllm_and_the_converter_write_the_same_blocks(
     loaded[[0, 3, 5]] = 0
     AttentionConverter(loaded, BLOCKS, form).load(TABLE, START, START + tokens, [memoryview(page)])
     assert torch.equal(loaded, cache)
+
+
+@pytest.mark.parametrize(("isa", "dtype", "n", "dim", "packing"), CASES)
+def test_the_packing_is_recognised(
+    isa: str, dtype: torch.dtype, n: int, dim: int, packing: Packing
+) -> None:
+    require(isa)
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        keys, values = cache.view(2, -1, 2 * n, dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(key, value, keys, values, torch.arange(n, 2 * n), isa)
+
+    assert find_cpu_packing(write, dtype, block_tokens=n, dim=dim) == packing
 
 
 @pytest.mark.parametrize(("isa", "packing"), [("vec", "cpu_vec"), ("amx", "cpu_amx")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def key_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
     if packing == "cpu_amx":
         return ((t // 16 * (d // 2) + i // 2) * 16 + t % 16) * 2 + i % 2
     assert packing == "cpu_bfmmla"
-    return (((t // 8 * (d // 4) + i // 4) * 4 + t % 8 // 2) * 2 + t % 2) * 4 + i % 4
+    return ((t // 8 * (d // 4) + i // 4) * 8 + t % 8) * 4 + i % 4
 
 
 def value_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
@@ -63,25 +64,15 @@ def value_place(packing: Packing, n: int, d: int, t: int, i: int) -> int:
     if packing == "cpu_amx":
         return n * d + ((i // 16 * (n // 2) + t // 2) * 16 + i % 16) * 2 + t % 2
     assert packing == "cpu_bfmmla"
-    return n * d + ((i // 2 * (n // 4) + t // 4) * 2 + i % 2) * 4 + t % 4
+    return n * d + ((i // 8 * (n // 4) + t // 4) * 8 + i % 8) * 4 + t % 4
 
 
-def put_token(
-    cache: torch.Tensor, shape: Shape, block: int, t: int, keys: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Writes keys [head, k_dim] and values [head, v_dim] of one token, by the formulas."""
-    if shape.packing in ("content", "mla"):
-        cache[block, :, t, : shape.k_dim] = keys
-        cache[block, :, t, shape.k_dim :] = values
-    elif shape.packing == "planes":
-        cache[block, 0, t] = keys.flatten()
-        cache[block, 1, t] = values.flatten()
-    else:
-        n, d = shape.tokens, shape.k_dim
-        for places, rows in ((key_place, keys), (value_place, values)):
-            place = torch.tensor([places(shape.packing, n, d, t, i) for i in range(d)])
-            for head in range(shape.heads):
-                cache[block, head].view(-1)[place] = rows[head]
+@functools.cache
+def places(packing: Packing, n: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[token, dim] of keys and of values."""
+    keys = [[key_place(packing, n, d, t, i) for i in range(d)] for t in range(n)]
+    values = [[value_place(packing, n, d, t, i) for i in range(d)] for t in range(n)]
+    return torch.tensor(keys), torch.tensor(values)
 
 
 def put_tokens(
@@ -92,10 +83,26 @@ def put_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Tokens from `first` on, counted from the first token of the first kernel block."""
-    for row in range(len(keys)):
-        block, t = divmod(first + row, shape.tokens)
-        put_token(cache, shape, kernel_blocks[block], t, keys[row], values[row])
+    """Writes keys [token, head, k_dim] and values [token, head, v_dim] by the formulas. `first` is
+    counted from the first token of the first kernel block."""
+    if not len(keys):
+        return
+    at = torch.arange(first, first + len(keys))
+    blocks, t = torch.tensor(kernel_blocks)[at // shape.tokens], at % shape.tokens
+    keys, values = keys.to(cache.dtype), values.to(cache.dtype)
+    if shape.packing in ("content", "mla"):
+        cache[blocks, :, t] = torch.cat((keys, values), dim=2)
+    elif shape.packing == "planes":
+        cache[blocks, 0, t] = keys.flatten(1)
+        cache[blocks, 1, t] = values.flatten(1)
+    else:
+        boxes = cache.flatten(2)
+        assert boxes.data_ptr() == cache.data_ptr()  # a view
+        heads = torch.arange(shape.heads)[None, :, None]
+        for place, rows in zip(
+            places(shape.packing, shape.tokens, shape.k_dim), (keys, values), strict=True
+        ):
+            boxes[blocks[:, None, None], heads, place[t][:, None, :]] = rows
 
 
 class Pages:

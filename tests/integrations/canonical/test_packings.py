@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import InputError
-from prfaas.integrations.canonical.packings import joint_view, token_views
+from prfaas.integrations.canonical.block_copies import BlockCopies, Span, tiles
+from prfaas.integrations.canonical.packings import find_cpu_packing, joint_view, token_views
 from tests.integrations.canonical.caches import Shape, empty_cache, put_tokens
 
 SHAPES = [
@@ -47,7 +50,7 @@ def test_views_are_the_formulas(shape: Shape) -> None:
         assert view.view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), shape=st.sampled_from(SHAPES))
 def test_any_range_of_tokens(data: st.DataObject, shape: Shape) -> None:
     cache, keys, values = filled(shape)
@@ -55,17 +58,40 @@ def test_any_range_of_tokens(data: st.DataObject, shape: Shape) -> None:
     blocks = data.draw(st.integers(1, 3 - block))
     last = data.draw(st.integers(0, blocks * shape.tokens))
     first = data.draw(st.integers(0, last))
-    for view, rows in zip(
+    for view, expected in zip(
         token_views(cache, shape.packing, shape.k_dim, shape.v_dim), (keys, values), strict=True
     ):
-        expected = rows[block * shape.tokens :][first:last]
-        at = first
-        for found_at, count, tokens in view.tokens(block, blocks, first, last):
-            assert found_at == at
-            part = expected[at - first : at - first + count]
-            assert torch.equal(view.like(part, tokens), tokens)
-            at += count
-        assert at == last
+        row_bytes = expected[0].numel() * 4 + 8
+        plain = data.draw(st.booleans())
+        copies = BlockCopies(view, torch.float32, row_bytes, 4, plain=plain)
+        rows = torch.zeros(last - first, row_bytes, dtype=torch.uint8)
+        elements = rows.view(-1).view(copies.dtype)
+        covered = 0
+        for target, source in copies.pairs(
+            elements, 0, [Span(-first, block, blocks)], 0, last - first
+        ):
+            assert target.shape == source.shape
+            target.copy_(source)
+            covered += target.nbytes
+        assert covered == expected[0].nbytes * (last - first)
+        found = rows.view(torch.float32)[:, 1:-1]
+        tokens = expected[block * shape.tokens :][first:last]
+        assert torch.equal(found, tokens.flatten(1))
+        assert not rows.view(torch.float32)[:, [0, -1]].any()
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 256), st.integers(0, 256)
+)
+def test_tiles_cover_a_range_once_and_in_order(factors: list[int], low: int, high: int) -> None:
+    total = math.prod(factors)
+    first, last = sorted((low % (total + 1), high % (total + 1)))
+    strides = [math.prod(factors[n + 1 :]) for n in range(len(factors))]
+    found: list[int] = []
+    for depth, at, size, offset in tiles(factors, strides, first, last):
+        assert at == offset  # with the strides of an undivided axis
+        found += range(at, at + size * strides[depth])
+    assert found == list(range(first, last))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -79,6 +105,27 @@ def test_the_joint_view_is_a_row(shape: Shape) -> None:
     rows = torch.cat((keys.flatten(1), values.flatten(1)), dim=1)
     copied = joint.contiguous().view(-1).view(torch.float32)
     assert torch.equal(copied, rows.flatten())
+
+
+@pytest.mark.parametrize("packing", ["cpu_vec", "cpu_amx", "cpu_bfmmla"])
+@pytest.mark.parametrize("fp8", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_packing_is_recognised_by_what_is_written(packing, fp8) -> None:
+    shape = Shape(packing, 2, 2, 32, 64, 64)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        if fp8 is not None:
+            keys, values = keys.to(fp8).view(torch.uint8), values.to(fp8).view(torch.uint8)
+        put_tokens(cache, shape, [1], 0, keys, values)
+
+    found = find_cpu_packing(write, torch.bfloat16, block_tokens=32, dim=64, fp8=fp8)
+    assert found == packing
+
+
+def test_an_unknown_packing_is_not_recognised() -> None:
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        cache[1] = torch.cat((values, keys), dim=2).transpose(0, 1)
+
+    assert find_cpu_packing(write, torch.float32, block_tokens=32, dim=64) is None
 
 
 def test_halves_of_a_rope_part() -> None:

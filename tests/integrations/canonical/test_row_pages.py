@@ -23,7 +23,7 @@ def content_of(rows: int, row_bytes: int) -> torch.Tensor:
     return (torch.arange(rows * row_bytes) % 251).to(torch.uint8).view(rows, row_bytes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(laid_out(), st.sampled_from([1, 2, 4]))
 def test_reading(layout: tuple[int, int, Pages], alignment: int) -> None:
     rows, row_bytes, pages = layout
@@ -37,7 +37,7 @@ def test_reading(layout: tuple[int, int, Pages], alignment: int) -> None:
     assert at == rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(laid_out(), st.sampled_from([1, 2, 4]), st.data())
 def test_writing(layout: tuple[int, int, Pages], alignment: int, data: st.DataObject) -> None:
     rows, row_bytes, pages = layout

@@ -118,9 +118,22 @@ def engine(
 WIDE = st.sampled_from(["float32", "bfloat16"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS), wire=st.tuples(WIDE, WIDE))
 def test_any_engine_to_any_engine(data: st.DataObject, kind: Kind, wire: tuple[str, str]) -> None:
+    hand_over(data, kind, wire)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(KINDS), wire=st.tuples(WIDE, WIDE))
+def test_any_engine_to_any_engine_at_length(
+    data: st.DataObject, kind: Kind, wire: tuple[str, str]
+) -> None:
+    hand_over(data, kind, wire)
+
+
+def hand_over(data: st.DataObject, kind: Kind, wire: tuple[str, str]) -> None:
     generator = torch.Generator().manual_seed(3)
     linear = kind.linear
     state = torch.randn(linear.v_heads, *kind.dims, generator=generator).bfloat16().float()

@@ -7,7 +7,7 @@ and without a copy in between. On a GPU, whole blocks are gathered into staging 
 
 from __future__ import annotations
 
-import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from prfaas.errors import EngineError, InputError
+from prfaas.integrations.canonical.block_copies import BlockCopies, Span
 from prfaas.integrations.canonical.casts import Cast, choose_cast
 from prfaas.integrations.canonical.packings import Packing, TokenView, joint_view, token_views
 from prfaas.integrations.canonical.row_pages import readable_rows, writable_rows
@@ -26,6 +27,7 @@ from prfaas.integrations.canonical.staging import (
     StagedRows,
     StagingRing,
     joined,
+    require_ring,
 )
 from prfaas.kvspec.parts import Part
 
@@ -48,28 +50,14 @@ class _PartCopy(NamedTuple):
     tokens: TokenView
     cast: Cast
     place: range  # bytes of the whole part in a row of the whole model
-    heads: range
     own: Column  # bytes of this rank's heads
 
-    def of_row(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's heads in rows of the whole model: a view [row, head, dim]."""
-        part = rows[:, self.place.start : self.place.stop].view(self.cast.wire)
-        part = part.unflatten(1, (-1, self.tokens.dim))
-        return part[:, self.heads.start : self.heads.stop]
-
     def of_own(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same in rows of this rank's heads alone."""
+        """Rows of this rank's heads alone: a view [row, head, dim]."""
         begin = self.own.at
         part = rows[:, begin : begin + len(self.own.place)].view(self.cast.wire)
-        return part.unflatten(1, (-1, self.tokens.dim))
-
-
-class _Span(NamedTuple):
-    """Kernel blocks that follow each other in the cache and in the sequence."""
-
-    row: int  # of the segment, where the span's first token belongs; negative before its start
-    block: int
-    blocks: int
+        heads: torch.Tensor = part.unflatten(1, (-1, self.tokens.dim))
+        return heads
 
 
 class AttentionConverter:
@@ -91,22 +79,23 @@ class AttentionConverter:
                 where="num_gpu_blocks",
                 fix="use an attention backend that divides blocks evenly, or the native form",
             )
-        _require_ring(cache, ring)
+        require_ring(cache, ring)
         self._ring = ring
         self._num_blocks = num_blocks
         self._ratio = cache.shape[0] // num_blocks
         self._parts = _part_copies(cache, form)
         keys, values = self._parts
-        self._kernel_tokens = _tokens_in(keys.tokens)
+        self._kernel_tokens = math.prod(keys.tokens.token_factors)
         self._shape = RowShape(
             row_bytes=values.place.stop,
             own_bytes=len(keys.own.place) + len(values.own.place),
             columns=joined((keys.own, values.own)),
         )
-        self._alignment = max(part.cast.wire.itemsize for part in self._parts)
         self._joint = None
         if not form.rope_pairs and all(part.cast.plain for part in self._parts):
             self._joint = joint_view(cache, form.packing, keys.tokens.dim, values.tokens.dim)
+        self._host = self._host_copies()
+        self._alignment = max(copies.dtype.itemsize for _, copies in self._host)
 
     @property
     def block_tokens(self) -> int:
@@ -137,11 +126,10 @@ class AttentionConverter:
         for first, run in writable_rows(
             buffers, stop - start, shape.row_bytes, shape.places, self._alignment
         ):
-            for part in self._parts:
-                rows = part.of_row(run)
-                for at, count, view in self._tokens(part, spans, first, first + len(run)):
-                    target = rows[at - first : at - first + count]
-                    part.cast.to_wire(part.tokens.like(target, view), view)
+            for cast, copies in self._host:
+                elements = run.view(-1).view(copies.dtype)
+                for rows, blocks in copies.pairs(elements, first, spans, first, first + len(run)):
+                    cast.to_wire(rows, blocks)
         return (stop - start) * shape.nbytes
 
     def load(
@@ -168,17 +156,15 @@ class AttentionConverter:
         for first, run in readable_rows(
             views, stop - start, self._shape.row_bytes, self._alignment
         ):
-            for part in self._parts:
-                rows = part.of_row(run)
-                for at, count, view in self._tokens(part, spans, first, first + len(run)):
-                    source = rows[at - first : at - first + count]
-                    part.cast.from_wire(view, part.tokens.like(source, view))
+            for cast, copies in self._host:
+                elements = run.view(-1).view(copies.dtype)
+                for rows, blocks in copies.pairs(elements, first, spans, first, first + len(run)):
+                    cast.from_wire(blocks, rows)
         # Engines read every row of a block, and a NaN there ruins the answer.
-        for part in self._parts:
-            lead, tail = self._others(block_ids, start, stop)
-            for rows_to_zero in (range(-lead, 0), range(stop - start, stop - start + tail)):
-                for _, _, view in self._tokens(part, spans, rows_to_zero.start, rows_to_zero.stop):
-                    view.zero_()
+        lead, tail = self._others(block_ids, start, stop)
+        for _, copies in self._host:
+            copies.zero(spans, -lead, 0)
+            copies.zero(spans, stop - start, stop - start + tail)
         return (stop - start) * self._shape.nbytes
 
     def stage(self, block_ids: Sequence[int], start: int, stop: int) -> Staged:
@@ -197,6 +183,27 @@ class AttentionConverter:
                 ring.drop(chunk)
             raise
         return StagedRows(ring, self._shape, chunks)
+
+    def _host_copies(self) -> list[tuple[Cast, BlockCopies]]:
+        shape, joint = self._shape, self._joint
+        if joint is not None and shape.is_whole:
+            # The whole row in one copy.
+            tokens = TokenView(joint, (self._kernel_tokens,), tuple(joint.shape[3:]))
+            whole = BlockCopies(tokens, joint.dtype, shape.row_bytes, 0, plain=True)
+            return [(Cast(joint.dtype, joint.dtype), whole)]
+        return [
+            (
+                part.cast,
+                BlockCopies(
+                    part.tokens,
+                    part.cast.wire,
+                    shape.row_bytes,
+                    part.own.place.start,
+                    plain=part.cast.plain,
+                ),
+            )
+            for part in self._parts
+        ]
 
     # Tokens and blocks ----------------------------------------------------------------------------
 
@@ -229,32 +236,18 @@ class AttentionConverter:
         lead = start % self.block_tokens if block_ids else 0
         return lead, len(block_ids) * self.block_tokens - lead - (stop - start)
 
-    def _spans(self, block_ids: Sequence[int], start: int) -> list[_Span]:
-        spans: list[_Span] = []
+    def _spans(self, block_ids: Sequence[int], start: int) -> list[Span]:
+        spans: list[Span] = []
         row = -(start % self.block_tokens)
         for block_id in block_ids:
             block = block_id * self._ratio
             if spans and spans[-1].block + spans[-1].blocks == block:
                 last = spans.pop()
-                spans.append(_Span(last.row, last.block, last.blocks + self._ratio))
+                spans.append(Span(last.row, last.block, last.blocks + self._ratio))
             else:
-                spans.append(_Span(row, block, self._ratio))
+                spans.append(Span(row, block, self._ratio))
             row += self.block_tokens
         return spans
-
-    def _tokens(
-        self, part: _PartCopy, spans: Sequence[_Span], first: int, last: int
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Rows [first, last) of the segment in the cache: (first row, rows, view)."""
-        index = max(0, bisect.bisect_right(spans, first, key=lambda span: span.row) - 1)
-        while index < len(spans) and first < last:
-            span = spans[index]
-            end = min(last, span.row + span.blocks * self._kernel_tokens)
-            for at, count, view in part.tokens.tokens(
-                span.block, span.blocks, first - span.row, end - span.row
-            ):
-                yield span.row + at, count, view
-            first, index = end, index + 1
 
     # On a device ----------------------------------------------------------------------------------
 
@@ -370,7 +363,7 @@ def _part_copies(cache: torch.Tensor, form: AttentionForm) -> tuple[_PartCopy, _
         head_bytes = dim * cast.wire.itemsize
         own = range(at + form.heads.start * head_bytes, at + form.heads.stop * head_bytes)
         place = range(at, at + part.nbytes)
-        copies.append(_PartCopy(view, cast, place, form.heads, Column(own, own_at)))
+        copies.append(_PartCopy(view, cast, place, Column(own, own_at)))
         at += part.nbytes
         own_at += len(own)
     keys, values = copies
@@ -394,28 +387,7 @@ def _is_within(heads: range, total: int) -> bool:
     return heads.step == 1 and 0 <= heads.start < heads.stop <= total
 
 
-def _require_ring(cache: torch.Tensor, ring: StagingRing | None) -> None:
-    if cache.device.type != "cpu" and ring is None:
-        raise InputError(
-            f"a cache on {cache.device} needs staging",
-            where="ring",
-            fix="pass a StagingRing of the same device",
-        )
-    if ring is not None and ring.device.type != cache.device.type:
-        raise InputError(
-            f"staging on {ring.device} does not suit a cache on {cache.device}",
-            where="ring",
-            fix="pass a StagingRing of the same device",
-        )
-
-
-def _tokens_in(view: TokenView) -> int:
-    tokens = 1
-    for factor in view.token_factors:
-        tokens *= factor
-    return tokens
-
-
 def _like(view: TokenView, rows: torch.Tensor) -> torch.Tensor:
     """Rows [block, token, head, dim] as [block, *token_factors, head, *dim_factors]."""
-    return rows.unflatten(1, view.token_factors).unflatten(-1, view.dim_factors)
+    like: torch.Tensor = rows.unflatten(1, view.token_factors).unflatten(-1, view.dim_factors)
+    return like

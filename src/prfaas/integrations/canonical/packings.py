@@ -7,14 +7,14 @@ strides. Backends differ in what they write into a block:
     planes       head slot 0: keys of all heads, head slot 1: values (B12X)
     cpu_vec      per head: keys [dim, token], then values [token, dim]
     cpu_amx      per head: keys in tiles of 16 tokens x 2 dims, values of 16 dims x 2 tokens (bf16)
-    cpu_bfmmla   per head: keys in tiles of 8 tokens x 4 dims, values of 2 dims x 4 tokens (bf16)
+    cpu_bfmmla   per head: keys in tiles of 8 tokens x 4 dims, values of 8 dims x 4 tokens (bf16)
     mla          latent, then rope part of each token
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,7 +25,7 @@ from prfaas.errors import InputError
 Packing: TypeAlias = Literal["content", "planes", "cpu_vec", "cpu_amx", "cpu_bfmmla", "mla"]
 
 
-_CPU_TILES = {"cpu_vec": (1, 1), "cpu_amx": (16, 16), "cpu_bfmmla": (8, 4)}  # tokens, dims
+_CPU_TILES = {"cpu_vec": (1, 1), "cpu_amx": (16, 16), "cpu_bfmmla": (8, 8)}  # tokens, dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,6 @@ class TokenView:
     @property
     def dim(self) -> int:
         return math.prod(self.dim_factors)
-
-    def tokens(
-        self, block: int, blocks: int, first: int, last: int
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Tokens [first, last) of the `blocks` consecutive blocks from `block` on, as few views as
-        their tiles allow: (number of the first token, tokens, view [*factors, head, *dims])."""
-        factors = (blocks, *self.token_factors)
-        yield from _tiles(self.view[block : block + blocks], factors, 0, first, last)
-
-    def like(self, rows: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """`rows` [token, head, dim] as a view with the shape of `view`, which `tokens` yielded."""
-        factors = view.shape[: view.dim() - 1 - len(self.dim_factors)]
-        if len(factors) > 1:
-            rows = rows.unflatten(0, factors)
-        return rows.unflatten(-1, self.dim_factors) if len(self.dim_factors) > 1 else rows
 
     def in_halves(self) -> TokenView:
         """The same elements in another order: native (x0, y0, x1, y1, ...), viewed as
@@ -120,14 +105,47 @@ def token_views(
     return _cpu_views(cache, packing, k_dim)
 
 
+def find_cpu_packing(
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    dtype: torch.dtype,
+    *,
+    block_tokens: int,
+    dim: int,
+    fp8: torch.dtype | None = None,
+) -> Packing | None:
+    """Which packing a CPU engine writes, seen from what it writes: its build decides as well as its
+    instruction set. `write` puts keys and values [token, head, dim] of `dtype` into block 1 of a
+    cache [block, head, token, content] with the engine's own operation. An fp8 cache (`fp8`) is
+    written with scales of 1. None when the result is none of the known packings."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (block_tokens, 2, dim)
+    # Small integers are exact in every data type.
+    keys, values = (torch.randint(-7, 8, sizes, generator=generator).to(dtype) for _ in range(2))
+    cache = torch.zeros((2, 2, block_tokens, 2 * dim), dtype=torch.uint8 if fp8 else dtype)
+    write(keys, values, cache)
+    stored = cache if fp8 is None else cache.view(fp8).to(dtype)
+    candidates: tuple[Packing, ...] = ("cpu_vec", "cpu_amx", "cpu_bfmmla")
+    for packing in candidates:
+        try:
+            views = token_views(stored, packing, dim, dim)
+        except InputError:
+            continue  # the block does not divide into this packing's tiles
+        if all(
+            torch.equal(view.view[1].flatten(), rows.flatten())
+            for view, rows in zip(views, (keys, values), strict=True)
+        ):
+            return packing
+    return None
+
+
 def joint_view(
     cache: torch.Tensor, packing: Packing, k_dim: int, v_dim: int
 ) -> torch.Tensor | None:
-    """A view [block, token, ...] whose elements are in the order of a rank's own rows (all keys of
-    a token, then all values), or None where no single view is. Its elements are integers as wide as
-    the strides allow: for copies only."""
+    """A view [block, token, part, ...] whose elements are in the order of a rank's own rows (all
+    keys of a token, then all values), or None where no single view is. Its elements are integers as
+    wide as the strides allow: for copies only."""
     if packing == "mla":
-        rows = cache if cache.dim() == 3 else cache.transpose(1, 2)
+        rows = cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
     elif packing == "content" and k_dim == v_dim:
         rows = cache.transpose(1, 2).unflatten(-1, (2, k_dim)).transpose(2, 3)
     elif packing == "planes":
@@ -158,31 +176,9 @@ def _cpu_views(cache: torch.Tensor, packing: Packing, d: int) -> tuple[TokenView
         k = keys.unflatten(2, (n // 16, d // 2, 16, 2)).permute(0, 2, 4, 1, 3, 5)
         v = values.unflatten(2, (d // 16, n // 2, 16, 2)).permute(0, 3, 5, 1, 2, 4)
         return TokenView(k, (n // 16, 16), (d // 2, 2)), TokenView(v, (n // 2, 2), (d // 16, 16))
-    k = keys.unflatten(2, (n // 8, d // 4, 4, 2, 4)).permute(0, 2, 4, 5, 1, 3, 6)
-    v = values.unflatten(2, (d // 2, n // 4, 2, 4)).permute(0, 3, 5, 1, 2, 4)
-    return TokenView(k, (n // 8, 4, 2), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 2, 2))
-
-
-def _tiles(
-    view: torch.Tensor, factors: tuple[int, ...], at: int, first: int, last: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Whole tiles in one view; a tile that the range cuts is divided along its inner factors."""
-    if first >= last:
-        return
-    inner = math.prod(factors[1:])
-    low, high = -(-first // inner), last // inner
-    if low > high:  # the range lies inside one tile
-        yield from _tiles(
-            view[high], factors[1:], at + high * inner, first - high * inner, last - high * inner
-        )
-        return
-    if first % inner:
-        tile = low - 1
-        yield from _tiles(view[tile], factors[1:], at + tile * inner, first - tile * inner, inner)
-    if low < high:
-        yield at + low * inner, (high - low) * inner, view[low:high]
-    if last % inner:
-        yield from _tiles(view[high], factors[1:], at + high * inner, 0, last - high * inner)
+    k = keys.unflatten(2, (n // 8, d // 4, 8, 4)).permute(0, 2, 4, 1, 3, 5)
+    v = values.unflatten(2, (d // 8, n // 4, 8, 4)).permute(0, 3, 5, 1, 2, 4)
+    return TokenView(k, (n // 8, 8), (d // 4, 4)), TokenView(v, (n // 4, 4), (d // 8, 8))
 
 
 def _misfit(cache: torch.Tensor, packing: Packing, problem: str) -> InputError:

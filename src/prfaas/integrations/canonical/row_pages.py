@@ -27,7 +27,7 @@ class _Run(NamedTuple):
     """Consecutive rows: whole ones inside one page, or a single row that pages cut."""
 
     first: int
-    count: int
+    rows: int
     pieces: tuple[torch.Tensor, ...]  # uint8, over the pages' memory
 
 
@@ -40,12 +40,12 @@ def writable_rows(
         raise EngineError("the pages of a segment are read-only")
     for run in _runs(pages, rows, row_bytes):
         if _is_direct(run, alignment):
-            yield run.first, run.pieces[0].view(run.count, row_bytes)
+            yield run.first, run.pieces[0].view(run.rows, row_bytes)
             continue
-        scratch = torch.empty((run.count, row_bytes), dtype=torch.uint8)
+        scratch = torch.empty((run.rows, row_bytes), dtype=torch.uint8)
         yield run.first, scratch
         if len(run.pieces) == 1:
-            target = run.pieces[0].view(run.count, row_bytes)
+            target = run.pieces[0].view(run.rows, row_bytes)
             for column in columns:
                 own = slice(column.start, column.stop)
                 target[:, own].copy_(scratch[:, own])
@@ -59,9 +59,9 @@ def readable_rows(
     """As `writable_rows`, with the bytes of the pages. The caller must not change them."""
     for run in _runs(pages, rows, row_bytes):
         if _is_direct(run, alignment):
-            yield run.first, run.pieces[0].view(run.count, row_bytes)
+            yield run.first, run.pieces[0].view(run.rows, row_bytes)
         else:
-            yield run.first, torch.cat(run.pieces).view(run.count, row_bytes)
+            yield run.first, torch.cat(run.pieces).view(run.rows, row_bytes)
 
 
 def page_range(pages: Sequence[memoryview], first: int, last: int) -> list[memoryview]:
@@ -91,21 +91,21 @@ def _runs(pages: Sequence[memoryview], rows: int, row_bytes: int) -> Iterator[_R
     for page in pages:
         if not page.nbytes:
             continue
-        rest = _bytes_of(page)
+        rest = page
         if missing:
             piece, rest = rest[:missing], rest[missing:]
-            cut.append(piece)
-            missing -= len(piece)
+            cut.append(_bytes_of(piece))
+            missing -= piece.nbytes
             if missing:
                 continue
             yield _Run(row, 1, tuple(cut))
             row, cut = row + 1, []
-        count = len(rest) // row_bytes
+        count = rest.nbytes // row_bytes
         if count:
-            yield _Run(row, count, (rest[: count * row_bytes],))
+            yield _Run(row, count, (_bytes_of(rest[: count * row_bytes]),))
             row += count
-        if len(rest) % row_bytes:
-            cut = [rest[count * row_bytes :]]
+        if rest.nbytes % row_bytes:
+            cut = [_bytes_of(rest[count * row_bytes :])]
             missing = row_bytes - len(cut[0])
 
 
@@ -120,6 +120,8 @@ def _write_cut_row(pieces: Sequence[torch.Tensor], row: torch.Tensor, columns: C
 
 
 def _bytes_of(page: memoryview) -> torch.Tensor:
+    """A tensor without an offset in its storage, so that its address alone says what may view it
+    as wider elements."""
     if page.readonly:  # torch has no read-only tensors; an arena's pages are writable
         return torch.frombuffer(bytearray(page), dtype=torch.uint8)
     return torch.frombuffer(page, dtype=torch.uint8)

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from prfaas.errors import EngineError, InputError
+from prfaas.integrations.canonical.page_copies import copy_pages
 from prfaas.integrations.canonical.row_pages import page_range, readable_rows, writable_rows
 
 RING_BYTES = 512 << 20  # 16 layers of 8,192 tokens with 4 KiB each
@@ -129,6 +130,8 @@ class StagingRing:
                 fix=f"use at least {_CHUNKS * _ALIGNMENT} bytes",
             )
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.chunk_bytes = ring_bytes // _CHUNKS // _ALIGNMENT * _ALIGNMENT
         self.pages_pinned = pages_pinned
         cuda = self.device.type == "cuda"
@@ -349,7 +352,7 @@ class StagingRing:
         with self._stream(self._out):
             if self._out is not None and chunk.event is not None:
                 self._out.wait_event(chunk.event)
-            _copy_bytes(staged.view(-1), pages, into_pages=True)
+            copy_pages(staged.view(-1), pages, self._out, into_pages=True)
             if self._out is not None:
                 _recorded(self._out).synchronize()
 
@@ -363,7 +366,7 @@ class StagingRing:
     ) -> None:
         target = self.rows(extent, shape.own_bytes)[skip : skip + rows]
         if self._is_direct(shape):
-            _copy_bytes(target.view(-1), pages, into_pages=False)
+            copy_pages(target.view(-1), pages, self._in, into_pages=False)
             return
         staged = self.rows(extent, shape.own_bytes, host=True)[skip : skip + rows]
         for at, run in readable_rows(pages, rows, shape.row_bytes, 1):
@@ -422,6 +425,22 @@ class StagedRows:
             self._ring.drop(chunk)
 
 
+def require_ring(cache: torch.Tensor, ring: StagingRing | None) -> None:
+    """InputError unless a cache on a device has staging there."""
+    if cache.device.type != "cpu" and ring is None:
+        raise InputError(
+            f"a cache on {cache.device} needs staging",
+            where="ring",
+            fix="pass a StagingRing of the same device",
+        )
+    if ring is not None and ring.device != cache.device:
+        raise InputError(
+            f"staging on {ring.device} does not suit a cache on {cache.device}",
+            where="ring",
+            fix="pass a StagingRing of the same device",
+        )
+
+
 def register_pages(memory: memoryview) -> None:
     """Pins memory that this process has mapped, for `StagingRing(pages_pinned=True)`. It stays
     pinned until the process ends. EngineError when CUDA refuses."""
@@ -437,15 +456,3 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
     event.record(stream)
     return event
-
-
-def _copy_bytes(rows: torch.Tensor, pages: Sequence[memoryview], *, into_pages: bool) -> None:
-    at = 0
-    for page in pages:
-        memory = torch.frombuffer(page, dtype=torch.uint8)
-        piece = rows[at : at + len(memory)]
-        if into_pages:
-            memory.copy_(piece, non_blocking=True)
-        else:
-            piece.copy_(memory, non_blocking=True)
-        at += len(memory)

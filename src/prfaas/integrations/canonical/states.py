@@ -24,6 +24,7 @@ from prfaas.integrations.canonical.staging import (
     StagedRows,
     StagingRing,
     joined,
+    require_ring,
 )
 from prfaas.kvspec.parts import Part
 
@@ -63,12 +64,7 @@ class StateConverter:
         ring: StagingRing | None = None,
     ) -> None:
         """InputError when the form does not suit the tensors. Tensors on a GPU need a `ring`."""
-        if ssm.device.type != "cpu" and ring is None:
-            raise InputError(
-                f"a state on {ssm.device} needs staging",
-                where="ring",
-                fix="pass a StagingRing of the same device",
-            )
+        require_ring(ssm, ring)
         self._ring = ring
         self._num_blocks = ssm.shape[0]
         self._pieces = _pieces(conv, ssm, form)
@@ -231,7 +227,8 @@ def _oriented(ssm: torch.Tensor, form: StateForm) -> torch.Tensor:
             where="relabelled",
             fix="use it for states that are contiguous within a head",
         )
-    return ssm.flatten(2).unflatten(2, (ssm.shape[3], ssm.shape[2]))
+    relabelled: torch.Tensor = ssm.flatten(2).unflatten(2, (ssm.shape[3], ssm.shape[2]))
+    return relabelled
 
 
 def _row_shape(pieces: Sequence[_Piece], row_bytes: int) -> RowShape:
