@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
 from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
-from prfaas.integrations.vllm.caches.layer_copies import LayerCopy
+from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, LayerCopy
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
@@ -48,6 +48,7 @@ class WorkerSide:
         self._kvd = kvd
         self._layout = layout
         self._copies: Mapping[str, LayerCopy] = {}
+        self._before_loads: Callable[[], None] = lambda: None
         self._writing: dict[str, WriteLease] = {}
         self._due: dict[str, list[LayerSave]] = {}  # of this step, by layer
         self._flush = False
@@ -58,9 +59,8 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
-    def set_copies(self, copies: Mapping[str, LayerCopy]) -> None:
-        """How each layer of this worker is copied, by vLLM's name."""
-        self._copies = copies
+    def set_copies(self, copies: LayerCopies) -> None:
+        self._copies, self._before_loads = copies
 
     # One step of the engine -----------------------------------------------------------------------
 
@@ -99,6 +99,8 @@ class WorkerSide:
         with self._lock:
             self._loaded.update(orders.failed)
             self._failed.update(orders.failed)
+        if orders.loads:
+            self._before_loads()
         for order in orders.loads:
             try:
                 self._threads.submit(self._load, order)

@@ -23,10 +23,11 @@ from vllm.v1.kv_cache_interface import (
 from prfaas.errors import InputError
 from prfaas.integrations.canonical.attention import AttentionConverter, AttentionForm
 from prfaas.integrations.canonical.heads import Heads, delta_rule_share, mamba2_share
+from prfaas.integrations.canonical.staging import StagingRing
 from prfaas.integrations.canonical.states import StateConverter, StateForm
 from prfaas.integrations.vllm.caches.canonical_layout import USE_NATIVE, WireForm
 from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Move
-from prfaas.integrations.vllm.caches.layer_copies import LayerCopy
+from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, LayerCopy
 from prfaas.integrations.vllm.caches.packing import fp8_of, packing_of
 from prfaas.kvspec import GQA, MLA, Linear, WindowedGQA
 from prfaas.kvspec.parts import layer_parts
@@ -74,8 +75,9 @@ def canonical_copies(
     layout: CacheLayout,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
-) -> dict[str, LayerCopy]:
+) -> LayerCopies:
     """InputError names the layer that cannot be converted."""
+    ring = _staging(tensors)
     ranks = config.parallel_config.tensor_parallel_size
     context = config.compilation_config.static_forward_context
     copies: dict[str, LayerCopy] = {}
@@ -89,7 +91,7 @@ def canonical_copies(
                 heads = Heads(geometry.v_heads, ranks).of(rank)
                 form = _state_form(name, cast(MambaSpec, spec), geometry, parts, rank, ranks)
                 conv, ssm = layer.kv_cache
-                copies[name] = StateCopy(StateConverter(conv, ssm, form), heads)
+                copies[name] = StateCopy(StateConverter(conv, ssm, form, ring), heads)
                 continue
             held = Heads(1 if isinstance(geometry, MLA) else geometry.kv_heads, ranks)
             attention = cast(AttentionSpec, spec)
@@ -106,10 +108,18 @@ def canonical_copies(
                     scales=None if fp8 is None else _scales(name, layer, geometry),
                     fp8=fp8,
                 ),
+                ring,
             )
             heads_written = None if isinstance(geometry, MLA) else held.of(rank)
             copies[name] = AttentionCopy(converter, heads_written, writes=held.writes(rank))
-    return copies
+    return LayerCopies(copies) if ring is None else LayerCopies(copies, ring.fence)
+
+
+def _staging(tensors: Mapping[str, torch.Tensor]) -> StagingRing | None:
+    """Memory between a GPU's caches and pages; None on a CPU."""
+    devices = {tensor.device for tensor in tensors.values()}
+    device = devices.pop() if len(devices) == 1 else None
+    return StagingRing(device) if device is not None and device.type == "cuda" else None
 
 
 def _layer_spec(caches: KVCacheConfig, group: CacheGroup, name: str) -> KVCacheSpec:

@@ -22,7 +22,7 @@ from prfaas.integrations.vllm import compat
 from prfaas.integrations.vllm.caches.canonical_copies import canonical_copies
 from prfaas.integrations.vllm.caches.canonical_layout import WireForm, canonical_layout, first_spec
 from prfaas.integrations.vllm.caches.groups import CacheLayout
-from prfaas.integrations.vllm.caches.layer_copies import LayerCopy, native_copies
+from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, native_copies
 from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.settings import WHERE, ConnectorSettings
 from prfaas.types import Compat
@@ -38,8 +38,8 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 class EngineForm:
     layout: CacheLayout
     compat: Compat
-    # By vLLM's layer name, from the tensors that vLLM registers in a worker.
-    copies: Callable[[Mapping[str, torch.Tensor]], Mapping[str, LayerCopy]]
+    # From the tensors that vLLM registers in a worker.
+    copies: Callable[[Mapping[str, torch.Tensor]], LayerCopies]
 
 
 def make_form(

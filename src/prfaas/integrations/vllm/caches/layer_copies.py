@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,12 @@ class LayerCopy(Protocol):
         """Copies pages into the blocks of a move, synchronously. Returns the bytes."""
 
 
+class LayerCopies(NamedTuple):
+    by_layer: Mapping[str, LayerCopy]  # by vLLM's name
+    # Called in the thread that launches the model, before loads begin in another one.
+    before_loads: Callable[[], None] = lambda: None
+
+
 class NativeCopy:
     """Whole blocks, byte for byte."""
 
@@ -47,12 +53,14 @@ class NativeCopy:
 
 def native_copies(
     layout: CacheLayout, caches: Mapping[str, torch.Tensor], num_blocks: int
-) -> dict[str, LayerCopy]:
-    return {
-        name: NativeCopy(blocks_of(caches[name], num_blocks), writes=group.writes)
-        for group in layout.groups
-        for name, _ in group.layers
-    }
+) -> LayerCopies:
+    return LayerCopies(
+        {
+            name: NativeCopy(blocks_of(caches[name], num_blocks), writes=group.writes)
+            for group in layout.groups
+            for name, _ in group.layers
+        }
+    )
 
 
 def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
