@@ -113,10 +113,16 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """One payload of the engine's KV events (vLLM's msgpack); group index -> group name."""
+    """One payload of the engine's KV events (vLLM's msgpack); group index -> group name.
+
+    Several group indices may have one name: a block is stored when every one of them holds it. With
+    `block_tokens` (the pool's) the kvd announces blocks of that size, whatever the size of the
+    engine's. 0: the engine's own blocks.
+    """
 
     payload: bytes
     group_names: Annotated[dict[_GroupNumber, GroupName], msgspec.Meta(max_length=MAX_GROUPS)]
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
