@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, TypeAlias
 
 from prfaas.cache.hashing.chain import chain_seed, token_bytes
+from prfaas.cache.hashing.equal_blocks import EqualBlocks
 from prfaas.cache.hashing.vllm_payloads import (
     UNREADABLE,
     Cleared,
@@ -41,13 +42,13 @@ from prfaas.cache.hashing.vllm_payloads import (
 from prfaas.cache.hashing.wire_blocks import (
     MOST_CHANGES,
     Change,
-    Point,
     TooManyChanges,
     WireBlocks,
 )
 from prfaas.types import BlockHash, HashEvent, NodeId
 
 Action: TypeAlias = Literal["stored", "removed"]
+_Blocks: TypeAlias = EqualBlocks | WireBlocks  # the engine's blocks of one size
 
 _LOG = logging.getLogger(__name__)
 MOST_RECORDS = 4_000_000  # of one engine: enough for 2 million blocks, or a gigabyte
@@ -81,7 +82,7 @@ class EngineHashes:
         for number, name in group_names.items():
             self._masks[name] = self._masks.get(name, 0) | 1 << number
         self._states = sum(mask for name, mask in self._masks.items() if name in states)
-        self._by_size: dict[int, WireBlocks] = {}
+        self._by_size: dict[int, _Blocks] = {}
         self._changes = 0  # of wire blocks, by the current payload
         self._warned: set[str] = set()
 
@@ -142,23 +143,20 @@ class EngineHashes:
 
     def _name(self, event: Stored) -> None:
         """Computes the block hashes of an event that names every block."""
-        blocks = self._by_size.get(event.block_size)
+        size = event.block_size
+        blocks = self._by_size.get(size)
         if blocks is None:
-            if len(self._by_size) >= MOST_SIZES or not event.block_hashes:
+            if len(self._by_size) >= MOST_SIZES:
                 return
-            wire_tokens = self._block_tokens or event.block_size
-            blocks = WireBlocks(event.block_size, wire_tokens, self._states)
-            self._by_size[event.block_size] = blocks
+            wire_tokens = self._block_tokens or size
+            equal = size == wire_tokens
+            blocks = EqualBlocks(size) if equal else WireBlocks(size, wire_tokens, self._states)
+            self._by_size[size] = blocks
         adapter = event.lora_name or ""
         salt, extras = split_extra_keys(event, adapter)
-        origin: Point | BlockHash | None
-        if event.parent_block_hash is None:
-            origin = chain_seed(blocks.wire_tokens, salt=salt, adapter=adapter)
-        else:
-            origin = blocks.known(event.parent_block_hash)
-        if origin is not None:
-            room = MOST_RECORDS - self.records
-            blocks.name(event.block_hashes, token_bytes(event.token_ids), extras, origin, room)
+        origin = event.parent_block_hash, chain_seed(blocks.wire_tokens, salt=salt, adapter=adapter)
+        room = MOST_RECORDS - self.records
+        blocks.name(event.block_hashes, token_bytes(event.token_ids), extras, origin, room)
 
     def _stored(self, event: Stored) -> list[HashEvent]:
         number = event.group_idx or 0
@@ -166,16 +164,13 @@ class EngineHashes:
         places = self._places(event.block_size, group)
         listed: dict[int, list[BlockHash]] = {}
         for key in event.block_hashes:
-            for blocks in places:
-                point = blocks.known(key)
-                if point is not None:
-                    changes: list[Change] = []
-                    blocks.hold(point, group, changes)
-                    self._list(blocks, number, changes, listed)
-                    break
-            else:
+            changes: list[Change] = []
+            place = next((blocks for blocks in places if blocks.hold(key, group, changes)), None)
+            if place is None:
                 self.unnamed += 1
                 self._warn_once("a block cannot be named", f"group {number}")
+            else:
+                self._list(place, number, changes, listed)
         return self._events(number, listed, "stored")
 
     def _removed(self, event: Removed) -> list[HashEvent]:
@@ -211,7 +206,7 @@ class EngineHashes:
 
     # Groups ---------------------------------------------------------------------------------------
 
-    def _places(self, block_size: int, group: int) -> list[WireBlocks]:
+    def _places(self, block_size: int, group: int) -> list[_Blocks]:
         """Where an engine hash of the group may be known. A block of tokens has one certain size. A
         state is known by its end alone, which a block of another size may have named."""
         own = self._by_size.get(block_size)
@@ -222,7 +217,7 @@ class EngineHashes:
 
     def _list(
         self,
-        blocks: WireBlocks,
+        blocks: _Blocks,
         number: int,
         changes: Sequence[Change],
         listed: dict[int, list[BlockHash]],
@@ -236,12 +231,12 @@ class EngineHashes:
         mask = self._masks[self._group_names[number]]
         names = listed.setdefault(blocks.wire_tokens, [])
         several = len(self._by_size) > 1
-        for wire, before in changes:
-            elsewhere = self._elsewhere(blocks, wire.name) if several else 0
-            if ((before | elsewhere) & mask == mask) != ((wire.bits | elsewhere) & mask == mask):
-                names.append(wire.name)
+        for name, before, after in changes:
+            elsewhere = self._elsewhere(blocks, name) if several else 0
+            if ((before | elsewhere) & mask == mask) != ((after | elsewhere) & mask == mask):
+                names.append(name)
 
-    def _elsewhere(self, here: WireBlocks, name: BlockHash) -> int:
+    def _elsewhere(self, here: _Blocks, name: BlockHash) -> int:
         """The groups that hold the block in engine blocks of other sizes."""
         bits = 0
         for blocks in self._by_size.values():

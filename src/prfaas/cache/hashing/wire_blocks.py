@@ -74,7 +74,7 @@ class Point:
         self.below: dict[Point | WireBlock, None] | None = None  # None: nothing
 
 
-Change: TypeAlias = tuple[WireBlock, int]  # a wire block, and the groups that held it before
+Change: TypeAlias = tuple[BlockHash, int, int]  # a wire block, its groups before and after
 
 
 class TooManyChanges(Exception):
@@ -85,7 +85,7 @@ class WireBlocks:
     """A block that is named, and one that a group releases, stays known until the next `settle`. A
     block that a group holds stays known beyond it."""
 
-    def __init__(self, engine_tokens: int, wire_tokens: int, states: int = 0) -> None:
+    def __init__(self, engine_tokens: int, wire_tokens: int, states: int) -> None:
         """`states`: the groups whose blocks are linear states."""
         self.engine_tokens = engine_tokens
         self.wire_tokens = wire_tokens
@@ -107,7 +107,7 @@ class WireBlocks:
         wire = self._wires.get(name)
         return 0 if wire is None else wire.bits
 
-    def known(self, key: EngineHash) -> Point | None:
+    def _known(self, key: EngineHash) -> Point | None:
         point = self._points.get(key)
         return point if point is not None and (point.bits or key in self._recent) else None
 
@@ -118,13 +118,18 @@ class WireBlocks:
         keys: Sequence[EngineHash],
         data: bytes,
         extras: Sequence[bytes],
-        origin: Point | BlockHash,
+        origin: tuple[EngineHash | None, BlockHash],
         room: int,
     ) -> None:
-        """Names engine blocks that follow a known point, or begin a prompt whose chain has the seed
-        `origin`. `data` has their tokens. Names only as many as fit into `room` records."""
-        previous = origin if isinstance(origin, Point) else None
-        seed = origin.name if isinstance(origin, Point) else origin
+        """Names engine blocks that follow a block, or begin a prompt when the block is None.
+        `origin`: that block, and the seed of the prompt's chain. `data` has the tokens. Names none
+        after an unknown block, and only as many as fit into `room` records."""
+        parent, seed = origin
+        previous: Point | None = None
+        if parent is not None:
+            previous = self._known(parent)
+            if previous is None:
+                return
         end = 0 if previous is None else previous.end
         step = self.engine_tokens * TOKEN_BYTES
         for position, key in enumerate(keys):
@@ -191,21 +196,24 @@ class WireBlocks:
         self._add(point)
         return point
 
-    def _with_extra(self, extras: bytes, offset: int, extra: bytes) -> bytes:
-        """What the content of a wire block depends on beside its tokens: where an engine block that
-        has an `extra` begins. A wire block that equals an engine block has that block's extra."""
-        if self.engine_tokens == self.wire_tokens:
-            return extra
+    @staticmethod
+    def _with_extra(extras: bytes, offset: int, extra: bytes) -> bytes:
+        """What the content of a wire block depends on beside its tokens: the extras of the engine
+        blocks that it shares tokens with, and where these blocks begin."""
         return hashlib.sha256(extras + offset.to_bytes(8, "little", signed=True) + extra).digest()
 
     # Holding --------------------------------------------------------------------------------------
 
-    def hold(self, point: Point, group: int, changes: list[Change]) -> None:
+    def hold(self, key: EngineHash, group: int, changes: list[Change]) -> bool:
         """The group (one bit) holds the engine block. Appends the wire blocks whose groups changed.
-        Raises TooManyChanges."""
+        Returns False for an unknown block. Raises TooManyChanges."""
+        point = self._known(key)
+        if point is None:
+            return False
         if not point.bits & group:
             point.bits |= group
             self._spread(point, group, True, changes)
+        return True
 
     def release(self, key: EngineHash, group: int, changes: list[Change]) -> None:
         """The group does not hold the engine block any more. Raises TooManyChanges."""
@@ -281,7 +289,7 @@ class WireBlocks:
         if bits != wire.bits:
             if len(changes) >= MOST_CHANGES:
                 raise TooManyChanges
-            changes.append((wire, wire.bits))
+            changes.append((wire.name, wire.bits, bits))
             wire.bits = bits
 
     # Records --------------------------------------------------------------------------------------
