@@ -191,6 +191,16 @@ def test_events_that_no_engine_publishes_harm_only_themselves(
     assert isinstance(engine.call(Flush()), Done)
 
 
+@pytest.mark.parametrize("block_tokens", [-1, 2 * BLOCK, 2**62, "64"])
+def test_events_in_blocks_that_the_pool_does_not_have_are_refused(
+    engine: RawEngine, block_tokens: object
+) -> None:
+    call = msgspec.to_builtins(Publish(b"", {0: "full0"}), builtin_types=(bytes,))
+    refused = engine.call(call | {"block_tokens": block_tokens})
+    assert isinstance(refused, Refused) and "block_tokens" in refused.problem
+    assert isinstance(engine.call(Flush()), Done)
+
+
 def test_a_process_that_reads_no_answers_cannot_fill_the_memory_of_the_kvd(
     engine: RawEngine,
 ) -> None:
