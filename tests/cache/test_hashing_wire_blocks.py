@@ -406,6 +406,15 @@ def test_blocks_return_after_everything_was_cleared_in_the_same_payload() -> Non
     assert reader.engine.records == 0
 
 
+def test_a_block_that_was_removed_before_everything_was_cleared_stays_unknown() -> None:
+    reader = Reader(4)
+    reader.feed(stored(TOKENS[:12], 6))
+    reader.feed(removed(TOKENS[:6]))
+    reader.feed(CLEARED, stored(TOKENS[:12], 6, keep=1))  # without a position
+    assert reader.held == {"full0": set()} and reader.engine.unnamed == 1
+    assert reader.engine.records == 0
+
+
 def test_an_index_matches_a_prompt_that_was_announced_in_other_blocks() -> None:
     rules = (GroupRule("full0", "full"), GroupRule("linear0", "linear"))
     index = PrefixIndex()

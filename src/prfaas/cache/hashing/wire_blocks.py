@@ -224,13 +224,14 @@ class WireBlocks:
             self._spread(point, group, False, changes)
 
     def clear(self) -> None:
-        """No group holds anything. Every block stays known until the next `settle`."""
-        for point in self._points.values():
+        """No group holds anything. What was held stays known until the next `settle`."""
+        for key, point in self._points.items():
+            if point.bits:
+                self._recent.add(key)
             point.bits = point.runs = 0
         for wire in self._wires.values():
             wire.bits = wire.completing = 0
             wire.more = None
-        self._recent.update(self._points)
 
     def settle(self) -> None:
         """Forgets the recent blocks that no group holds and nothing depends on."""
