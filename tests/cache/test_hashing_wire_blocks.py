@@ -387,6 +387,23 @@ def test_groups_of_one_name_hold_a_block_together() -> None:
     assert reader.positions(TOKENS, "window0") == [0, 1]
 
 
+def test_a_group_with_several_names_counts_for_each() -> None:
+    """vLLM without its hybrid manager has one group for layers with and without a window."""
+    names: dict[int, Any] = {0: ("full0", "window0", "full0"), 1: "window0"}
+    engine = EngineHashes(NODE, names, 0, 4, STATES)
+    (event,) = hash_events(engine, payload(stored(TOKENS, 6)))
+    held = block_hashes(TOKENS, 4)
+    assert (event.group, event.hashes) == ("full0", tuple(held))
+    (event,) = hash_events(engine, payload(stored(TOKENS[:12], 6, group=1)))
+    assert (event.group, event.hashes) == ("window0", tuple(held[:3]))
+    gone = hash_events(engine, payload(removed(TOKENS[:12])))
+    assert [(e.action, e.group, e.hashes) for e in gone] == [
+        ("removed", "full0", (held[1], held[2])),
+        ("removed", "window0", (held[1], held[2])),
+    ]
+    assert engine.holdings() == {"full0": [held[0], *held[3:]], "window0": [held[0]]}
+
+
 def test_partial_blocks_of_a_group_do_not_hide_removals() -> None:
     """vLLM announces the end of a prompt in smaller blocks than the rest, when it is told to match
     prefixes in smaller units. The group's other blocks keep their size."""

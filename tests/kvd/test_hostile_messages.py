@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,13 @@ def test_a_process_registers_once(engine: RawEngine) -> None:
         (b"\x91" * 5_000 + b"\xc0", {0: "full0"}),
         (b"", {0: "full0", 2**40: "full1"}),
         (b"", {0: "full0", -1: "full1"}),
+        (b"", {0: ()}),
+        (b"", {0: ("full0",) * 100}),
     ],
-    ids=["nested", "huge group", "negative group"],
+    ids=["nested", "huge group", "negative group", "no name", "many names"],
 )
 def test_events_that_no_engine_publishes_harm_only_themselves(
-    engine: RawEngine, payload: bytes, group_names: dict[int, str]
+    engine: RawEngine, payload: bytes, group_names: Mapping[int, str | tuple[str, ...]]
 ) -> None:
     group = max(group_names, key=abs)
     stored = {

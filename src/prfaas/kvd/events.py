@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
-from prfaas.cache.hashing import EngineHashes, hash_events
+from prfaas.cache.hashing import EngineHashes, GroupNames, hash_events
 from prfaas.contracts.kvd_api import EventPage
 from prfaas.types import BlockHash, HashEvent, NodeId
 
@@ -66,7 +66,7 @@ class EventLog:
         self,
         node: NodeId,
         payload: bytes,
-        group_names: Mapping[int, str],
+        group_names: Mapping[int, GroupNames],
         block_tokens: int = 0,
         states: Set[str] = frozenset(),
     ) -> None:

@@ -14,8 +14,9 @@ on the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
 
 Block hashes are those of blocks of `block_tokens` tokens, whatever the size of vLLM's blocks
 (`wire_blocks`), or of vLLM's own blocks. Several of vLLM's groups may have one name; a block then
-counts as stored when every one of them holds it. An event lists the blocks that changed: a block
-that vLLM stores twice is listed once.
+counts as stored when every one of them holds it. One of vLLM's groups may have several names, and
+then counts for each. An event lists the blocks that changed: a block that vLLM stores twice is
+listed once.
 
 A block that cannot be named is not claimed. An event that cannot be read may have been a removal,
 so it leaves a gap in the sequence numbers, and the next reader of the events gets a snapshot.
@@ -47,8 +48,10 @@ from prfaas.cache.hashing.wire_blocks import (
 )
 from prfaas.types import BlockHash, HashEvent, NodeId
 
+GroupNames: TypeAlias = str | tuple[str, ...]  # of one group number
 Action: TypeAlias = Literal["stored", "removed"]
 _Blocks: TypeAlias = EqualBlocks | WireBlocks  # the engine's blocks of one size
+_Listed: TypeAlias = dict[tuple[str, int], list[BlockHash]]  # by group and block size
 
 _LOG = logging.getLogger(__name__)
 MOST_RECORDS = 4_000_000  # of one engine: enough for 2 million blocks, or a gigabyte
@@ -58,15 +61,15 @@ MOST_SIZES = 16  # different block sizes of one engine's groups
 class EngineHashes:
     """What one engine holds, by engine hash and block hash. Sequence numbers count per node.
 
-    `group_names`: vLLM's group number -> name. `block_tokens`: the size of the blocks to announce;
-    0 stands for the size that each of vLLM's events has. `states`: names of the groups whose blocks
-    are linear states.
+    `group_names`: vLLM's group number -> name, or several names. `block_tokens`: the size of the
+    blocks to announce; 0 stands for the size that each of vLLM's events has. `states`: names of the
+    groups whose blocks are linear states.
     """
 
     def __init__(
         self,
         node: NodeId,
-        group_names: Mapping[int, str],
+        group_names: Mapping[int, GroupNames],
         first_seq: int = 0,
         block_tokens: int = 0,
         states: Set[str] = frozenset(),
@@ -79,15 +82,22 @@ class EngineHashes:
         self._block_tokens = block_tokens
         self._state_names = frozenset(states)
         self._masks: dict[str, int] = {}  # name -> bit per group number
-        for number, name in group_names.items():
-            self._masks[name] = self._masks.get(name, 0) | 1 << number
-        self._states = sum(mask for name, mask in self._masks.items() if name in states)
+        self._names_of: dict[int, tuple[str, ...]] = {}
+        for number, names in group_names.items():
+            self._names_of[number] = (
+                (names,) if isinstance(names, str) else (*dict.fromkeys(names),)
+            )
+            for name in self._names_of[number]:
+                self._masks[name] = self._masks.get(name, 0) | 1 << number
+        self._states = 0
+        for name in self._state_names & set(self._masks):
+            self._states |= self._masks[name]
         self._by_size: dict[int, _Blocks] = {}
         self._changes = 0  # of wire blocks, by the current payload
         self._warned: set[str] = set()
 
     def has_settings(
-        self, group_names: Mapping[int, str], block_tokens: int, states: Set[str]
+        self, group_names: Mapping[int, GroupNames], block_tokens: int, states: Set[str]
     ) -> bool:
         return (self._group_names, self._block_tokens, self._state_names) == (
             group_names,
@@ -162,7 +172,7 @@ class EngineHashes:
         number = event.group_idx or 0
         group = 1 << number
         places = self._places(event.block_size, group)
-        listed: dict[int, list[BlockHash]] = {}
+        listed: _Listed = {}
         for key in event.block_hashes:
             changes: list[Change] = []
             place = next((blocks for blocks in places if blocks.hold(key, group, changes)), None)
@@ -171,27 +181,24 @@ class EngineHashes:
                 self._warn_once("a block cannot be named", f"group {number}")
             else:
                 self._list(place, number, changes, listed)
-        return self._events(number, listed, "stored")
+        return self._events(listed, "stored")
 
     def _removed(self, event: Removed) -> list[HashEvent]:
         number = event.group_idx or 0
         group = 1 << number
-        listed: dict[int, list[BlockHash]] = {}
+        listed: _Listed = {}
         for key in event.block_hashes:
             for blocks in self._by_size.values():
                 changes: list[Change] = []
                 blocks.release(key, group, changes)
                 self._list(blocks, number, changes, listed)
-        return self._events(number, listed, "removed")
+        return self._events(listed, "removed")
 
     def _cleared(self) -> list[HashEvent]:
         gone = self._held()
         for blocks in self._by_size.values():
             blocks.clear()
-        return [
-            self._event(name, block_tokens, hashes, "removed")
-            for (name, block_tokens), hashes in gone.items()
-        ]
+        return self._events(gone, "removed")
 
     def _settle(self) -> None:
         for size, blocks in list(self._by_size.items()):
@@ -216,25 +223,23 @@ class EngineHashes:
         return places
 
     def _list(
-        self,
-        blocks: _Blocks,
-        number: int,
-        changes: Sequence[Change],
-        listed: dict[int, list[BlockHash]],
+        self, blocks: _Blocks, number: int, changes: Sequence[Change], listed: _Listed
     ) -> None:
-        """Adds the changes that matter to all groups of the name, by block size."""
+        """Adds the changes that matter to all of vLLM's groups of a name."""
         if not changes:
             return
         self._changes += len(changes)
         if self._changes > MOST_CHANGES:
             raise TooManyChanges
-        mask = self._masks[self._group_names[number]]
-        names = listed.setdefault(blocks.wire_tokens, [])
         several = len(self._by_size) > 1
-        for name, before, after in changes:
-            elsewhere = self._elsewhere(blocks, name) if several else 0
-            if ((before | elsewhere) & mask == mask) != ((after | elsewhere) & mask == mask):
-                names.append(name)
+        for group in self._names_of[number]:
+            mask = self._masks[group]
+            names = listed.setdefault((group, blocks.wire_tokens), [])
+            for name, before, after in changes:
+                elsewhere = self._elsewhere(blocks, name) if several else 0
+                held = (before | elsewhere) & mask == mask
+                if held != ((after | elsewhere) & mask == mask):
+                    names.append(name)
 
     def _elsewhere(self, here: _Blocks, name: BlockHash) -> int:
         """The groups that hold the block in engine blocks of other sizes."""
@@ -244,25 +249,25 @@ class EngineHashes:
                 bits |= blocks.groups_of(name)
         return bits
 
-    def _held(self) -> dict[tuple[str, int], list[BlockHash]]:
-        """Block hashes by name of the group and block size."""
+    def _held(self) -> _Listed:
         bits: dict[tuple[BlockHash, int], int] = {}
         for blocks in self._by_size.values():
             for name, groups in blocks:
                 key = (name, blocks.wire_tokens)
                 bits[key] = bits.get(key, 0) | groups
-        held: dict[tuple[str, int], list[BlockHash]] = {}
+        held: _Listed = {}
         for (name, wire_tokens), groups in bits.items():
             for group, mask in self._masks.items():
                 if groups & mask == mask:
                     held.setdefault((group, wire_tokens), []).append(name)
         return held
 
-    def _events(
-        self, number: int, listed: Mapping[int, Sequence[BlockHash]], action: Action
-    ) -> list[HashEvent]:
-        group = self._group_names[number]
-        return [self._event(group, size, names, action) for size, names in listed.items() if names]
+    def _events(self, listed: _Listed, action: Action) -> list[HashEvent]:
+        return [
+            self._event(group, block_tokens, names, action)
+            for (group, block_tokens), names in listed.items()
+            if names
+        ]
 
     def _event(
         self, group: str, block_tokens: int, hashes: Iterable[BlockHash], action: Action

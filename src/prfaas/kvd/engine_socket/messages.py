@@ -25,6 +25,7 @@ _LENGTH = struct.Struct("!I")
 ReadProblem: TypeAlias = Literal["", "other_prompt"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _EngineId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_GroupNames: TypeAlias = Annotated[tuple[GroupName, ...], msgspec.Meta(min_length=1, max_length=16)]
 _GroupNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 
 
@@ -115,13 +116,15 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
     """One payload of the engine's KV events (vLLM's msgpack); group index -> group name.
 
-    Several group indices may have one name: a block is stored when every one of them holds it. With
-    `block_tokens` (the pool's) the kvd announces blocks of that size, whatever the size of the
-    engine's. 0: the engine's own blocks.
+    Several group indices may have one name: a block is stored when every one of them holds it. One
+    index may have several names: its blocks count for each. With `block_tokens` (the pool's) the
+    kvd announces blocks of that size, whatever the engine's own size. 0: the engine's own blocks.
     """
 
     payload: bytes
-    group_names: Annotated[dict[_GroupNumber, GroupName], msgspec.Meta(max_length=MAX_GROUPS)]
+    group_names: Annotated[
+        Mapping[_GroupNumber, GroupName | _GroupNames], msgspec.Meta(max_length=MAX_GROUPS)
+    ]
     block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
 
