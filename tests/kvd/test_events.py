@@ -5,6 +5,7 @@ import tracemalloc
 import msgspec
 import pytest
 
+from prfaas.cache.hashing import block_hashes
 from prfaas.kvd.events import KEPT_EVENTS, KEPT_HASHES, EventLog
 from prfaas.types import HashEvent, NodeId
 
@@ -98,3 +99,49 @@ def test_a_reader_of_a_forgotten_engine_gets_a_snapshot_when_it_returns() -> Non
         log.publish(first, stored(number), {0: "full0"})
     page = log.page(first, since, None)
     assert page.snapshot is not None and len(page.snapshot["full0"]) == 2 * since
+
+
+def stored_blocks(tokens: list[int], size: int, group: int = 0) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [
+            b"engine" + bytes(tokens[:end]) for end in range(size, len(tokens) + 1, size)
+        ],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": size,
+        "group_idx": group,
+    }
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+def test_an_engine_is_announced_in_the_blocks_it_asks_for() -> None:
+    tokens = list(range(24))
+    names = {0: "full0", 1: "linear0", 2: "linear0"}
+    log = EventLog("now")
+    for group in names:
+        log.publish(NODE, stored_blocks(tokens, 6, group), names, 4, {"linear0"})
+    held = tuple(block_hashes(tokens, 4))
+    events = log.page(NODE, 0, None).events
+    assert [(e.seq, e.group, e.block_tokens, e.hashes) for e in events] == [
+        (0, "full0", 4, held),
+        (1, "linear0", 4, (held[2], held[5])),
+    ]
+    snapshot = log.page(NODE, -1, None).snapshot
+    assert snapshot == {"full0": held, "linear0": (held[2], held[5])}
+
+
+def test_another_block_size_begins_anew() -> None:
+    """Blocks of the first size are removed, and the numbers go on without a gap."""
+    tokens = list(range(24))
+    log = EventLog("now")
+    log.publish(NODE, stored_blocks(tokens, 6), {0: "full0"}, 4)
+    log.publish(NODE, stored_blocks(tokens, 6), {0: "full0"}, 8)
+    events = log.page(NODE, 0, None).events
+    assert [(e.seq, e.action, e.block_tokens, len(e.hashes)) for e in events] == [
+        (0, "stored", 4, 6),
+        (1, "removed", 4, 6),
+        (2, "stored", 8, 3),
+    ]
+    log.publish(NODE, b"\xc1", {0: "full0"}, 8)
+    assert log.page(NODE, 3, None).snapshot == {"full0": tuple(block_hashes(tokens, 8))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,13 @@ def test_a_process_registers_once(engine: RawEngine) -> None:
         (b"\x91" * 5_000 + b"\xc0", {0: "full0"}),
         (b"", {0: "full0", 2**40: "full1"}),
         (b"", {0: "full0", -1: "full1"}),
+        (b"", {0: ()}),
+        (b"", {0: ("full0",) * 100}),
     ],
-    ids=["nested", "huge group", "negative group"],
+    ids=["nested", "huge group", "negative group", "no name", "many names"],
 )
 def test_events_that_no_engine_publishes_harm_only_themselves(
-    engine: RawEngine, payload: bytes, group_names: dict[int, str]
+    engine: RawEngine, payload: bytes, group_names: Mapping[int, str | tuple[str, ...]]
 ) -> None:
     group = max(group_names, key=abs)
     stored = {
@@ -188,6 +190,16 @@ def test_events_that_no_engine_publishes_harm_only_themselves(
     }
     payload = payload or msgspec.msgpack.encode([0.0, [stored], 0])
     engine.call(msgspec.to_builtins(Publish(payload, group_names), builtin_types=(bytes,)))
+    assert isinstance(engine.call(Flush()), Done)
+
+
+@pytest.mark.parametrize("block_tokens", [-1, 2 * BLOCK, 2**62, "64"])
+def test_events_in_blocks_that_the_pool_does_not_have_are_refused(
+    engine: RawEngine, block_tokens: object
+) -> None:
+    call = msgspec.to_builtins(Publish(b"", {0: "full0"}), builtin_types=(bytes,))
+    refused = engine.call(call | {"block_tokens": block_tokens})
+    assert isinstance(refused, Refused) and "block_tokens" in refused.problem
     assert isinstance(engine.call(Flush()), Done)
 
 

@@ -18,6 +18,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.config.address import Address
 from prfaas.contracts.kvd_api import EventPage, MatchPrefix, OpenTransfer, Role
+from prfaas.errors import InputError
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import ClusterId, NotNow, TransferId
 from tests.cache.builders import BLOCK
@@ -176,6 +177,33 @@ def test_events_of_an_engine_are_published_as_hashes(host: Host) -> None:
     # The engine has exited, and its cache with it.
     gone = page(host, f"node=vllm-0&since=1&wait_s={PATIENCE_S}").events
     assert [event.action for event in gone] == ["removed"]
+
+
+def test_an_engine_with_blocks_of_another_size_is_published_in_the_blocks_of_the_pool(
+    host: Host,
+) -> None:
+    """vLLM's blocks have 6 tokens, those of the pool 4. A state is announced where both end."""
+    size = BLOCK * 3 // 2
+    tokens = list(range(1000, 1000 + 4 * size))
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [11, 12, 13, 14],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": size,
+    }
+    groups = {0: "full0", 1: "linear0"}
+    payload = msgspec.msgpack.encode([0.0, [stored | {"group_idx": group} for group in groups], 0])
+    held = block_hashes(tokens, BLOCK)
+    with host.engine("vllm-0") as engine:
+        engine.publish(payload, groups, BLOCK)
+        found = page(host, "node=vllm-0")
+        assert [(event.group, event.hashes) for event in found.events] == [
+            ("full0", tuple(held)),
+            ("linear0", (held[2], held[5])),
+        ]
+        with pytest.raises(InputError, match="block_tokens"):
+            engine.publish(payload, groups, size)
 
 
 def test_metrics_are_prometheus(host: Host) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
-from prfaas.cache.hashing import EngineHashes, hash_events
+from prfaas.cache.hashing import EngineHashes, GroupNames, hash_events
 from prfaas.contracts.kvd_api import EventPage
 from prfaas.types import BlockHash, HashEvent, NodeId
 
@@ -62,13 +62,25 @@ class EventLog:
             self._kept.setdefault(node, _RecentEvents()).extend(events)
             self._advance(node, events[-1].seq + 1)
 
-    def publish(self, node: NodeId, payload: bytes, group_names: Mapping[int, str]) -> None:
-        """Adds events that an engine has published in vLLM's format."""
+    def publish(
+        self,
+        node: NodeId,
+        payload: bytes,
+        group_names: Mapping[int, GroupNames],
+        block_tokens: int = 0,
+        states: Set[str] = frozenset(),
+    ) -> None:
+        """Adds events that an engine has published in vLLM's format, as hashes of blocks of
+        `block_tokens` tokens (0: of the engine's own blocks). Other settings than those of the
+        node's earlier payloads begin anew: whatever was claimed is removed first."""
         engine = self._engines.get(node)
+        if engine is not None and not engine.has_settings(group_names, block_tokens, states):
+            self.forget_engine(node)
+            engine = None
         if engine is None:
             self._exited.pop(node, None)
             first_seq = self._next.get(node, self._first_seq)
-            engine = EngineHashes(node, group_names, first_seq)
+            engine = EngineHashes(node, group_names, first_seq, block_tokens, states)
             self._engines[node] = engine
         self.add(node, hash_events(engine, payload))
         self._advance(

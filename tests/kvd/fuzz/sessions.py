@@ -170,7 +170,8 @@ class Sessions:
             case 6 if memory.leases:
                 return about(Join, rng.choice(memory.leases))
             case 7:
-                return Publish(self._payload(), self._group_names())
+                wire = rng.choice((0, 0, self.model.block_tokens))
+                return Publish(self._payload(), self._group_names(), wire)
             case 8 if memory.leases:
                 ticket = rng.choice(memory.leases)
                 return about(Commit, ticket) if chance < 0.8 else about(Release, ticket)
@@ -224,7 +225,7 @@ class Sessions:
 
     def engine_event(self) -> dict[str, Any]:
         rng = self._rng
-        size = self.model.block_tokens
+        size = rng.choice((1, 1, 2, 3)) * self.model.block_tokens // rng.choice((1, 1, 2, 5)) or 1
         first, blocks = rng.randrange(30), rng.randint(1, 3)
         hashes = list(range(first, first + blocks))
         match rng.randrange(8):

@@ -167,7 +167,7 @@ class Traffic:
         names = dict(message.group_names)
         if rng.random() < 0.3:
             names[rng.choice(INTEGERS)] = rng.choice(("full0", "", "x" * 300))
-        return Publish(payload, names)
+        return Publish(payload, names, message.block_tokens)
 
     # Gateways and other kvds ----------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ from prfaas.cache.hashing.chain import (
     tail_hash,
     token_bytes,
 )
-from prfaas.cache.hashing.vllm import EngineHashes, hash_events
+from prfaas.cache.hashing.vllm import EngineHashes, GroupNames, hash_events
 
 __all__ = [
     "EngineHashes",
+    "GroupNames",
     "PromptHashes",
     "Tokens",
     "block_hashes",

@@ -3,13 +3,20 @@
 `hash_events` is a pure step over `EngineHashes`, which maps engine hashes to block hashes. It runs
 on the engine's host, in the kvd. It relies on these facts (vLLM 0.18 to 0.32):
 
-- A payload is `[timestamp, [event, ...], rank]`; events are arrays before v0.24 and maps since.
 - One `BlockStored` per group. A full-attention event names every block of `token_ids`. A sparse one
   (Mamba, windows) names only retained blocks, possibly none, without their position: the same
-  engine hash in a full-attention event has the position.
+  engine hash in an event that names every block has the position.
 - `extra_keys` of a block: LoRA name, then images as pairs, then (first block only) the cache salt,
   then embeddings as bytes.
 - `BlockRemoved` has engine hashes only.
+- An engine hash stands for a prefix. Groups with blocks of different sizes use the same hash for
+  the same prefix.
+
+Block hashes are those of blocks of `block_tokens` tokens, whatever the size of vLLM's blocks
+(`wire_blocks`), or of vLLM's own blocks. Several of vLLM's groups may have one name; a block then
+counts as stored when every one of them holds it. One of vLLM's groups may have several names, and
+then counts for each. An event lists the blocks that changed: a block that vLLM stores twice is
+listed once.
 
 A block that cannot be named is not claimed. An event that cannot be read may have been a removal,
 so it leaves a gap in the sequence numbers, and the next reader of the events gets a snapshot.
@@ -18,91 +25,257 @@ so it leaves a gap in the sequence numbers, and the next reader of the events ge
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Literal, TypeAlias
 
-import msgspec
-
-from prfaas.cache.hashing.chain import block_hashes
+from prfaas.cache.hashing.chain import chain_seed, token_bytes
+from prfaas.cache.hashing.equal_blocks import EqualBlocks
+from prfaas.cache.hashing.vllm_payloads import (
+    UNREADABLE,
+    Cleared,
+    Event,
+    Removed,
+    Stored,
+    decode_event,
+    raw_events,
+    split_extra_keys,
+)
+from prfaas.cache.hashing.wire_blocks import (
+    MOST_CHANGES,
+    Change,
+    TooManyChanges,
+    WireBlocks,
+)
 from prfaas.types import BlockHash, HashEvent, NodeId
 
-EngineHash: TypeAlias = int | bytes
+GroupNames: TypeAlias = str | tuple[str, ...]  # of one group number
 Action: TypeAlias = Literal["stored", "removed"]
+_Blocks: TypeAlias = EqualBlocks | WireBlocks  # the engine's blocks of one size
+_Listed: TypeAlias = dict[tuple[str, int], list[BlockHash]]  # by group and block size
 
 _LOG = logging.getLogger(__name__)
-# What reading an engine's data may raise; RecursionError: values that are nested too deeply.
-_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-_MOST_BLOCK_TOKENS = 1 << 20
-_ON_DEVICE = (None, "GPU")  # other components announce offloaded copies
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-
-    @property
-    def names_every_block(self) -> bool:
-        return len(self.block_hashes) * self.block_size == len(self.token_ids)
-
-
-class _Removed(msgspec.Struct, frozen=True):
-    block_hashes: list[EngineHash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class _Cleared(msgspec.Struct, frozen=True):
-    pass
-
-
-_KINDS: dict[str, type[_Stored] | type[_Removed] | type[_Cleared]] = {
-    "BlockStored": _Stored,
-    "BlockRemoved": _Removed,
-    "AllBlocksCleared": _Cleared,
-}
-_Event: TypeAlias = _Stored | _Removed | _Cleared
+MOST_RECORDS = 4_000_000  # of one engine: enough for 2 million blocks, or a gigabyte
+MOST_SIZES = 16  # different block sizes of one engine's groups
 
 
 class EngineHashes:
-    """What one engine holds, by engine hash and block hash. Sequence numbers count per node."""
+    """What one engine holds, by engine hash and block hash. Sequence numbers count per node.
 
-    def __init__(self, node: NodeId, group_names: Mapping[int, str], first_seq: int = 0) -> None:
+    `group_names`: vLLM's group number -> name, or several names. `block_tokens`: the size of the
+    blocks to announce; 0 stands for the size that each of vLLM's events has. `states`: names of the
+    groups whose blocks are linear states.
+    """
+
+    def __init__(
+        self,
+        node: NodeId,
+        group_names: Mapping[int, GroupNames],
+        first_seq: int = 0,
+        block_tokens: int = 0,
+        states: Set[str] = frozenset(),
+    ) -> None:
         self.node = node
         self.next_seq = first_seq
         self.malformed = 0  # payloads or events that could not be read
         self.unnamed = 0  # blocks that could not be named, and so are not claimed
         self._group_names = dict(group_names)
-        self._block_tokens: dict[int, int] = {}  # per group index, from its last stored event
-        self._names: dict[tuple[int, EngineHash], BlockHash] = {}
-        self._groups: dict[tuple[int, EngineHash], int] = {}  # bit per group index that holds it
+        self._block_tokens = block_tokens
+        self._state_names = frozenset(states)
+        self._masks: dict[str, int] = {}  # name -> bit per group number
+        self._names_of: dict[int, tuple[str, ...]] = {}
+        for number, names in group_names.items():
+            self._names_of[number] = (
+                (names,) if isinstance(names, str) else (*dict.fromkeys(names),)
+            )
+            for name in self._names_of[number]:
+                self._masks[name] = self._masks.get(name, 0) | 1 << number
+        self._states = 0
+        for name in self._state_names & set(self._masks):
+            self._states |= self._masks[name]
+        self._by_size: dict[int, _Blocks] = {}
+        self._changes = 0  # of wire blocks, by the current payload
         self._warned: set[str] = set()
+
+    def has_settings(
+        self, group_names: Mapping[int, GroupNames], block_tokens: int, states: Set[str]
+    ) -> bool:
+        return (self._group_names, self._block_tokens, self._state_names) == (
+            group_names,
+            block_tokens,
+            states,
+        )
 
     def holdings(self) -> dict[str, list[BlockHash]]:
         """Everything held, per group: together with `next_seq`, a snapshot for an index."""
-        held: dict[str, list[BlockHash]] = {name: [] for name in self._group_names.values()}
-        for (group, _), hashes in self._held().items():
-            held[self._group_names[group]] += hashes
+        held: dict[str, list[BlockHash]] = {name: [] for name in self._masks}
+        for (name, _), hashes in self._held().items():
+            held[name] += hashes
         return held
 
+    @property
+    def records(self) -> int:
+        """Records in memory: at most `MOST_RECORDS`, and none when nothing is held."""
+        return sum(map(len, self._by_size.values()))
+
     def check(self) -> None:
-        assert set(self._groups) <= set(self._names), "a held block without a name"
-        assert all(self._groups.values()), "an entry that no group holds"
-        assert set(self._names) == set(self._groups), "a name without a held block"
+        assert self.records <= MOST_RECORDS
+        for blocks in self._by_size.values():
+            assert len(blocks), "a size without blocks"
+            blocks.check()
+
+    # Reading --------------------------------------------------------------------------------------
+
+    def _decoded(self, payload: bytes) -> list[Event]:
+        try:
+            raw = raw_events(payload)
+        except UNREADABLE as error:
+            self._unreadable(error)
+            return []
+        events: list[Event] = []
+        for one in raw:
+            try:
+                events.append(decode_event(one, self._group_names))
+            except UNREADABLE as error:
+                self._unreadable(error)
+        return events
+
+    def _unreadable(self, detail: object) -> None:
+        self.malformed += 1
+        self.next_seq += 1  # a gap: it may have been a removal
+        self._warn_once("an event is unreadable", detail)
+
+    def _warn_once(self, about: str, detail: object) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _LOG.warning("%s: KV events: %s (%s); logged once", self.node, about, detail)
+
+    # Translating ----------------------------------------------------------------------------------
+
+    def _name(self, event: Stored) -> None:
+        """Computes the block hashes of an event that names every block."""
+        size = event.block_size
+        blocks = self._by_size.get(size)
+        if blocks is None:
+            if len(self._by_size) >= MOST_SIZES:
+                return
+            wire_tokens = self._block_tokens or size
+            equal = size == wire_tokens
+            blocks = EqualBlocks(size) if equal else WireBlocks(size, wire_tokens, self._states)
+            self._by_size[size] = blocks
+        adapter = event.lora_name or ""
+        salt, extras = split_extra_keys(event, adapter)
+        origin = event.parent_block_hash, chain_seed(blocks.wire_tokens, salt=salt, adapter=adapter)
+        room = MOST_RECORDS - self.records
+        blocks.name(event.block_hashes, token_bytes(event.token_ids), extras, origin, room)
+
+    def _stored(self, event: Stored) -> list[HashEvent]:
+        number = event.group_idx or 0
+        group = 1 << number
+        places = self._places(event.block_size, group)
+        listed: _Listed = {}
+        for key in event.block_hashes:
+            changes: list[Change] = []
+            place = next((blocks for blocks in places if blocks.hold(key, group, changes)), None)
+            if place is None:
+                self.unnamed += 1
+                self._warn_once("a block cannot be named", f"group {number}")
+            else:
+                self._list(place, number, changes, listed)
+        return self._events(listed, "stored")
+
+    def _removed(self, event: Removed) -> list[HashEvent]:
+        number = event.group_idx or 0
+        group = 1 << number
+        listed: _Listed = {}
+        for key in event.block_hashes:
+            for blocks in self._by_size.values():
+                changes: list[Change] = []
+                blocks.release(key, group, changes)
+                self._list(blocks, number, changes, listed)
+        return self._events(listed, "removed")
+
+    def _cleared(self) -> list[HashEvent]:
+        gone = self._held()
+        for blocks in self._by_size.values():
+            blocks.clear()
+        return self._events(gone, "removed")
+
+    def _settle(self) -> None:
+        for size, blocks in list(self._by_size.items()):
+            blocks.settle()
+            if not len(blocks):
+                del self._by_size[size]
+
+    def _forget(self) -> None:
+        """Nothing is claimed any more, and a gap makes the next reader request a snapshot."""
+        self._by_size.clear()
+        self._unreadable("it changes too many blocks")
+
+    # Groups ---------------------------------------------------------------------------------------
+
+    def _places(self, block_size: int, group: int) -> list[_Blocks]:
+        """Where an engine hash of the group may be known. A block of tokens has one certain size. A
+        state is known by its end alone, which a block of another size may have named."""
+        own = self._by_size.get(block_size)
+        places = [] if own is None else [own]
+        if group & self._states and self._block_tokens:
+            places += (blocks for blocks in self._by_size.values() if blocks is not own)
+        return places
+
+    def _list(
+        self, blocks: _Blocks, number: int, changes: Sequence[Change], listed: _Listed
+    ) -> None:
+        """Adds the changes that matter to all of vLLM's groups of a name."""
+        if not changes:
+            return
+        self._changes += len(changes)
+        if self._changes > MOST_CHANGES:
+            raise TooManyChanges
+        several = len(self._by_size) > 1
+        for group in self._names_of[number]:
+            mask = self._masks[group]
+            names = listed.setdefault((group, blocks.wire_tokens), [])
+            for name, before, after in changes:
+                elsewhere = self._elsewhere(blocks, name) if several else 0
+                held = (before | elsewhere) & mask == mask
+                if held != ((after | elsewhere) & mask == mask):
+                    names.append(name)
+
+    def _elsewhere(self, here: _Blocks, name: BlockHash) -> int:
+        """The groups that hold the block in engine blocks of other sizes."""
+        bits = 0
+        for blocks in self._by_size.values():
+            if blocks is not here:
+                bits |= blocks.groups_of(name)
+        return bits
+
+    def _held(self) -> _Listed:
+        bits: dict[tuple[BlockHash, int], int] = {}
+        for blocks in self._by_size.values():
+            for name, groups in blocks:
+                key = (name, blocks.wire_tokens)
+                bits[key] = bits.get(key, 0) | groups
+        held: _Listed = {}
+        for (name, wire_tokens), groups in bits.items():
+            for group, mask in self._masks.items():
+                if groups & mask == mask:
+                    held.setdefault((group, wire_tokens), []).append(name)
+        return held
+
+    def _events(self, listed: _Listed, action: Action) -> list[HashEvent]:
+        return [
+            self._event(group, block_tokens, names, action)
+            for (group, block_tokens), names in listed.items()
+            if names
+        ]
 
     def _event(
-        self, group: int, block_tokens: int, hashes: Iterable[BlockHash], action: Action
+        self, group: str, block_tokens: int, hashes: Iterable[BlockHash], action: Action
     ) -> HashEvent:
         event = HashEvent(
             seq=self.next_seq,
             node=self.node,
-            group=self._group_names[group],
+            group=group,
             block_tokens=block_tokens,
             hashes=tuple(hashes),
             action=action,
@@ -110,183 +283,30 @@ class EngineHashes:
         self.next_seq += 1
         return event
 
-    def _warn_once(self, about: str, detail: object) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            _LOG.warning("%s: KV events: %s (%s); logged once", self.node, about, detail)
-
-    def _unreadable(self, detail: object) -> None:
-        self.malformed += 1
-        self.next_seq += 1  # a gap: it may have been a removal
-        self._warn_once("an event is unreadable", detail)
-
-    def _name(self, event: _Stored) -> None:
-        """Computes the block hashes of an event that names every block."""
-        size = event.block_size
-        parent = None
-        if event.parent_block_hash is not None:
-            parent = self._names.get((size, event.parent_block_hash))
-            if parent is None:
-                return
-        adapter = event.lora_name or ""
-        salt, extras = _split_extra_keys(event, adapter)
-        names = block_hashes(
-            event.token_ids, size, salt=salt, adapter=adapter, parent=parent, extras=extras
-        )
-        self._names.update(zip(((size, h) for h in event.block_hashes), names, strict=True))
-
-    def _stored(self, event: _Stored) -> list[HashEvent]:
-        group = event.group_idx or 0
-        self._block_tokens[group] = event.block_size
-        known: list[BlockHash] = []
-        for engine_hash in event.block_hashes:
-            key = (event.block_size, engine_hash)
-            name = self._names.get(key)
-            if name is None:
-                self.unnamed += 1
-                self._warn_once("a block cannot be named", f"group {group}")
-                continue
-            self._groups[key] = self._groups.get(key, 0) | 1 << group
-            known.append(name)
-        return [self._event(group, event.block_size, known, "stored")] if known else []
-
-    def _removed(self, event: _Removed) -> list[HashEvent]:
-        group = event.group_idx or 0
-        block_tokens = self._block_tokens.get(group)
-        if block_tokens is None:
-            return []
-        gone: list[BlockHash] = []
-        for engine_hash in event.block_hashes:
-            key = (block_tokens, engine_hash)
-            bits = self._groups.get(key, 0)
-            if bits >> group & 1:
-                gone.append(self._names[key])
-                self._groups[key] = bits & ~(1 << group)
-        return [self._event(group, block_tokens, gone, "removed")] if gone else []
-
-    def _cleared(self) -> list[HashEvent]:
-        gone = self._held()
-        self._groups.clear()
-        return [
-            self._event(group, block_tokens, hashes, "removed")
-            for (group, block_tokens), hashes in gone.items()
-        ]
-
-    def _held(self) -> dict[tuple[int, int], list[BlockHash]]:
-        """Names by group index and block size."""
-        held: dict[tuple[int, int], list[BlockHash]] = {}
-        for key, bits in self._groups.items():
-            for group in _bits(bits):
-                held.setdefault((group, key[0]), []).append(self._names[key])
-        return held
-
-    def _forget_unheld(self, touched: Iterable[tuple[int, EngineHash]]) -> None:
-        for key in touched:
-            if not self._groups.get(key):
-                self._groups.pop(key, None)
-                self._names.pop(key, None)
-
 
 def hash_events(engine: EngineHashes, payload: bytes) -> list[HashEvent]:
     """Translates one payload. Never raises on an engine's data: see the module's last rule."""
-    events = _decoded(engine, payload)
+    events = engine._decoded(payload)
     # Names in a first pass: a sparse group's event may precede the event with its position.
     for event in events:
-        if isinstance(event, _Stored) and event.names_every_block:
+        if isinstance(event, Stored) and event.names_every_block:
             try:
                 engine._name(event)
-            except _UNREADABLE as error:  # in `extra_keys`: its blocks are not claimed
+            except UNREADABLE as error:  # in `extra_keys`: its blocks are not claimed
                 engine._warn_once("the keys of a block are unreadable", error)
     translated: list[HashEvent] = []
-    touched: list[tuple[int, EngineHash]] = []
-    for event in events:
-        match event:
-            case _Stored():
-                touched += ((event.block_size, h) for h in event.block_hashes)
-                if event.medium in _ON_DEVICE:
-                    translated += engine._stored(event)
-            case _Removed():
-                size = engine._block_tokens.get(event.group_idx or 0, 0)
-                touched += ((size, h) for h in event.block_hashes)
-                if event.medium in _ON_DEVICE:
-                    translated += engine._removed(event)
-            case _Cleared():
-                touched += engine._names
-                translated += engine._cleared()
-    engine._forget_unheld(touched)
-    return translated
-
-
-def _decoded(engine: EngineHashes, payload: bytes) -> list[_Event]:
+    engine._changes = 0
     try:
-        _, raw_events = msgspec.msgpack.decode(payload, type=tuple[Any, ...])[:2]
-        raw_events = list(raw_events)
-    except _UNREADABLE as error:
-        engine._unreadable(error)
+        for event in events:
+            match event:
+                case Stored() if event.on_device:
+                    translated += engine._stored(event)
+                case Removed() if event.on_device:
+                    translated += engine._removed(event)
+                case Cleared():
+                    translated += engine._cleared()
+    except TooManyChanges:
+        engine._forget()
         return []
-    events: list[_Event] = []
-    for raw in raw_events:
-        try:
-            event = _decoded_event(raw)
-            if (
-                not isinstance(event, _Cleared)
-                and (event.group_idx or 0) not in engine._group_names
-            ):
-                raise ValueError(f"group {event.group_idx} does not belong to this engine")
-        except _UNREADABLE as error:
-            engine._unreadable(error)
-        else:
-            events.append(event)
-    return events
-
-
-def _decoded_event(raw: object) -> _Event:
-    if isinstance(raw, dict):
-        tag = raw.get("type")
-    elif isinstance(raw, list) and raw:
-        tag = raw[0]
-    else:
-        raise ValueError(f"an event is a {type(raw).__name__}")
-    kind = _KINDS.get(tag) if isinstance(tag, str) else None
-    if kind is None:
-        raise ValueError(f"unknown event {tag!r}")
-    if isinstance(raw, list):
-        raw = dict(zip(kind.__struct_fields__, raw[1:], strict=False))
-    event = msgspec.convert(raw, kind)
-    if isinstance(event, _Stored):
-        if not 1 <= event.block_size <= _MOST_BLOCK_TOKENS:
-            raise ValueError(f"a block of {event.block_size} tokens")
-        if len(event.token_ids) % event.block_size:
-            raise ValueError(
-                f"{len(event.token_ids)} tokens do not fill blocks of {event.block_size}"
-            )
-        if len(event.block_hashes) * event.block_size > len(event.token_ids):
-            raise ValueError("more hashes than blocks")
-        if any(not 0 <= token < 2**32 for token in event.token_ids):
-            raise ValueError("a token id is larger than 32 bits")
-    return event
-
-
-def _split_extra_keys(event: _Stored, adapter: str) -> tuple[str, list[bytes]]:
-    """The tenant's salt, and per block everything else its content depends on."""
-    salt = ""
-    extras: list[bytes] = []
-    for position, keys in enumerate(event.extra_keys or ()):
-        rest = list(keys or ())
-        if adapter and rest and rest[0] == adapter:
-            rest.pop(0)
-        if position == 0 and event.parent_block_hash is None:
-            for key in rest:
-                if isinstance(key, str):
-                    salt = key
-                    rest.remove(key)
-                    break
-        extras.append(msgspec.msgpack.encode(rest) if rest else b"")
-    return salt, extras if any(extras) else []
-
-
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+    engine._settle()
+    return translated

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from prfaas.cache.hashing import GroupNames
 from prfaas.cache.storage.arena import Arena
 from prfaas.contracts.kvd_api import shapes_of
 from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
@@ -156,11 +157,19 @@ class KvdClient:
         """Returns when the kvd has handled every earlier message of this connection."""
         self._connected().call(Flush())
 
-    def publish(self, payload: bytes, group_names: Mapping[int, str] | None = None) -> None:
+    def publish(
+        self,
+        payload: bytes,
+        group_names: Mapping[int, GroupNames] | None = None,
+        block_tokens: int = 0,
+    ) -> None:
         """Publishes one payload of the engine's KV events in vLLM's format. Gateways receive hashes
-        only. `group_names` defaults to the names of the spec's groups, in order."""
+        only. `group_names` defaults to the names of the spec's groups, in order. Where the engine's
+        own blocks may have another size than the pool's, pass the pool's as `block_tokens`: the kvd
+        then announces blocks of that size."""
+        names: Mapping[int, GroupNames]
         names = group_names or {i: group.name for i, group in enumerate(self.spec.groups)}
-        self._connected().call(Publish(payload, dict(names)))
+        self._connected().call(Publish(payload, dict(names), block_tokens))
 
     def close(self) -> None:
         """Closes the connection; the kvd then releases every lease of this process."""

@@ -26,6 +26,7 @@ ReadProblem: TypeAlias = Literal["", "other_prompt"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _HeadCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_HEADS)]
 _EngineId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_GroupNames: TypeAlias = Annotated[tuple[GroupName, ...], msgspec.Meta(min_length=1, max_length=16)]
 _GroupNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
 
 
@@ -124,10 +125,18 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """One payload of the engine's KV events (vLLM's msgpack); group index -> group name."""
+    """One payload of the engine's KV events (vLLM's msgpack); group index -> group name.
+
+    Several group indices may have one name: a block is stored when every one of them holds it. One
+    index may have several names: its blocks count for each. With `block_tokens` (the pool's) the
+    kvd announces blocks of that size, whatever the engine's own size. 0: the engine's own blocks.
+    """
 
     payload: bytes
-    group_names: Annotated[dict[_GroupNumber, GroupName], msgspec.Meta(max_length=MAX_GROUPS)]
+    group_names: Annotated[
+        Mapping[_GroupNumber, GroupName | _GroupNames], msgspec.Meta(max_length=MAX_GROUPS)
+    ]
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):

@@ -50,6 +50,7 @@ from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
+from prfaas.kvspec import LinearState
 from prfaas.types import NodeId, NotNow
 
 log = logging.getLogger(__name__)
@@ -248,13 +249,26 @@ class _Connection(asyncio.Protocol):
             case Commit() | Abort() | Release():
                 return self._end(call)
             case Publish():
-                engine = NodeId(server.connected[process].engine_id)
-                server.store.events.publish(engine, call.payload, call.group_names)
+                self._publish(call)
             case Flush():
                 pass
             case Register() | InvalidCall():
                 raise AssertionError("handled in _handle")
         return Done()
+
+    def _publish(self, call: Publish) -> None:
+        store = self._server.store
+        storage = store.storage
+        assert storage is not None  # the process has registered
+        if call.block_tokens not in (0, storage.block_tokens):
+            raise InputError(
+                f"blocks of {call.block_tokens} tokens, but the pool has {storage.block_tokens}",
+                where="block_tokens",
+                fix="publish with the block_tokens that the engine has registered with, or with 0",
+            )
+        engine = NodeId(self._server.connected[self._process].engine_id)
+        states = {group.name for group in storage.spec.groups if isinstance(group, LinearState)}
+        store.events.publish(engine, call.payload, call.group_names, call.block_tokens, states)
 
     def _hold(self, answer: LeaseTicket | NotNow, kind: LeaseKind) -> LeaseTicket | NotNow:
         """From now on this process owns the lease; its ticket names this kvd's instance."""
