@@ -229,8 +229,8 @@ def test_a_layer_that_cannot_be_saved_fails_its_prefill_alone(
     grant = pair.grant(prompt, TOKENS)
     worker = pair.prefill.worker
     layer = pair.prefill.layout.groups[0].layer_names[0]
-    blocks = worker._blocks[layer]
-    monkeypatch.setitem(worker._blocks, layer, blocks[:, :-1])  # of another size
+    copy = worker._copies[layer]
+    monkeypatch.setattr(copy, "_blocks", copy._blocks[:, :-1])  # of another size
     pair.prefill.add("fails", prompt, asking(grant, TOKENS))
     assert pair.prefill.run("fails")["error"]["code"] == "transfer_lost"
     monkeypatch.undo()
@@ -261,7 +261,8 @@ def test_a_load_that_fails_in_a_worker_fails_its_request_alone(
     worker = pair.decode.worker
     if part == "blocks":
         layer = pair.decode.layout.groups[0].layer_names[0]
-        monkeypatch.setitem(worker._blocks, layer, worker._blocks[layer][:, :-1])
+        copy = worker._copies[layer]
+        monkeypatch.setattr(copy, "_blocks", copy._blocks[:, :-1])
     else:
         monkeypatch.setattr(worker._kvd, part, broken)
     pair.decode.add("fails", prompt, params)

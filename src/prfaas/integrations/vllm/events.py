@@ -21,11 +21,16 @@ _POLL_MS = 200  # how soon `close` takes effect
 
 
 class EventRelay:
-    def __init__(self, endpoint: str, topic: str, kvd: KvdClient, names: dict[int, str]) -> None:
+    def __init__(self, endpoint: str, topic: str, kvd: KvdClient, layout: CacheLayout) -> None:
         self._endpoint = endpoint.replace("*", "127.0.0.1")
         self._topic = topic
         self._kvd = kvd
-        self._names = names
+        # Without its hybrid cache manager vLLM keeps layers of several groups in one.
+        self._names: dict[int, tuple[str, ...]] = {}
+        for group in layout.groups:
+            self._names[group.index] = (*self._names.get(group.index, ()), group.spec.name)
+        # The native form names prefixes by vLLM's own blocks.
+        self._block_tokens = layout.block_tokens if layout.whole == 1 else 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prfaas-events", daemon=True)
         self._thread.start()
@@ -35,8 +40,7 @@ class EventRelay:
         """None unless vLLM publishes events over ZMQ."""
         if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
             return None
-        names = {group.index: group.spec.name for group in layout.groups}
-        return cls(config.endpoint, config.topic, kvd, names)
+        return cls(config.endpoint, config.topic, kvd, layout)
 
     def close(self) -> None:
         self._stop.set()
@@ -58,6 +62,6 @@ class EventRelay:
 
     def _pass_on(self, payload: bytes) -> None:
         try:
-            self._kvd.publish(payload, self._names)
+            self._kvd.publish(payload, self._names, self._block_tokens)
         except Exception as error:  # the next payload may be readable
             _LOG.warning("lost cache events: %r", error)
