@@ -219,6 +219,7 @@ def attention_case(
         staged = [converters[layer].stage(ids, 0, tokens)]
         caches[layer].fill_(float("nan"))  # queued after the gather
         finish(layer, staged)
+        ring.fence()  # after the NaN
         load(layer)
         ring.finish_loads()
         is_same = torch.equal(caches[layer][ids], before[ids])
@@ -283,6 +284,7 @@ def state_case(name: str, layers: int, requests: int, pages_of: Pages) -> GpuCas
         before = conv.clone(), ssm.clone()
         conv.fill_(float("nan"))
         ssm.fill_(float("nan"))
+        ring.fence()
         load(1)
         ring.finish_loads()
         is_same = torch.equal(conv[blocks], before[0][blocks])
