@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -136,3 +138,115 @@ def test_a_converter_on_a_cpu_saves_at_once() -> None:
 def test_tiny_staging_is_refused() -> None:
     with pytest.raises(InputError, match="ring_bytes"):
         StagingRing("cpu", ring_bytes=1000)
+
+
+# The streams of a GPU, without one ----------------------------------------------------------------
+
+
+class FakeStream:
+    """Notes in which order work waits for other work; the copies themselves are done at once."""
+
+    cuda_stream = 1
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits for {event.stream}")
+
+
+class FakeEvent:
+    stream = "nothing"
+
+    def __init__(self, blocking: bool) -> None:
+        self.log: list[str] = []
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.log = stream.name, stream.log
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.stream}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    noted: list[str] = []
+    compute = FakeStream("compute", noted)
+
+    @contextmanager
+    def stream(chosen: FakeStream) -> Iterator[None]:
+        noted.append(f"on {chosen.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: noted.append("host waits for all")
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    return noted
+
+
+def with_streams(ring: StagingRing, log: list[str]) -> StagingRing:
+    ring._out = FakeStream("out", log)  # type: ignore[assignment]
+    ring._in = FakeStream("in", log)  # type: ignore[assignment]
+    return ring
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_save_waits_for_the_gather_and_the_host_for_the_copy(
+    log: list[str], pinned: bool
+) -> None:
+    ring = StagingRing("cpu", ring_bytes=8 * BLOCK_BYTES, pages_pinned=pinned, timeout_s=0)
+    layer, cache = converter(with_streams(ring, log))
+    staged = layer.stage([3], 0, 16)
+    if not pinned:  # the copy is on its way before the next layer
+        assert log == ["out waits for compute", "on out"]
+    pages = Pages(BLOCK_BYTES, [700])
+    staged.finish(pages.views)
+    assert pages.content == raw(cache[3].transpose(0, 1).unflatten(-1, (2, 8)).transpose(1, 2))
+    waits = log.index("out waits for compute")
+    assert "host waits for out" in log[waits:]
+    assert all_free(ring)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_load_waits_for_the_fence_and_the_host_for_the_scatter(
+    log: list[str], pinned: bool
+) -> None:
+    ring = StagingRing("cpu", ring_bytes=8 * BLOCK_BYTES, pages_pinned=pinned, timeout_s=0)
+    layer, cache = converter(with_streams(ring, log))
+    pages = Pages(2 * BLOCK_BYTES, [700])
+    rows = torch.randn(32, 2, 2, 8)
+    pages.content = raw(rows)
+    ring.fence()
+    layer.load([5, 4], 0, 32, pages.views, wait=False)
+    assert log == ["in waits for compute", "on in"]
+    ring.finish_loads()
+    assert log[2:] == ["host waits for in"]
+    found = cache[[5, 4]].transpose(1, 2).flatten(0, 1).unflatten(-1, (2, 8)).transpose(1, 2)
+    assert torch.equal(found, rows)
+    assert all_free(ring)
+
+
+def test_staging_of_loads_is_taken_back_when_it_is_needed(log: list[str]) -> None:
+    ring = StagingRing("cpu", ring_bytes=8 * BLOCK_BYTES, timeout_s=0)
+    layer, _ = converter(with_streams(ring, log))
+    pages = Pages(BLOCK_BYTES, [])
+    pages.fill(0)
+    for _ in range(20):
+        layer.load([5], 0, 16, pages.views, wait=False)
+    ring.finish_loads()
+    assert all_free(ring)
+
+
+def test_after_a_failure_the_device_is_done_before_staging_is_used_again(log: list[str]) -> None:
+    ring = with_streams(StagingRing("cpu", ring_bytes=8 * BLOCK_BYTES, timeout_s=0), log)
+    cache = torch.full((4, 2, 16, 16), 1e9)
+    parts = (Part("keys", (2, 8), "float16"), Part("values", (2, 8), "float16"))
+    narrow = AttentionConverter(cache, 4, AttentionForm("content", parts, range(2)), ring)
+    with pytest.raises(EngineError, match="float16"):
+        narrow.stage([1], 0, 16)
+    assert log == ["host waits for all"]
+    assert all_free(ring)

@@ -147,8 +147,10 @@ class StagingRing:
         self._freed = threading.Condition()
 
     def fence(self) -> None:
-        """Loads that begin later wait for all work queued so far on the caller's current stream. A
-        worker calls it in the thread that launches the model, before it starts loads."""
+        """Loads that begin later wait for the work queued so far on the caller's current stream,
+        and for no more. A worker calls it in the thread that launches the model each time before it
+        starts loads, because blocks may have had other owners. Without any fence, a load waits for
+        the current stream of its own thread."""
         if self._in is not None:
             self._fence = _recorded(torch.cuda.current_stream(self.device))
 
@@ -378,9 +380,10 @@ class StagingRing:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         if self._in is not None:
-            self._in.wait_stream(torch.cuda.current_stream(self.device))
-            if self._fence is not None:
-                self._in.wait_event(self._fence)
+            fence = self._fence  # another thread may set the next one
+            if fence is None:
+                fence = _recorded(torch.cuda.current_stream(self.device))
+            self._in.wait_event(fence)
         with self._stream(self._in):
             yield
 
