@@ -228,7 +228,7 @@ def test_a_layer_that_cannot_be_saved_fails_its_prefill_alone(
     prompt = prompt_of(TOKENS, seed=9)
     grant = pair.grant(prompt, TOKENS)
     worker = pair.prefill.worker
-    layer = pair.prefill.layout.groups[0].layer_names[0]
+    layer = pair.prefill.layout.groups[0].layers[0][0]
     copy = worker._copies[layer]
     monkeypatch.setattr(copy, "_blocks", copy._blocks[:, :-1])  # of another size
     pair.prefill.add("fails", prompt, asking(grant, TOKENS))
@@ -260,7 +260,7 @@ def test_a_load_that_fails_in_a_worker_fails_its_request_alone(
     params = pair.hand_off("before", prompt, TOKENS)
     worker = pair.decode.worker
     if part == "blocks":
-        layer = pair.decode.layout.groups[0].layer_names[0]
+        layer = pair.decode.layout.groups[0].layers[0][0]
         copy = worker._copies[layer]
         monkeypatch.setattr(copy, "_blocks", copy._blocks[:, :-1])
     else:

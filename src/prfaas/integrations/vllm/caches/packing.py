@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from prfaas.errors import InputError
-from prfaas.integrations.canonical.packings import Packing, token_views
+from prfaas.integrations.canonical.packings import Packing, find_cpu_packing
 from prfaas.integrations.vllm.caches.canonical_layout import USE_NATIVE
 
 _CONTENT = {
@@ -26,7 +26,6 @@ _LATENT = {
     *("FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA"),
     *("CPU_MLA", "AMX_MLA"),
 }
-_CPU_PACKINGS: tuple[Packing, ...] = ("cpu_vec", "cpu_amx", "cpu_bfmmla")
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -67,30 +66,16 @@ def cpu_packing(
 ) -> Packing:
     from vllm import _custom_ops as ops
 
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        blocks, heads = cache.shape[:2]
+        into = cache.view(blocks, heads, 2 * block_tokens, head_size).chunk(2, dim=2)
+        slots = torch.arange(block_tokens, 2 * block_tokens)
+        ops.cpu_attn_reshape_and_cache(keys, values, *into, slots, isa, kv_cache_dtype=cache_dtype)
+
     fp8 = _FP8.get(cache_dtype)
-    heads = 2
-    stored = torch.uint8 if fp8 is not None else dtype
-    cache = torch.zeros(1, heads, block_tokens, 2 * head_size, dtype=stored)
-    # Powers of two of either sign: every dtype has them exactly.
-    made = torch.Generator().manual_seed(0)
-    shape = (2, block_tokens, heads, head_size)
-    powers = torch.randint(-3, 4, shape, generator=made).float().exp2()
-    keys, values = (powers * (torch.randint(0, 2, shape, generator=made) * 2 - 1)).to(dtype)
-    into = cache.view(1, heads, 2 * block_tokens, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(
-        keys, values, *into, torch.arange(block_tokens), isa, kv_cache_dtype=cache_dtype
-    )
-    found = cache if fp8 is None else cache.view(fp8).to(dtype)
-    for packing in _CPU_PACKINGS:
-        try:
-            views = token_views(found, packing, head_size, head_size)
-        except (InputError, RuntimeError):
-            continue  # the block does not divide in the way of this packing
-        if all(
-            torch.equal(view.view[0].reshape(block_tokens, heads, head_size), written)
-            for view, written in zip(views, (keys, values), strict=True)
-        ):
-            return packing
-    raise InputError(
-        f"vLLM packs blocks for {isa} in a way that cannot be converted", fix=USE_NATIVE
-    )
+    found = find_cpu_packing(write, dtype, block_tokens=block_tokens, dim=head_size, fp8=fp8)
+    if found is None:
+        raise InputError(
+            f"vLLM packs blocks for {isa} in a way that cannot be converted", fix=USE_NATIVE
+        )
+    return found
