@@ -45,7 +45,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,11 +90,15 @@ from prfaas.testing.vllm_configurations import (
 from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE
 
 # Around blocks of 32 to 256, a window, the convolution's columns, and chunks of 256.
-LENGTHS = (2, 3, 4, 5, 33, 64, 65, 100, 101, 102, 127, 128, 129, 130, 200, 256, 257, 385, 513)
-LENGTHS += (900, 1300)
+LENGTHS = (
+    *(2, 3, 4, 5, 33, 64, 65, 100, 101, 102, 127, 128, 129, 130),
+    *(200, 256, 257, 385, 513, 900, 1300),
+)
 # A chain: each vLLM configuration starts once.
-PAIRS = ("node:tp1", "tp1:tp2", "node:tp2", "tp2:tp4", "node:tp4", "tp4:pp2", "node:pp2")
-PAIRS += ("pp2:b64", "node:b64", "b64:b256", "node:b256")
+PAIRS = (
+    *("node:tp1", "tp1:tp2", "node:tp2", "tp2:tp4", "node:tp4", "tp4:pp2"),
+    *("node:pp2", "pp2:b64", "node:b64", "b64:b256", "node:b256"),
+)
 TURNS = (385, 700, 1000)  # tokens of the prompts of one conversation
 CONVERSATIONS = 2
 MOST_FAILURES = 12  # that a direction's result lists
@@ -518,7 +522,7 @@ class Setup:
 
 def run_model(
     arch: str, pairs: Sequence[tuple[str, str]], setup: Setup, plan: Plan
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """The results of every pair with one model, as they come. The end of the iteration, also an
     early one, stops the model's servers."""
     served = SERVED_MODELS[arch]
