@@ -121,7 +121,11 @@ def end(process: subprocess.Popen[Any]) -> None:
 def last_errors(log: Path) -> str:
     """The last lines of a log that name an error, or its last lines."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    named = [line.strip()[-300:] for line in lines if "Error: " in line or "error: " in line]
+    named = [
+        line.strip()[-300:]
+        for line in lines
+        if ("Error: " in line or "error: " in line) and "WARNING" not in line
+    ]
     return " | ".join(named[-3:] or [line[-200:] for line in lines[-3:]]) or "no output"
 
 

@@ -190,6 +190,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "v_head_dim": 32,
             "n_group": 1,
             "topk_group": 1,
+            # How experts are chosen. The published configs have both fields and vLLM reads them;
+            # transformers' class has no others.
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 0,
             "num_experts_per_tok": 2,
             "n_shared_experts": 1,
             "first_k_dense_replace": 2,
