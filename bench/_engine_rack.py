@@ -74,7 +74,7 @@ class Child:
     def __init__(self, log: Path, *arguments: str) -> None:
         self._log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with log.open("ab") as out:
+        with log.open("wb") as out:  # a log of an earlier run has the readiness of another process
             self._process = subprocess.Popen(
                 [*attached_prefix(), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -303,6 +303,7 @@ class Rack:
         if self._form == CANONICAL:
             settings = {"form": self._form, "block_tokens": WIRE_BLOCK_TOKENS}
         cores = sorted(os.sched_getaffinity(0))
+        log.unlink(missing_ok=True)
         server = start_vllm(
             self._python,
             self._model,
