@@ -25,7 +25,7 @@ received the first two resumes from what crossed. With `--gateway` the same prom
     logprob_difference      the largest, to the receiver's own (`prfaas node` reports none)
     bytes_equal             hand-offs that sent exactly the bytes of their form: `kv_bytes` of the
                             model's config in the canonical form, whole blocks in the native one
-    exposed_s               median time from the prefill's end to the commit
+    prefill_s, exposed_s    median time of the prefill, and from its end to the commit
     turns, gateway          the same for conversations and for the gateway
     failures                what did not hold, with the length; the first few
 
@@ -118,6 +118,7 @@ class Tally:
     bytes_equal: int = 0
     sent_bytes: int = 0
     logprob_difference: float | None = None
+    prefill_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     answers: set[tuple[int, ...]] = field(default_factory=set)
@@ -182,11 +183,16 @@ class Tally:
             "logprob_difference": None if worst is None else float(f"{worst:.2e}"),
             "bytes_equal": self.bytes_equal,
             "sent_bytes": self.sent_bytes,
-            "exposed_s": round(statistics.median(self.exposed_s), 4) if self.exposed_s else None,
+            "prefill_s": _median(self.prefill_s),
+            "exposed_s": _median(self.exposed_s),
             "distinct_answers": len(self.answers),
             "failures": self.failures[:MOST_FAILURES],
             "failed": len(self.failures),
         }
+
+
+def _median(seconds: list[float]) -> float | None:
+    return round(statistics.median(seconds), 4) if seconds else None
 
 
 def first_difference(one: Answer, two: Answer) -> int:
@@ -321,8 +327,11 @@ class Direction:
         tally.judge_tokens(what, found, own, self._answers.of(self._node, prompt))
         expected = self._wire.nbytes(report.handoff_tokens, report.skip_tokens)
         tally.judge_bytes(what, report.sent_bytes, expected)
-        ends = {step.name: step.began_s + step.took_s for step in report.steps}
-        tally.exposed_s.append(max(0.0, ends["commit"] - ends["prefill"]))
+        steps = {step.name: step for step in report.steps}
+        prefill, commit = steps["prefill"], steps["commit"]
+        tally.prefill_s.append(prefill.took_s)
+        # Both steps begin at once. The receiver may commit before the prefill node has responded.
+        tally.exposed_s.append(max(0.0, commit.took_s - prefill.took_s))
 
     # Conversations --------------------------------------------------------------------------------
 
@@ -400,7 +409,7 @@ class Direction:
                 if tally.is_hopeless:
                     break
         found = tally.as_dict()
-        for absent in ("bytes_equal", "sent_bytes", "exposed_s"):
+        for absent in ("bytes_equal", "sent_bytes", "prefill_s", "exposed_s"):
             del found[absent]
         return {**found, "crossed": crossed}
 
