@@ -11,6 +11,8 @@ FOLDER = Path(__file__).parents[1] / "bench"
 
 
 def bench(name: str) -> Any:
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # a script finds its neighbours
     spec = importlib.util.spec_from_file_location(f"bench_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from prfaas.clock import MonotonicClock
 from prfaas.contracts.readiness import NodeReady
+from prfaas.errors import InputError
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 from tests.cli.runner import Result
 from tests.cli.test_node import EMULATED
 from tests.node.hosts import Process
@@ -70,6 +74,36 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: 
     refused = prfaas("handoff", urls[2], urls[1], "--tokens", "500")
     assert refused.code == 2
     assert "revision: bytes x 0.0001 here, bytes x 0.0002 there" in refused.err
+
+
+def test_doctor_says_beforehand_what_a_hand_off_finds(prfaas: Run, urls: list[str]) -> None:
+    fits = prfaas("doctor", "pair", *urls[:2], "--tokens", "448", "--json")
+    assert fits.code == 0 and fits.json["can_hand_over"]
+    handed = prfaas("handoff", *urls[:2], "--tokens", "500", "--seed", "7", "--json").json
+    (commit,) = [step for step in handed["steps"] if step["name"] == "commit"]
+    assert fits.json["costs"][1]["nbytes"] == commit["nbytes"]
+    refused = prfaas("doctor", "pair", urls[2], urls[1], "--json")
+    assert refused.code == 1
+    (difference,) = refused.json["differences"]
+    assert difference["field"] == "revision" and difference["final"]
+
+
+def test_a_given_length_is_handed_off(urls: list[str]) -> None:
+    """`prfaas bench pairs` hands off at any length, not only where a gateway would."""
+    pair = NodePair(*urls[:2], None, None)
+    ids = [40 + at % 50 for at in range(150)]
+
+    def run(tokens: int) -> HandoffReport:
+        request = HandoffRequest(ids, 4, "", handoff_tokens=tokens, decode_fields={"seed": 1})
+        return asyncio.run(run_handoff(pair, request, MonotonicClock()))
+
+    report = run(37)
+    assert report.handoff_tokens == 37 and report.decode_cached == 37
+    assert report.sent_bytes and not any(report.skip_tokens.values())
+    assert report.logprobs is None and report.answer is not None and len(report.answer) == 4
+    for wrong in (150, -1):
+        with pytest.raises(InputError, match="leave at least the last token"):
+            run(wrong)
 
 
 def test_the_key_is_sent_to_a_kvd_that_requires_it(

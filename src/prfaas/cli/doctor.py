@@ -1,23 +1,56 @@
-"""`prfaas doctor`: checks whether the path to a receiver can carry KV; advises what to change."""
+"""`prfaas doctor`: checks a path to a receiver, or a pair of engines; advises what to change."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 from rich.table import Table
 
+from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
-from prfaas.display.console import console, print_json
-from prfaas.errors import InputError
+from prfaas.config.tls import TlsSection
+from prfaas.display.console import console, print_json, rounded
+from prfaas.errors import InputError, PeerError
 from prfaas.measure.path_check import PathReport, check_path
-from prfaas.security.tls import client_context
+from prfaas.security.tls import client_context, load_identity
+from prfaas.studies.pair_check import PairReport, check_pair
+from prfaas.studies.pair_verdict import EngineSide, PairLink, PairVerdict
+
+DEFAULT_TOKENS = 8_000
+DEFAULT_GBPS = 10.0
+MOST_TOKENS = 1 << 31
+_HELP = ("-h", "--help")
 
 
-@click.command()
+class _PathFirst(click.Group):
+    """A group whose first argument may also be HOST:PORT, as before it had subcommands. No
+    address is the name of a subcommand, because an address has a port."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in _HELP):
+            args = ["path", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_PathFirst)
+def doctor() -> None:
+    """Check a path that is to carry KV, or a pair of engines that are to hand over.
+
+    \b
+      prfaas doctor HOST:PORT          can this path carry KV, and how fast?
+      prfaas doctor pair A B           can these two engines hand over, and in which form?
+    """
+
+
+@doctor.command()
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--tls-ca", type=click.Path(path_type=Path), help="CA certificate for mutual TLS.")
 @click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate of this host.")
@@ -35,7 +68,7 @@ from prfaas.security.tls import client_context
     help="Seconds to measure with each number of connections.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def doctor(
+def path(
     address: str,
     tls_ca: Path | None,
     tls_cert: Path | None,
@@ -89,6 +122,173 @@ def doctor(
     else:
         _show(found)
     sys.exit(0 if found.healthy else 1)
+
+
+@doctor.command()
+@click.argument("url_a", metavar="A")
+@click.argument("url_b", metavar="B")
+@click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, help="Tokens of one hand-off.")
+@click.option(
+    "--gbps",
+    default=DEFAULT_GBPS,
+    show_default=True,
+    help="Rate of the link between the two, in 10^9 bits per second.",
+)
+@click.option(
+    "--rtt-ms", default=0.0, show_default=True, help="Round-trip time of the link in milliseconds."
+)
+@click.option(
+    "--convert-gbytes",
+    type=float,
+    help="Rate at which the engines convert, in 10^9 bytes per second.  [default: not counted]",
+)
+@click.option(
+    "--native-block-tokens",
+    type=int,
+    help="Block size of the native form where neither engine reports one.  [default: as reported]",
+)
+@click.option(
+    "--member-key-file",
+    type=click.Path(path_type=Path),
+    help="File with the key that nodes and kvds of the deployment require.",
+)
+@click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
+@click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def pair(
+    url_a: str,
+    url_b: str,
+    tokens: int,
+    gbps: float,
+    rtt_ms: float,
+    convert_gbytes: float | None,
+    native_block_tokens: int | None,
+    member_key_file: Path | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    as_json: bool,
+) -> None:
+    """Check whether the engines of A and B can hand over to each other.
+
+    A and B are the URLs of the engines' kvds. The URL of a `prfaas node` works, too, because a node
+    reports its kvd. The command shows the form in which KV travels (canonical, or the engines'
+    native blocks), the bytes and the time of one hand-off in both forms, and for a pair that cannot
+    hand over each difference with its fix. The exit code is 1 when a hand-off would be refused now.
+
+    \b
+      prfaas doctor pair http://p1:7401 http://d1:7401 --gbps 100 --rtt-ms 20
+      prfaas doctor pair http://node:8000 http://d1:7401 --tokens 32000 --json
+    """
+    _require(1 <= tokens <= MOST_TOKENS, "--tokens", tokens, f"a number from 1 to {MOST_TOKENS}")
+    _require(_positive(gbps), "--gbps", gbps, "a number above 0")
+    _require(0 <= rtt_ms <= 60_000, "--rtt-ms", rtt_ms, "a number from 0 to 60000")
+    if convert_gbytes is not None:
+        _require(_positive(convert_gbytes), "--convert-gbytes", convert_gbytes, "a number above 0")
+    if native_block_tokens is not None:
+        in_range = 1 <= native_block_tokens <= MOST_TOKENS
+        _require(in_range, "--native-block-tokens", native_block_tokens, "1 or more")
+    convert = None if convert_gbytes is None else convert_gbytes * 1e9
+    try:
+        report = asyncio.run(
+            check_pair(
+                url_a,
+                url_b,
+                tokens=tokens,
+                link=PairLink(gbps, rtt_ms / 1e3, convert),
+                native_block_tokens=native_block_tokens,
+                member_key=read_key(member_key_file),
+                tls=load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls"),
+            )
+        )
+    except PeerError as error:
+        raise as_input_error(error) from None
+    if as_json:
+        print_json(_pair_json(report, tokens, gbps, rtt_ms))
+    else:
+        _show_pair(report, tokens, gbps, rtt_ms)
+    sys.exit(0 if report.verdict.form is not None else 1)
+
+
+def _positive(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _require(holds: bool, where: str, value: float, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"{value:g} is out of range", where=where, fix=f"give {wanted}")
+
+
+def _pair_json(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> dict[str, Any]:
+    verdict = report.verdict
+    return {
+        "a": _side_json(report.a),
+        "b": _side_json(report.b),
+        "can_hand_over": verdict.form is not None,
+        "form": verdict.form,
+        "possible_form": verdict.possible_form,
+        "differences": [dataclasses.asdict(one) for one in verdict.differences],
+        "fixes": list(verdict.fixes),
+        "tokens": tokens,
+        "link": {"gbps": gbps, "rtt_ms": rtt_ms},
+        "costs": [rounded(dataclasses.asdict(cost), 6) for cost in verdict.costs],
+        "warnings": list(verdict.warnings),
+    }
+
+
+def _side_json(side: EngineSide) -> dict[str, Any]:
+    compat: dict[str, Any] = msgspec.to_builtins(side.compat)
+    return {"url": side.name, "form": side.form, "compat": compat}
+
+
+def _show_pair(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> None:
+    out, verdict = console(), report.verdict
+    for label, side in (("A", report.a), ("B", report.b)):
+        compat = side.compat
+        line = f"{label}  {side.name}: {compat.model} {compat.revision}, {compat.kv_dtype}"
+        blocks = f"blocks of {compat.block_tokens} tokens"
+        out.print(f"{line}, {blocks}, layout {compat.layout}", markup=False)
+    out.print(_summary(verdict), markup=False)
+    if verdict.differences:
+        table = Table(title="differences", title_justify="left")
+        for column in ("field", "A", "B"):
+            table.add_column(column)
+        for one in verdict.differences:
+            table.add_row(one.field, one.a, one.b)
+        out.print(table)
+        for fix in verdict.fixes:
+            out.print(f"- {fix}", markup=False)
+    title = f"one hand-off of {tokens:,} tokens over {gbps:g} Gbps, {rtt_ms:g} ms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("form")
+    for column in ("blocks of (tokens)", "bytes", "transfer (ms)", "converting (ms)"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for cost in verdict.costs:
+        converting = "" if cost.convert_s is None else f"{cost.convert_s * 1e3:,.1f}"
+        table.add_row(
+            cost.form,
+            f"{cost.block_tokens:,}",
+            f"{cost.nbytes:,}",
+            f"{cost.link_s * 1e3:,.1f}",
+            converting,
+            "used" if cost.form == verdict.form else "" if cost.exact else "estimated",
+        )
+    out.print(table)
+    for warning in verdict.warnings:
+        out.print(f"- {warning}", markup=False)
+
+
+def _summary(verdict: PairVerdict) -> str:
+    if verdict.form is not None:
+        return f"They can hand over to each other, in the {verdict.form} form."
+    if verdict.possible_form is not None:
+        return (
+            "They cannot hand over to each other as they are. "
+            f"After the changes below they can, in the {verdict.possible_form} form."
+        )
+    return "They cannot hand over to each other: their states mean different things."
 
 
 def _show(found: PathReport) -> None:

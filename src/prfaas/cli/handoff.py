@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from prfaas.cli.shared_options import read_key
+from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.clock import MonotonicClock
 from prfaas.config.tls import TlsSection
 from prfaas.display.console import console, print_json
-from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
+from prfaas.errors import InputError, PeerError
 from prfaas.security.tls import load_identity
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 
@@ -103,21 +103,13 @@ def handoff(
     try:
         report = asyncio.run(run_handoff(pair, request, MonotonicClock()))
     except PeerError as error:
-        raise _as_input_error(error) from None
+        raise as_input_error(error) from None
     if as_json:
         print_json(report.as_dict())
     else:
         _show(report)
     if compare and report.expected != report.answer:
         raise click.ClickException("the answers of the decode node and the prefill node differ")
-
-
-def _as_input_error(error: PeerError) -> InputError:
-    if isinstance(error, ConnectionLost):
-        return InputError(f"no response: {error}", fix="check that the process is running")
-    if isinstance(error, PeerHttpError):
-        return InputError(f"HTTP {error.status}: {error}")
-    return InputError(str(error))
 
 
 def _show(report: HandoffReport) -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "node": "Serve a model with the built-in engine, with the HTTP API of a vLLM server.",
     "kvd": "Run the daemon that stores and transfers the KV cache of one host's engines.",
     "handoff": "Hand one request from a prefill node to a decode node and time every step.",
-    "doctor": "Check whether the path to a receiver can carry KV, and advise what to change.",
+    "doctor": "Check a path that is to carry KV, or whether two engines can hand over.",
     "wan": "Relay a TCP port with the rate, delay, jitter and failures of a WAN.",
     "init": "Write the files of a deployment: host files, keys, certificates; print its commands.",
     "certs": "Make a test CA and certificates for mutual TLS.",
@@ -69,6 +69,7 @@ def cli() -> None:
       prfaas simulate configs/case_study.toml   what would happen to every request?
       prfaas init DIR                           files and commands for a deployment on many hosts
       prfaas doctor HOST:PORT                   can this path carry KV, and how fast?
+      prfaas doctor pair A B                    can these two engines hand over, in which form?
     """
 
 

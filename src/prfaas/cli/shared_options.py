@@ -1,4 +1,4 @@
-"""Options that the serving commands share: logging, `--set`, keys and TLS."""
+"""What commands share: the options of logging, `--set`, keys and TLS, and errors of peers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.security.shared_key import SharedKey
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,6 +64,15 @@ _SECURITY_OPTIONS = (
 
 def read_key(file: str | Path | None) -> SharedKey | None:
     return None if file is None else SharedKey.read(Path(file))
+
+
+def as_input_error(error: PeerError) -> InputError:
+    """The one line that a command prints when a process that it asked has failed."""
+    if isinstance(error, ConnectionLost):
+        return InputError(f"no response: {error}", fix="check that the process is running")
+    if isinstance(error, PeerHttpError):
+        return InputError(f"HTTP {error.status}: {error}")
+    return InputError(str(error))
 
 
 def configure_logging(level: str) -> None:

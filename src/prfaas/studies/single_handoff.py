@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,8 @@ class HandoffRequest:
     max_tokens: int
     salt: str = ""
     compare: bool = False  # whether the prefill node also computes the whole answer
+    handoff_tokens: int | None = None  # None: as a gateway chooses it
+    decode_fields: Mapping[str, Any] = field(default_factory=dict)  # more of the decode request
 
 
 @dataclass(slots=True)
@@ -70,6 +72,17 @@ class HandoffReport:
     answer: list[int] | None = None
     text: str = ""
     expected: list[int] | None = None  # the prefill node's answer; None without `compare`
+    # Of the answer's tokens; None unless `decode_fields` asks for them.
+    logprobs: list[float] | None = None
+    skip_tokens: dict[str, int] = field(default_factory=dict)  # per group, of the grant
+    # Prompt tokens that an engine read instead of computing; None: it does not report them.
+    prefill_cached: int | None = None
+    decode_cached: int | None = None
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """None without a hand-off, or when the prefill node's kvd is not known."""
+        return next((step.nbytes for step in self.steps if step.name == "commit"), None)
 
     def as_dict(self) -> dict[str, Any]:
         built: dict[str, Any] = msgspec.to_builtins(self)
@@ -143,6 +156,8 @@ class _SingleHandoff:
         self._clock = clock
         self._began_s = clock.now()
         self._steps: list[HandoffStep] = []
+        self._skip_tokens: dict[str, int] = {}
+        self._prefill_cached: int | None = None
 
     async def run(self) -> HandoffReport:
         request = self._request
@@ -152,7 +167,7 @@ class _SingleHandoff:
         if request.salt:  # vLLM refuses an empty one
             fields["cache_salt"] = request.salt
         compat = await _compat(self._receiver)
-        length = choose_handoff(len(ids), compat.block_tokens, resumable=False).handoff_tokens
+        length = self._length(len(ids), compat.block_tokens)
         transfer: dict[str, Any] = {}
         self._began_s = self._clock.now()
         if length:
@@ -162,10 +177,20 @@ class _SingleHandoff:
             await self._transfer(grant, fields, length)
             transfer = {"kv_transfer_params": encode(RemotePrefill(grant.transfer_id))}
         with self._step("decode") as step:
-            answer = await self._decode.complete(**fields, **transfer)
+            answer = await self._decode.complete(**fields, **request.decode_fields, **transfer)
             step.note = f"{answer['usage']['completion_tokens']} tokens; {_cached(answer)}"
         (choice,) = answer["choices"]
-        report = HandoffReport(len(ids), length, self._steps, choice["token_ids"], choice["text"])
+        report = HandoffReport(
+            len(ids),
+            length,
+            self._steps,
+            choice["token_ids"],
+            choice["text"],
+            logprobs=(choice.get("logprobs") or {}).get("token_logprobs"),
+            skip_tokens=self._skip_tokens,
+            prefill_cached=self._prefill_cached,
+            decode_cached=_cached_tokens(answer),
+        )
         if request.compare:
             with self._step("compare"):
                 # A new salt, so that the prefill node computes the whole prompt again.
@@ -173,6 +198,18 @@ class _SingleHandoff:
                 computed = await self._prefill.complete(**{**fields, "cache_salt": unused})
             report.expected = computed["choices"][0]["token_ids"]
         return report
+
+    def _length(self, prompt_tokens: int, block_tokens: int) -> int:
+        wanted = self._request.handoff_tokens
+        if wanted is None:
+            return choose_handoff(prompt_tokens, block_tokens, resumable=False).handoff_tokens
+        if not 0 <= wanted < prompt_tokens:
+            raise InputError(
+                f"{wanted} of {prompt_tokens} tokens cannot be handed off",
+                where="handoff_tokens",
+                fix="leave at least the last token to the decode node",
+            )
+        return wanted
 
     async def _open(self, transfer: OpenTransfer) -> Grant:
         with self._step("grant") as step:
@@ -184,6 +221,7 @@ class _SingleHandoff:
                     fix=f"try again in {grant.retry_after_s:g} s",
                 )
             held = ", ".join(f"{tokens} of {group}" for group, tokens in grant.skip_tokens.items())
+            self._skip_tokens = dict(grant.skip_tokens)
             step.nbytes = grant.max_bytes
             step.note = f"at most, to {grant.data_address}; tokens cached there: {held or 'none'}"
         return grant
@@ -216,6 +254,7 @@ class _SingleHandoff:
                 raise InputError(
                     f"{found.error.code}: {found.error.message}", where=self._prefill.url
                 )
+            self._prefill_cached = _cached_tokens(answer)
             step.note = f"{length} tokens; {_cached(answer)}"
 
     async def _commit(self, grant: Grant) -> HandoffStep:
@@ -233,10 +272,15 @@ class _SingleHandoff:
             step.took_s = self._clock.now() - self._began_s - step.began_s
 
 
-def _cached(answer: dict[str, Any]) -> str:
+def _cached_tokens(answer: dict[str, Any]) -> int | None:
     # vLLM reports this number only with --enable-prompt-tokens-details.
     details = answer["usage"].get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
+    cached: int | None = details.get("cached_tokens")
+    return cached
+
+
+def _cached(answer: dict[str, Any]) -> str:
+    cached = _cached_tokens(answer)
     return "cached tokens not reported" if cached is None else f"{cached} prompt tokens cached"
 
 

@@ -160,11 +160,12 @@ def start_vllm(
     flags: Sequence[str] = (),
     cache_bytes: int = 64 << 20,
     env: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (),
 ) -> VllmServer:
     """Starts a server; `await_health` waits until it serves. `python` is the interpreter of vLLM's
-    environment."""
+    environment. `launcher` is a command that runs the command line after it."""
     port = _free_port()
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*launcher, str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m"]
     command += ["--host", _HOST, "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--no-enable-log-requests"]

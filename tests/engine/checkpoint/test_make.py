@@ -76,6 +76,14 @@ def test_the_default_model_has_three_kda_layers_to_one_of_latent_attention(
     assert min(kinds[MLA]) < made["kimi-linear"].layers // 2
 
 
+def test_deepseeks_config_says_how_experts_are_chosen(made: dict[str, MadeCheckpoint]) -> None:
+    """vLLM loads no weights of a gate whose config does not; transformers chooses so anyway."""
+    config = json.loads((made["deepseek-v3"].directory / "config.json").read_text())
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    (latent,) = geometry_of(config).geometries
+    assert isinstance(latent, MLA) and (latent.kv_lora_rank, latent.rope_dim) == (512, 64)
+
+
 def test_text_comes_back_and_a_conversation_has_its_markers(
     made: dict[str, MadeCheckpoint],
 ) -> None:

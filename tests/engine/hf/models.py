@@ -17,7 +17,7 @@ from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.testing.token_identical import GeneratedTokens
 
 PAPER = ("kimi-linear", "qwen3-next", "mimo", "gpt-oss", "qwen3")
-ALL = (*PAPER, "falcon-h1", "gemma3")
+ALL = (*PAPER, "falcon-h1", "gemma3", "deepseek-v3")
 grid = pytest.mark.grid  # the whole of it; a part runs with every change
 
 

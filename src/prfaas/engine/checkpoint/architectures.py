@@ -180,6 +180,42 @@ ARCHITECTURES: dict[str, Architecture] = {
             "small": {**_SMALL, "mamba_d_ssm": 512, "mamba_d_head": 64},
         },
     ),
+    # The latent and rope dimensions are DeepSeek's own: vLLM's MLA on a CPU has no others.
+    "deepseek-v3": Architecture(
+        "deepseek_v3",
+        {
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            # How experts are chosen. The published configs have both fields and vLLM reads them;
+            # transformers' class has no others.
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 0,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 2,
+        },
+        {
+            "tiny": {
+                **_dense(128, 3, 4),
+                "num_key_value_heads": 4,
+                "q_lora_rank": 64,
+                "n_routed_experts": 4,
+                "moe_intermediate_size": 64,
+            },
+            "small": {
+                **_SMALL,
+                "num_key_value_heads": 8,
+                "q_lora_rank": 128,
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 128,
+            },
+        },
+    ),
     # Embeddings also serve as output weights, and are multiplied by sqrt(hidden_size) at the input:
     # with a standard deviation of 1 the model would only repeat its input. Queries and keys are
     # normalised, so random ones attend to everything alike unless their product is scaled up.
