@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "bench" / "shift.py"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_the_gateway_follows_to_the_optimum_as_the_simulator_does() -> None:
     done = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 from tests.node.hosts import START_S
 
 BENCH = Path(__file__).parents[2] / "bench" / "overlap.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * START_S)]
+pytestmark = [pytest.mark.grid, pytest.mark.timeout(2 * START_S)]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

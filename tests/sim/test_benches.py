@@ -38,6 +38,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_speed_beside_a_peer(tmp_path: Path, trace: Path) -> None:
     peer = tmp_path / "some_peer.py"
     peer.write_text(
@@ -89,6 +90,7 @@ def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_policies_are_compared_and_the_page_is_filled(tmp_path: Path, trace: Path) -> None:
     done = run_bench("policies", "--trace", trace, "--seeds", 2)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,6 @@ from tests.vllm.cases import (
     MAX_TOKENS,
     PROMPTS,
     TURNS,
-    UNCACHED,
     Model,
 )
 from tests.vllm.pairs import PATIENCE_S, decode_params, prefill_params
@@ -82,12 +81,10 @@ class Unlike:
         return self.server.idle() and self.kvd.idle()
 
 
-PAIRS = [("falcon-h1", ALIGNED), ("falcon-h1", UNCACHED), ("gemma3", CACHED)]
+PAIRS = [("falcon-h1", ALIGNED), ("gemma3", CACHED)]
 
 
-@pytest.fixture(
-    scope="module", params=PAIRS, ids=["falcon-h1-aligned", "falcon-h1-uncached", "gemma3-cached"]
-)
+@pytest.fixture(scope="module", params=PAIRS, ids=["falcon-h1-aligned", "gemma3-cached"])
 def unlike(
     request: pytest.FixtureRequest,
     models: Callable[[str], Model],
