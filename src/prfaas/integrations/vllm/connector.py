@@ -88,7 +88,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler_side.bind(kv_cache_manager)
+        self._scheduler_side.manager = kv_cache_manager
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

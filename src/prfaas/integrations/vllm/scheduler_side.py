@@ -84,11 +84,7 @@ class SchedulerSide:
         self._may_diverge = bool(layout.of_kind("state")) and not layout.of_kind("window")
         self._reconciling: set[str] = set()
         self._counts: dict[str, float] = {}
-        self._manager: KVCacheManager | None = None
-
-    def bind(self, manager: KVCacheManager) -> None:
-        """vLLM's cache manager, which exists only after the connector."""
-        self._manager = manager
+        self.manager: KVCacheManager | None = None  # vLLM's, which exists only after the connector
 
     @property
     def completes_divergent_hits(self) -> bool:
@@ -166,7 +162,7 @@ class SchedulerSide:
             moves = moves_to_load(
                 self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
             )
-            self._keep_out(request.request_id, moves)
+            _keep_out(self.manager, self._layout, request.request_id, moves)
         except Exception as error:
             _log_failure(f"request {request.request_id}: cannot load its state", error)
             self._orders.failed.append(request.request_id)
@@ -308,16 +304,6 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = DecodeState(lease)
 
-    def _keep_out(self, request_id: str, moves: Sequence[Move]) -> None:
-        """Window blocks whose first tokens are not loaded must not serve other requests."""
-        for move in moves:
-            group = self._layout.groups[move.group]
-            if group.kind == "window" and move.start % group.block_tokens:
-                if self._manager is None:
-                    raise EngineError("vLLM has not passed its cache manager to the connector")
-                partial = move.start // group.block_tokens
-                keep_out_of_prefix_cache(self._manager, group.index, request_id, partial + 1)
-
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         message = answer["error"]["message"]
         _LOG.warning("request %s: not handed off: %s", request.request_id, message)
@@ -406,6 +392,19 @@ def _cut(request: Request, tokens: int) -> None:
     del request._all_token_ids[tokens:]
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
+
+
+def _keep_out(
+    manager: KVCacheManager | None, layout: CacheLayout, request_id: str, moves: Sequence[Move]
+) -> None:
+    """Window blocks whose first tokens are not loaded must not serve other requests."""
+    for move in moves:
+        group = layout.groups[move.group]
+        if group.kind == "window" and move.start % group.block_tokens:
+            if manager is None:
+                raise EngineError("vLLM has not passed its cache manager to the connector")
+            partial = move.start // group.block_tokens
+            keep_out_of_prefix_cache(manager, group.index, request_id, partial + 1)
 
 
 def _refused(code: str, message: str, retry_after_s: float | None = None) -> dict[str, Any]:
