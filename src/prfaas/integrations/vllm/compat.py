@@ -62,6 +62,13 @@ def check_config(config: VllmConfig, form: FormName) -> None:
         )
 
 
+def can_resume(config: VllmConfig) -> bool:
+    """Whether vLLM can compute the rest of a prompt whose beginning is cached. Some attention
+    backends compute a prompt in one step only; vLLM then switches both of these off."""
+    chunked = config.scheduler_config.enable_chunked_prefill
+    return bool(chunked or config.cache_config.enable_prefix_caching)
+
+
 def keep_out_of_prefix_cache(
     manager: KVCacheManager, group: int, request: str, blocks: int
 ) -> None:

@@ -81,7 +81,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if in_worker:
             self._worker = WorkerSide(kvd, self._form.layout)
         else:
-            self._scheduler = SchedulerSide(kvd, self._form.layout)
+            resumes = compat.can_resume(vllm_config)
+            self._scheduler = SchedulerSide(kvd, self._form.layout, can_resume=resumes)
             self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, self._form.layout)
 
     # In the scheduler's process -------------------------------------------------------------------

@@ -75,9 +75,11 @@ class DecodeState:
 
 
 class SchedulerSide:
-    def __init__(self, kvd: KvdClient, layout: CacheLayout) -> None:
+    def __init__(self, kvd: KvdClient, layout: CacheLayout, *, can_resume: bool = True) -> None:
+        """`can_resume`: vLLM can compute the rest of a prompt whose beginning is cached."""
         self._kvd = kvd
         self._layout = layout
+        self._can_resume = can_resume
         self._requests: dict[str, PrefillState | DecodeState] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
         self._orders = StepOrders()
@@ -133,6 +135,7 @@ class SchedulerSide:
                 reach = lease.tokens
             case PrefillState() as state if (
                 state.lease.match_tokens < state.progress.tokens
+                and self._can_resume
                 and self._layout.can_resume_at(state.lease.match_tokens)
             ):
                 reach = state.lease.match_tokens
