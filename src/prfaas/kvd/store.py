@@ -32,7 +32,7 @@ from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.ssd_worker import SsdWorker
-from prfaas.kvspec import Group, KVSpec
+from prfaas.kvspec import KVSpec
 from prfaas.types import BlockHash, Compat, NodeId
 
 _DEFAULTS = KvdSection()
@@ -94,14 +94,13 @@ class Store:
                 on_failure.pop_all()
             return self.storage
         storage, spec = self.storage, spec_of(register.groups)
-        together = _with_heads_of(storage.spec, spec)
         differences = list(storage.compat.differences(register.compat))
         for name, here, there in (
             ("block_tokens", storage.block_tokens, register.block_tokens),
             ("whole_blocks", storage.whole_blocks, register.whole_blocks),
             ("groups", storage.spec.groups, spec.groups),
         ):
-            if name == "groups" and together is not None:
+            if name == "groups" and _same_bytes(storage.spec, spec):
                 continue
             if here != there and not any(line.startswith(name) for line in differences):
                 differences.append(f"{name}: {here} here, {there} there")
@@ -110,8 +109,6 @@ class Store:
                 f"engine {register.engine_id} does not match this kvd: {'; '.join(differences)}",
                 fix="run one kvd for each model and layout; after an upgrade, restart the kvd, too",
             )
-        if together is not None and together != storage.spec:
-            storage = self.storage = replace(storage, spec=together)
         return storage
 
     def publish_changes(self) -> None:
@@ -213,19 +210,13 @@ class Store:
         )
 
 
-def _with_heads_of(here: KVSpec, there: KVSpec) -> KVSpec | None:
-    """The groups of both, which are the same bytes; None when they differ. An engine that names no
-    heads (1) writes whole layers, so it can share a pool with one that writes them by heads."""
-    if len(here.groups) != len(there.groups):
-        return None
-    groups: list[Group] = []
-    for one, other in zip(here.groups, there.groups, strict=True):
-        heads = other.heads if one.heads == 1 else one.heads
-        group: Group = replace(one, heads=heads)
-        if group != (other if other.heads > 1 else replace(other, heads=heads)):
-            return None
-        groups.append(group)
-    return KVSpec(tuple(groups))
+def _same_bytes(here: KVSpec, there: KVSpec) -> bool:
+    """Whether an engine with the groups `there` can use this pool. A group without heads (1) is
+    written in whole layers, also where other engines write it by heads."""
+    return len(here.groups) == len(there.groups) and all(
+        one == (replace(other, heads=one.heads) if other.heads == 1 else other)
+        for one, other in zip(here.groups, there.groups, strict=True)
+    )
 
 
 def first_lease_id() -> int:
