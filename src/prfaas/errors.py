@@ -18,6 +18,7 @@
 
 Errors of one package are defined in the module that raises them:
 
+    prfaas.cache.hashing.wire_blocks.TooManyChanges    one payload of an engine's events is too much
     prfaas.gateway.api.content_encoding.TooManyBytes   a decompressed body exceeds a limit
     prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
     prfaas.gateway.body_workers.process.WorkerLost     the process that read a body ended

@@ -112,6 +112,7 @@ class _Campaign:
     def run(self, other: Host) -> None:
         # Everything that stays: the storage, the links between live kvds and their threads, and
         # the threads that resolve the names of hosts.
+        self._kvd.engine("first", MODEL.spec).close()  # it decides how many heads the pool has
         self._hand_over_all(other, 0)
         nowhere = PullPrefix("http://localhost:1", tuple(names(prompt_of(8))))
         assert self._kvd.post("/v1/pull", nowhere)[0] == 502
