@@ -74,8 +74,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow
 
-test-grid: setup
+test-grid: setup $(VLLM_READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m grid
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m grid
 
 # The parts run one after the other, also under `make -j`.
 test-long:
@@ -103,7 +104,7 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 	@touch $@
 
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m 'not grid'
 
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
