@@ -15,20 +15,21 @@ pytestmark = pytest.mark.timeout(1200)  # servers start and stop within it
 
 LENGTHS = (2, 65, 130, 300)
 PAIRS_S = 1_000.0
-# More ranks than KV heads; block sizes; stages; states, windows; the gateway. Experts and latents
-# are of the grid. `test_unlike_engines.py` has vLLM's prefix cache.
+# Ranks, stages, block sizes; states, latents; the gateway. `test_unlike_engines.py` has windows and
+# vLLM's prefix cache. More ranks than KV heads, and experts, are of the grid.
 CASES = [
-    pytest.param("falcon-h1", "node:tp4", True),
-    pytest.param("gemma3", "node:b64", False),
-    pytest.param("qwen3", "node:pp2", False),
-    pytest.param("gpt-oss", "node:tp2", False, marks=pytest.mark.grid),
-    pytest.param("deepseek-v3", "node:tp1", False, marks=pytest.mark.grid),
+    pytest.param("falcon-h1", ("node:tp2", "tp2:b64"), True),
+    pytest.param("qwen3", ("node:pp2",), False),
+    pytest.param("deepseek-v3", ("node:tp1",), False),
+    pytest.param("falcon-h1", ("node:tp4",), False, marks=pytest.mark.grid),
+    pytest.param("gemma3", ("node:b64", "b64:b256"), False, marks=pytest.mark.grid),
+    pytest.param("gpt-oss", ("node:tp2",), False, marks=pytest.mark.grid),
 ]
 
 
-@pytest.mark.parametrize(("arch", "pair", "with_gateway"), CASES)
+@pytest.mark.parametrize(("arch", "pairs", "with_gateway"), CASES)
 def test_a_pair_hands_over_both_ways(
-    tmp_path: Path, arch: str, pair: str, with_gateway: bool
+    tmp_path: Path, arch: str, pairs: tuple[str, ...], with_gateway: bool
 ) -> None:
     """Tokens are the receiver's own, log-probabilities within 2e-3, bytes those of `kv_bytes`;
     second turns send what is new, and a turn back resumes from what crossed."""
@@ -37,9 +38,10 @@ def test_a_pair_hands_over_both_ways(
         Path(sys.executable), tmp_path, "canonical", "both", time.monotonic() + PAIRS_S
     )
     plan = grid.Plan(LENGTHS, 1, with_gateway, "both")
-    with closing(grid.run_model(arch, [grid.parse_pair(pair)], setup, plan)) as found:
+    wanted = [grid.parse_pair(pair) for pair in pairs]
+    with closing(grid.run_model(arch, wanted, setup, plan)) as found:
         results = list(found)
-    assert len(results) == 2
+    assert len(results) == 2 * len(pairs)
     failed = [one for one in results if not one.get("ok")]
     assert not failed
     for one in results:
