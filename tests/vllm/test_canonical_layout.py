@@ -170,6 +170,9 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
         canonical_layout(config((chunked, ["model.layers.0.attn"])), form)
     with pytest.raises(InputError, match=r"model\.layers\.1\.attn.*speculative decoding"):
         canonical_layout(config((full(), ["model.layers.0.attn", "model.layers.1.attn"])), form)
+    names = ["model.layers.0.attn", "draft.layers.0.attn"]
+    with pytest.raises(InputError, match=r"draft\.layers\.0\.attn is a second cache of layer 0"):
+        canonical_layout(config((full(), names)), form)
     with pytest.raises(InputError, match="has no number"):
         canonical_layout(config((full(), ["attn"])), form)
     with pytest.raises(InputError, match=r"describes no such cache of layer 0"):

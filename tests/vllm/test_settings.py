@@ -30,6 +30,7 @@ def test_a_kvd_is_all_that_has_to_be_set() -> None:
         ({"kvd": "x", "from": "canonical"}, "settings are: kvd, url, form"),
         ({"kvd": "x", "block_tokens": 0}, r"\$\.block_tokens"),
         ({"kvd": "x", "wire_kv_dtype": "fp16"}, "wire_kv_dtype"),
+        ({"kvd": "x", "wire_kv_dtype": "float8_e4m3fn"}, "wire_kv_dtype"),  # scales do not travel
         ({"kvd": "x", "wire_state_dtype": "double"}, "wire_state_dtype"),
     ],
 )

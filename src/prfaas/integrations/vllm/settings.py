@@ -9,9 +9,10 @@ import msgspec
 
 from prfaas.config.host import NodeSection
 from prfaas.errors import InputError
-from prfaas.kvspec.geometry import DTYPE_BYTES
 
 WHERE = "kv_connector_extra_config"
+# Not fp8: its bytes mean nothing without the scales of the engine that wrote them.
+WIRE_DTYPES = ("float32", "bfloat16", "float16")
 FormName: TypeAlias = Literal["native", "canonical"]
 
 
@@ -41,10 +42,10 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         raise InputError(str(error), where=WHERE, fix=f"settings are: {known}") from None
     for name in ("wire_kv_dtype", "wire_state_dtype"):
         dtype = getattr(settings, name)
-        if dtype is not None and dtype not in DTYPE_BYTES:
+        if dtype is not None and dtype not in WIRE_DTYPES:
             raise InputError(
-                f"unknown dtype {dtype!r}",
+                f"{dtype!r} cannot be the dtype of the canonical form",
                 where=f"{WHERE}: {name}",
-                fix=f"use one of: {', '.join(DTYPE_BYTES)}",
+                fix=f"use one of: {', '.join(WIRE_DTYPES)}",
             )
     return settings

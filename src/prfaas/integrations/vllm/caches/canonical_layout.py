@@ -62,6 +62,7 @@ def canonical_layout(config: KVCacheConfig, wire: WireForm) -> CacheLayout:
     """InputError when a group or a layer of vLLM has no counterpart in the model's config."""
     spec = wire.spec
     groups: list[CacheGroup] = []
+    seen: set[tuple[bool, int]] = set()  # whether it is a state, and the layer
     for index in config.transfer_group_ids:
         vllm_group = config.kv_cache_groups[index]
         vllm_spec = first_spec(vllm_group.kv_cache_spec)
@@ -70,6 +71,11 @@ def canonical_layout(config: KVCacheConfig, wire: WireForm) -> CacheLayout:
             (name, _layer_number(name, vllm_spec, wire.layers)) for name in vllm_group.layer_names
         ]
         for name, number in numbers:
+            if (kinds[0][0] == "state", number) in seen:
+                raise InputError(
+                    f"vLLM's layer {name} is a second cache of layer {number}", fix=USE_NATIVE
+                )
+            seen.add((kinds[0][0] == "state", number))
             if not any(number in group.layers for _, group in kinds):
                 raise InputError(
                     f"vLLM's layer {name} caches as {type(vllm_spec).__name__}, but the model's "
