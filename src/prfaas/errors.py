@@ -19,6 +19,7 @@
 Errors of one package are defined in the module that raises them:
 
     prfaas.cache.hashing.wire_blocks.TooManyChanges    one payload of an engine's events is too much
+    prfaas.engine.warm_up._TimedOut                    a job of the warm-up did not end in time
     prfaas.gateway.api.content_encoding.TooManyBytes   a decompressed body exceeds a limit
     prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
     prfaas.gateway.body_workers.process.WorkerLost     the process that read a body ended

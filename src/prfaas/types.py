@@ -7,7 +7,7 @@ behaviour. The bodies of the kvd's HTTP API are in `contracts/kvd_api.py`.
 
 from __future__ import annotations
 
-from typing import Literal, NewType
+from typing import Literal, NewType, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,12 @@ BlockHash = NewType("BlockHash", bytes)  # chained SHA-256 over token ids, salte
 # Registration and compatibility ------------------------------------------------------------------
 
 
+# native: the bytes of one engine's memory, which only an equal engine understands.
+# canonical: tokens and states by their meaning, which every engine with the model understands.
+Form: TypeAlias = Literal["native", "canonical"]
+CANONICAL: Form = "canonical"
+
+
 class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields that must be equal in two engines, so that one can continue the other's state. A
     field that is not known could be one that differs: it is refused."""
@@ -29,7 +35,7 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str
     state_dtype: str
     block_tokens: int
-    layout: str  # engine family and memory layout; "canonical" is the wire form of `kvspec`
+    layout: str  # engine family and memory layout; CANONICAL is the wire form of `kvspec`
     tensor_parallel: int = 1
 
     def differences(self, other: Compat) -> tuple[str, ...]:
@@ -39,6 +45,10 @@ class Compat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for field in self.__struct_fields__
             if getattr(self, field) != getattr(other, field)
         )
+
+    @property
+    def form(self) -> Form:
+        return CANONICAL if self.layout == CANONICAL else "native"
 
 
 # Grants ------------------------------------------------------------------------------------------
@@ -54,6 +64,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     max_bytes: int
     deadline_s: float  # seconds from the grant to the first frame; frames renew it
     checkpoint_tokens: tuple[int, ...] = ()  # the sender also sends the states after these lengths
+    # In which the receiver takes the state. None: an earlier kvd, whose engines have one form.
+    form: Form | None = None
 
 
 class NotNow(msgspec.Struct, frozen=True, tag="not_now"):

@@ -6,10 +6,13 @@ import msgspec
 import pytest
 
 from prfaas.contracts.kv_transfer_params import (
+    Reference,
     RemoteDecode,
     RemotePrefill,
+    RequestParams,
     ResponseParams,
     decode,
+    decode_reference,
     encode,
     prefill_error,
 )
@@ -57,3 +60,24 @@ def test_a_refused_prefill_carries_its_error() -> None:
         "error": {"code": "overloaded", "message": "no page is free", "retry_after_s": 2.0},
     }
     assert msgspec.convert(encoded, ResponseParams).error is not None
+
+
+def test_a_reference_is_no_half_of_a_hand_off() -> None:
+    sent = encode(Reference((3, 9)))
+    assert sent == {"do_reference": True, "cut_tokens": (3, 9)}
+    assert decode_reference(msgspec.convert(sent, RequestParams)) == Reference((3, 9))
+    assert decode(sent, 100) is None  # the vLLM connector ignores it
+    assert decode_reference(RequestParams(do_reference=True)) == Reference()
+    for ignored in (None, RequestParams(), RequestParams(cut_tokens=(3,))):
+        assert decode_reference(ignored) is None
+    both = RequestParams(do_reference=True, do_remote_prefill=True, transfer_id="t")
+    with pytest.raises(InputError, match="do_reference is set together"):
+        decode_reference(both)
+
+
+def test_both_halves_ask_for_the_cuts() -> None:
+    for half in (RemoteDecode(GRANT, 64, True), RemotePrefill(TransferId("t-1"), None, True)):
+        assert encode(half)["report_cuts"] is True
+        assert decode(encode(half), 100) == half
+    assert "report_cuts" not in encode(RemoteDecode(GRANT, 64))
+    assert encode(ResponseParams(cut_tokens=(8, 16))) == {"cut_tokens": (8, 16)}

@@ -127,6 +127,13 @@ def test_kv_transfer_params(message: tuple[str, str]) -> None:
         assert msgspec.json.encode(response) == body
         assert msgspec.json.encode(kv_transfer_params.encode(response)) == body
         return
+    if "reference" in name:
+        reference = kv_transfer_params.decode_reference(
+            msgspec.json.decode(body, type=RequestParams)
+        )
+        assert reference is not None
+        assert msgspec.json.encode(kv_transfer_params.encode(reference)) == body
+        return
     for params in (msgspec.json.decode(body, type=RequestParams), json.loads(body)):
         half = kv_transfer_params.decode(params, PROMPT_TOKENS)
         assert half is not None

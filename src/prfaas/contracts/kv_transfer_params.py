@@ -3,9 +3,11 @@
     gateway -> prefill node   RemoteDecode    compute the prompt and send its state to a receiver
     prefill node -> gateway   ResponseParams  the state was sent, or an error
     gateway -> decode node    RemotePrefill   continue from a transfer that has been committed
+    checks  -> any node       Reference       compute everything here, cut as a hand-off was cut
 
-`prfaas node` and the vLLM connector accept the same requests, so that a gateway does not depend on
-which engine serves a node. Pure.
+`prfaas node` and the vLLM connector accept the same halves of a hand-off, so that a gateway does
+not depend on which engine serves a node. Reports of cuts and references are of `prfaas node` only;
+the connector ignores these fields. Pure.
 """
 
 from __future__ import annotations
@@ -16,19 +18,23 @@ from typing import Any, TypeAlias
 import msgspec
 
 from prfaas.errors import InputError
-from prfaas.types import Grant, TransferId
+from prfaas.types import Form, Grant, TransferId
 
 _FIELD = "kv_transfer_params"
 
 
 class RequestParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The field of a request as it travels: either half of a hand-off, or neither."""
+    """The field of a request as it travels: either half of a hand-off, a reference, or nothing."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     grant: Grant | None = None
     transfer_id: str | None = None
     handoff_tokens: int | None = None  # None: the whole prompt
+    form: Form | None = None
+    report_cuts: bool = False  # of either half: the response has `cut_tokens`
+    do_reference: bool = False
+    cut_tokens: tuple[int, ...] | None = None  # of a reference; None: as the engine cuts by itself
 
 
 class RemoteDecode(msgspec.Struct, frozen=True):
@@ -37,12 +43,23 @@ class RemoteDecode(msgspec.Struct, frozen=True):
 
     grant: Grant
     handoff_tokens: int
+    report_cuts: bool = False
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
     """Continue from a transfer that has been committed at the node's kvd."""
 
     transfer_id: TransferId
+    form: Form | None = None  # of the grant; None: the engine has one form
+    report_cuts: bool = False
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """Compute the whole prompt, cut after exactly `cut_tokens` tokens, and generate. The request
+    neither reads nor fills the prefix cache, because a cached state was perhaps cut otherwise. The
+    response reports the cuts."""
+
+    cut_tokens: tuple[int, ...] = ()
 
 
 RequestedTransfer: TypeAlias = RemoteDecode | RemotePrefill
@@ -64,6 +81,12 @@ class ResponseParams(msgspec.Struct, frozen=True):
     transfer_id: str | msgspec.UnsetType | None = msgspec.UNSET
     handoff_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     error: PrefillError | msgspec.UnsetType | None = msgspec.UNSET
+    # In which the state was sent: proxies pass this object on to the decode node.
+    form: Form | msgspec.UnsetType | None = msgspec.UNSET
+    # The lengths at which the node has cut the prompt, the end of what it computed included. Where
+    # it resumed from a prefix, the first one is the length of that prefix. Missing: not requested,
+    # not known to the engine, or too many.
+    cut_tokens: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def decode(
@@ -89,21 +112,45 @@ def decode(
     if params.do_remote_prefill:
         if not params.transfer_id:
             raise InputError("transfer_id is missing", where=_FIELD, fix="send the grant's id")
-        return RemotePrefill(TransferId(params.transfer_id))
+        return RemotePrefill(TransferId(params.transfer_id), params.form, params.report_cuts)
     if params.do_remote_decode:
         return _remote_decode(params, prompt_tokens)
     return None
 
 
-def encode(params: RequestedTransfer | ResponseParams) -> dict[str, Any]:
+def decode_reference(params: RequestParams | None) -> Reference | None:
+    """The reference that a request asks for, or None. InputError names the problem. The lengths are
+    not checked: only the engine's side knows their limits (`engine.api.check_cuts`)."""
+    if params is None or not params.do_reference:
+        return None
+    if params.do_remote_decode or params.do_remote_prefill:
+        raise InputError(
+            "do_reference is set together with a half of a hand-off",
+            where=_FIELD,
+            fix="set one of do_reference, do_remote_decode and do_remote_prefill",
+        )
+    return Reference(params.cut_tokens or ())
+
+
+def encode(params: RequestedTransfer | Reference | ResponseParams) -> dict[str, Any]:
     """The field's value, ready for a JSON body."""
     match params:
         case RemoteDecode():
             message: msgspec.Struct = RequestParams(
-                do_remote_decode=True, grant=params.grant, handoff_tokens=params.handoff_tokens
+                do_remote_decode=True,
+                grant=params.grant,
+                handoff_tokens=params.handoff_tokens,
+                report_cuts=params.report_cuts,
             )
         case RemotePrefill():
-            message = RequestParams(do_remote_prefill=True, transfer_id=params.transfer_id)
+            message = RequestParams(
+                do_remote_prefill=True,
+                transfer_id=params.transfer_id,
+                form=params.form,
+                report_cuts=params.report_cuts,
+            )
+        case Reference():
+            message = RequestParams(do_reference=True, cut_tokens=params.cut_tokens)
         case ResponseParams():
             message = params
     built: dict[str, Any] = msgspec.to_builtins(message)
@@ -127,4 +174,4 @@ def _remote_decode(params: RequestParams, prompt_tokens: int) -> RemoteDecode:
             where=_FIELD,
             fix=f"send 1 to {prompt_tokens}, or leave it out",
         )
-    return RemoteDecode(params.grant, tokens)
+    return RemoteDecode(params.grant, tokens, params.report_cuts)

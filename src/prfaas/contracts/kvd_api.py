@@ -41,6 +41,7 @@ SNAPSHOT = -1  # ?since= that requests a snapshot
 MAX_GROUPS = 256  # of a model
 MAX_LAYERS = 4_096  # of a group
 MAX_HEADS = 65_536  # of a group
+MAX_POOLS = 2  # of a kvd: one for each form
 _Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 # Segment names contain the names of groups, see `kvspec/segments.py`.
@@ -94,6 +95,7 @@ class MatchPrefix(msgspec.Struct, frozen=True):
     """Hashes of whole blocks, from the beginning of a prompt."""
 
     hashes: tuple[BlockName, ...]
+    compat: Compat | None = None  # of the pool that is meant; None: the first one
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -109,6 +111,7 @@ class PullPrefix(msgspec.Struct, frozen=True):
     # The address of the relay through which the source reaches this kvd.
     via: Annotated[str, msgspec.Meta(max_length=300)] | None = None
     within_s: Annotated[float, msgspec.Meta(gt=0, le=PULL_S)] = PULL_S  # the timeout
+    compat: Compat | None = None  # of the pools that are meant; None: the first one of the target
 
 
 class PrefixPulled(msgspec.Struct, frozen=True, tag="pulled"):
@@ -198,6 +201,7 @@ class PoolReport(msgspec.Struct, frozen=True):
     occupancy: Occupancy
     bytes_by_group: dict[str, int]
     counters: PoolCounters
+    name: str = ""  # under which its cache events are published; empty: the node's name
 
 
 class ArrivalCounters(msgspec.Struct, frozen=True):
@@ -225,6 +229,12 @@ class KvdReport(msgspec.Struct, frozen=True):
     links: tuple[LinkStats, ...]
     next_seq: dict[NodeId, int]  # the next number of each node's cache events
     late_s: float = 0.0  # seconds of the last LATE_WINDOW_S in which the process could not run
+    # Of engines that hand over in a second form. `pool` has the form that counts for routing.
+    more_pools: Annotated[tuple[PoolReport, ...], msgspec.Meta(max_length=MAX_POOLS - 1)] = ()
+
+    @property
+    def pools(self) -> tuple[PoolReport, ...]:
+        return () if self.pool is None else (self.pool, *self.more_pools)
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

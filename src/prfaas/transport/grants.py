@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from prfaas.errors import InputError
-from prfaas.types import Grant, TransferId
+from prfaas.types import Form, Grant, TransferId
 
 
 def new_grant(
@@ -18,6 +18,7 @@ def new_grant(
     skip_tokens: Mapping[str, int] | None = None,
     checkpoint_tokens: Sequence[int] = (),
     transfer_id: TransferId | None = None,
+    form: Form | None = None,
 ) -> Grant:
     """Makes a grant with a new secret token, and with a new id unless the caller has one."""
     return Grant(
@@ -28,6 +29,7 @@ def new_grant(
         max_bytes=max_bytes,
         deadline_s=deadline_s,
         checkpoint_tokens=tuple(checkpoint_tokens),
+        form=form,
     )
 
 
