@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hypothesis import settings
 
@@ -64,16 +64,17 @@ def make_pool(
     arena: Arena | None = None,
     ssd: SpillFile | None = None,
     journal: Journal | None = None,
-    first_lease_id: int = 1,
+    lease_ids: Iterator[int] | None = None,
+    storage: PoolStorage | None = None,
 ) -> HybridPrefixPool:
     return HybridPrefixPool(
         spec,
         BLOCK,
-        PoolStorage(layout_of(spec), pages, arena, ssd),
+        storage or PoolStorage(layout_of(spec), pages, arena, ssd),
         eviction=eviction_of(evict, spec),
         checkpoints=checkpoints or BranchPoints(),
         journal=journal,
-        first_lease_id=first_lease_id,
+        lease_ids=lease_ids,
     )
 
 

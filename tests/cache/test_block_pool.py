@@ -9,26 +9,26 @@ from prfaas.types import BlockHash
 
 
 def kept(pool: BlockPool, tree: PrefixTree, name: bytes, pages: int = 1) -> Block:
-    block = pool.allocate(0, pages)
+    (block,) = pool.allocate([(0, pages)])
     tree.attach(tree.add(BlockHash(name), None), block)
     return block
 
 
 def test_pages_come_fresh_then_reused_as_neighbours() -> None:
     pool = BlockPool(6, LRU())
-    first, second = pool.allocate(0, 2), pool.allocate(1, 3)
+    first, second = pool.allocate([(0, 2), (1, 3)])
     assert (first.pages, second.pages) == ((0, 1), (2, 3, 4))
     assert pool.free_pages == 1
     pool.release([second], now=0.0)
     assert pool.free_pages == 4
-    assert pool.allocate(0, 3).pages == (2, 3, 4)
+    assert pool.allocate([(0, 3)])[0].pages == (2, 3, 4)
     assert pool.pages_by_group == {0: 5, 1: 0}
     pool.check()
 
 
 def test_what_nobody_keeps_is_freed_at_the_last_release() -> None:
     pool = BlockPool(2, LRU())
-    block = pool.allocate(0, 2)
+    (block,) = pool.allocate([(0, 2)])
     pool.pin(block)
     pool.release([block], now=0.0)
     assert pool.free_pages == 0
@@ -62,11 +62,11 @@ def test_evicting_frees_the_pages() -> None:
 
 def test_capacity_questions() -> None:
     pool = BlockPool(3, LRU())
-    pool.allocate(0, 2)
+    pool.allocate([(0, 2)])
     assert pool.can_ever_hold(3) and not pool.can_ever_hold(4)
     assert pool.has_room(1) and not pool.has_room(2)
     endless = BlockPool(None, LRU())
-    endless.allocate(0, 10**6)
+    endless.allocate([(0, 10**6)])
     assert endless.free_pages is None
     assert endless.has_room(10**9) and endless.can_make_room(10**9) and endless.can_ever_hold(10**9)
 
@@ -78,12 +78,12 @@ def test_check_sees_broken_books() -> None:
         lambda pool, block: setattr(block, "pages", (0, 0)),
         lambda pool, block: setattr(block, "pages", (0,)),
         lambda pool, block: setattr(pool, "idle_pages", 1),
-        lambda pool, block: pool._returned.append(0),
-        lambda pool, block: setattr(pool, "capacity_pages", 1),
+        lambda pool, block: pool.supply.give_back((0,)),
+        lambda pool, block: setattr(pool.supply, "most_pages", 1),
         lambda pool, block: pool.pages_by_group.clear(),
     ):
         pool = BlockPool(4, LRU())
-        block = pool.allocate(0, 2)
+        (block,) = pool.allocate([(0, 2)])
         pool.check()
         break_it(pool, block)
         with pytest.raises(AssertionError):

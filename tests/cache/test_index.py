@@ -217,3 +217,11 @@ def test_check_sees_broken_books() -> None:
     index._holders._holders[names("b")[0]] = 1 << 60
     with pytest.raises(AssertionError):
         index.check()
+
+
+def test_the_log_line_of_a_bad_snapshot_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    index = PrefixIndex()
+    index.join(info(A))
+    assert not index.snapshot(A, {f"group{n}": [] for n in range(5000)}, 0)
+    (record,) = caplog.records
+    assert "5000 unknown groups" in record.getMessage() and len(record.getMessage()) < 200

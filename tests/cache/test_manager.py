@@ -7,7 +7,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
 from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import ClusterMatch, CopyProposal, GlobalKVManager
-from prfaas.types import ClusterId, HashEvent, NodeId
+from prfaas.types import ClusterId, Compat, HashEvent, NodeId
 from tests.cache.builders import BLOCK, SPECS
 
 SPEC = SPECS["hybrid"]
@@ -182,7 +182,7 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     all_nodes = [P0, P1, P2, F0]
 
     def saved(waits_s: dict[NodeId, float | None]) -> list[tuple[NodeId, str]]:
-        found = cluster.manager.evacuations(P0, 0.0, all_nodes, waits_s)
+        found = cluster.manager.evacuations([P0], 0.0, all_nodes, waits_s)
         names = {tuple(prompt(x).at(BLOCK)): x for x in ("ab", "cd", "ef")}
         assert all(copy.source == P0 for copy in found)
         return [(copy.target, names[copy.hashes]) for copy in found]
@@ -193,3 +193,86 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     assert saved({P0: 0.0, F0: 0.0}) == [], "no node is left in its cluster"
     cluster.store(P1, "cd")
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0}) == [(P2, "ab")]
+
+
+# Nodes with two pools, and engines with caches of their own ---------------------------------------
+
+CANONICAL = Compat("m", "1", "bfloat16", "float32", BLOCK, "canonical")
+NATIVE = Compat("m", "1", "bfloat16", "float32", BLOCK, "vllm-a")
+P2 = NodeId("p2")
+SECOND = {node: NodeId(f"{node}/native") for node in (P0, P1, P2)}
+WAITS: dict[NodeId, float | None] = {P0: 3.0, P1: 0.0, P2: 0.5}
+IN_USE = {**WAITS, **{SECOND[node]: wait_s for node, wait_s in WAITS.items()}}
+
+
+@pytest.fixture
+def twins(cluster: Cluster) -> Cluster:
+    """Every PD node has a canonical and a native pool with blocks of the same size."""
+    for node in (P0, P1, P2):
+        rules = rules_for(SPEC)
+        cluster.manager.join(NodeInfo(node, PD, BLOCK, rules, CANONICAL))
+        cluster.manager.join(NodeInfo(SECOND[node], PD, BLOCK, rules, NATIVE, node))
+    return cluster
+
+
+def proposed(twins: Cluster, waits_s: dict[NodeId, float | None]) -> list[CopyProposal]:
+    return twins.manager.replications(0.0, list(waits_s), waits_s, saturated_s=1.0)
+
+
+def test_a_copy_stays_within_a_format(twins: Cluster) -> None:
+    twins.store(SECOND[P0], "abcd")
+    asked = prompt("abcd")
+    match = twins.manager.match(asked)
+    assert twins.manager.propose_copy(asked, match, P1) is None, "equal hashes, other state"
+    copy = twins.manager.propose_copy(asked, match, SECOND[P1])
+    assert copy is not None
+    assert (copy.source, copy.target, copy.compat, copy.tokens) == (P0, P1, NATIVE, 16)
+
+
+def test_a_hot_prefix_of_a_second_pool_is_copied_to_a_second_pool(twins: Cluster) -> None:
+    twins.store(SECOND[P0], "ab")
+    ask_for(twins, "abx", "aby", "abz")
+    (copy,) = proposed(twins, IN_USE)
+    assert (copy.source, copy.target, copy.compat) == (P0, P1, NATIVE)
+
+
+def test_a_node_that_has_the_prefix_in_any_form_needs_no_copy(twins: Cluster) -> None:
+    for pool in (P0, SECOND[P0]):
+        twins.store(pool, "ab")
+    ask_for(twins, "abx", "aby", "abz")
+    assert {copy.compat for copy in proposed(twins, IN_USE)} == {CANONICAL, NATIVE}
+    twins.store(SECOND[P1], "ab")
+    assert proposed(twins, IN_USE) == [], "one holder has time"
+    busy = {**IN_USE, P1: 3.0, SECOND[P1]: 3.0}
+    assert {copy.target for copy in proposed(twins, busy)} == {P2}
+
+
+def test_a_prefix_leaves_with_its_node_once(twins: Cluster) -> None:
+    pools = [P0, SECOND[P0]]
+    for pool in pools:
+        twins.store(pool, "ab")
+    twins.store(SECOND[P0], "cd")
+    ask_for(twins, *["ab"] * 4, *["cd"] * 3)
+    found = twins.manager.evacuations(pools, 0.0, list(IN_USE), IN_USE)
+    assert [(copy.source, copy.target, copy.compat) for copy in found] == [
+        (P0, P1, CANONICAL),
+        (P0, P1, NATIVE),
+    ]
+    twins.store(SECOND[P2], "ab")
+    (copy,) = twins.manager.evacuations(pools, 0.0, list(IN_USE), IN_USE)
+    assert copy.hashes == tuple(prompt("cd").at(BLOCK)), "the other one is kept, in another form"
+
+
+def test_an_engines_own_cache_neither_is_a_source_nor_hides_its_pool(twins: Cluster) -> None:
+    """A prefix is as hot as what can be copied of it."""
+    engine = NodeId("engine")
+    twins.manager.join(NodeInfo(engine, PD, BLOCK, rules_for(SPEC), owner=P0))
+    twins.store(engine, "abcd")
+    twins.store(P0, "ab")
+    ask_for(twins, *["abcd"] * 4)
+    (copy,) = proposed(twins, {**IN_USE, engine: 3.0})
+    assert (copy.source, copy.target, copy.tokens) == (P0, P1, 8)
+    asked = prompt("abcd")
+    other = NodeId("other")
+    twins.manager.join(NodeInfo(other, PD, BLOCK, rules_for(SPEC)))
+    assert twins.manager.propose_copy(asked, twins.manager.match(asked), other) is None

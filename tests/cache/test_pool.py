@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -362,7 +363,7 @@ def test_a_failed_write_costs_its_block_only(bytes_pool: HybridPrefixPool) -> No
 
 
 def test_an_unknown_lease_is_an_error() -> None:
-    pool = make_pool(HYBRID, first_lease_id=1000)
+    pool = make_pool(HYBRID, lease_ids=count(1000))
     old = make_pool(HYBRID).reserve(hashes_of(prompt("a")), BLOCK, now=0.0)
     lease = reserve(pool, prompt("a"))
     assert isinstance(old, Lease) and old.id != lease.id >= 1000

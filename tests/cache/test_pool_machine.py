@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -111,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
             arena=self.arena,
             ssd=self.ssd,
             journal=self.journal,
-            first_lease_id=self.next_lease_id,
+            lease_ids=count(self.next_lease_id),
         )
         self.reference = Reference(self.pool.rules)
         self.index = PrefixIndex()

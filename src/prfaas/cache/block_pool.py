@@ -17,7 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from prfaas.cache.storage.page_supply import PageSupply
+
 if TYPE_CHECKING:
+    from prfaas.cache.storage.budget import BudgetShare
     from prfaas.cache.storage.ssd import Slot
     from prfaas.cache.tree import PrefixNode
 
@@ -60,13 +63,14 @@ class Eviction(Protocol):
 
 
 class BlockPool:
-    """`capacity_pages` of None means unlimited (for replays; no arena can back it)."""
+    """`capacity_pages` of None means unlimited (for replays; no arena can back it). With a `share`
+    of a budget the pool has at most what the budget leaves it."""
 
-    def __init__(self, capacity_pages: int | None, eviction: Eviction) -> None:
-        self.capacity_pages = capacity_pages
+    def __init__(
+        self, capacity_pages: int | None, eviction: Eviction, share: BudgetShare | None = None
+    ) -> None:
+        self.supply = PageSupply(capacity_pages, share)
         self._eviction = eviction
-        self._fresh = 0  # pages below this number have been handed out at least once
-        self._returned: list[int] = []
         self._live: dict[int, Block] = {}  # every block with pages, by identity
         self._idle: dict[int, Block] = {}
         self._leaving: dict[int, Block] = {}  # oldest first
@@ -76,34 +80,41 @@ class BlockPool:
         self.pages_by_group: Counter[int] = Counter()
 
     @property
+    def capacity_pages(self) -> int | None:
+        return self.supply.capacity_pages
+
+    @property
     def free_pages(self) -> int | None:
-        return None if self.capacity_pages is None else self.capacity_pages - self.used_pages
+        capacity = self.capacity_pages
+        return None if capacity is None else capacity - self.used_pages
 
     def can_ever_hold(self, pages: int) -> bool:
-        return self.capacity_pages is None or pages <= self.capacity_pages
+        capacity = self.capacity_pages
+        return capacity is None or pages <= capacity
 
     def can_make_room(self, pages: int) -> bool:
         """Whether evicting idle blocks would free that many pages. Evicts nothing."""
-        if self.capacity_pages is None:
-            return True
-        free = self.capacity_pages - self.used_pages
-        return pages <= free + self.idle_pages + self.leaving_pages
+        free = self.free_pages
+        return free is None or pages <= free + self.idle_pages + self.leaving_pages
 
     def has_room(self, pages: int) -> bool:
-        return self.capacity_pages is None or pages <= self.capacity_pages - self.used_pages
+        free = self.free_pages
+        return free is None or pages <= free
 
-    def allocate(self, group: int, pages: int) -> Block:
-        """A block in use by one holder. The caller has made room."""
-        block = Block(group, self._take(group, pages))
-        block.refs = 1
-        self._live[id(block)] = block
-        return block
+    def allocate(self, units: Sequence[tuple[int, int]]) -> list[Block]:
+        """Blocks in use by one holder, for units (group, pages), in the same order and as
+        neighbours where possible. The caller has made room for all of them."""
+        blocks = [Block(group, ()) for group, _ in units]
+        for block in blocks:
+            block.refs = 1
+        self._take(blocks, [pages for _, pages in units])
+        return blocks
 
-    def restore(self, block: Block, pages: int) -> None:
-        """Gives pages back to a block that was spilled. It must be in use."""
-        assert block.refs > 0 and not block.pages, block
-        block.pages = self._take(block.group, pages)
-        self._live[id(block)] = block
+    def restore(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
+        """Gives pages back to blocks that were spilled, each its number of pages, as neighbours
+        where possible. The blocks must be in use."""
+        assert all(block.refs > 0 and not block.pages for block in blocks), blocks
+        self._take(blocks, pages)
 
     def pin(self, block: Block) -> None:
         if block.refs == 0 and self._idle.pop(id(block), None) is not None:
@@ -169,8 +180,7 @@ class BlockPool:
     def check(self) -> None:
         """Every page is free or on exactly one block; every idle block is kept and unused."""
         self._eviction.check()
-        seen: set[int] = set(self._returned)
-        assert len(seen) == len(self._returned), "a page was returned twice"
+        seen: set[int] = set()
         for block in self._live.values():
             leaving = id(block) in self._leaving
             assert block.pages, f"a live block without pages: {block}"
@@ -180,8 +190,8 @@ class BlockPool:
             assert (id(block) in self._idle) == (block.refs == 0 and not leaving), block
             assert not leaving or (block.refs == 0 and block.slot is not None), block
             assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
-        assert seen == set(range(self._fresh)), "a page leaked"
-        assert self.used_pages == self._fresh - len(self._returned)
+        self.supply.check(seen)
+        assert self.used_pages == len(seen)
         assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
         assert self.leaving_pages == sum(len(block.pages) for block in self._leaving.values())
         assert set(self._idle) <= set(self._live) and set(self._leaving) <= set(self._live)
@@ -189,28 +199,19 @@ class BlockPool:
         for block in self._live.values():
             by_group[block.group] += len(block.pages)
         assert by_group == +self.pages_by_group
-        assert self.capacity_pages is None or self.used_pages <= self.capacity_pages
 
-    def _take(self, group: int, pages: int) -> tuple[int, ...]:
-        assert self.has_room(pages), f"{pages} pages requested, {self.free_pages} free"
-        self.used_pages += pages
-        self.pages_by_group[group] += pages
-        returned = self._returned
-        if not returned:
-            first = self._fresh
-            self._fresh += pages
-            return tuple(range(first, first + pages))
-        reused = min(pages, len(returned))
-        taken = returned[-1 : -reused - 1 : -1]
-        del returned[-reused:]
-        taken += range(self._fresh, self._fresh + pages - reused)
-        self._fresh += pages - reused
-        return tuple(taken)
+    def _take(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
+        needed = sum(pages)
+        assert self.has_room(needed), f"{needed} pages requested, {self.free_pages} free"
+        self.used_pages += needed
+        for block, taken in zip(blocks, self.supply.take(pages), strict=True):
+            block.pages = taken
+            self.pages_by_group[block.group] += len(taken)
+            self._live[id(block)] = block
 
     def _give_back(self, block: Block) -> None:
         del self._live[id(block)]
         self.used_pages -= len(block.pages)
         self.pages_by_group[block.group] -= len(block.pages)
-        # Reversed, so that the next unit of this size gets them in order and as neighbours.
-        self._returned.extend(reversed(block.pages))
+        self.supply.give_back(block.pages)
         block.pages = ()

@@ -21,25 +21,43 @@ from dataclasses import dataclass, field
 
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.holders import BlockHolders, Stretch
-from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
+from prfaas.types import BlockHash, ClusterId, Compat, HashEvent, NodeId
 
 _LOG = logging.getLogger(__name__)
+_SHOWN_GROUPS = 3  # in a log line
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node reports when it joins. Nodes may differ in block size."""
+    """What a node reports when it joins. Nodes may differ in block size. A node with several pools
+    joins once for each, under different names."""
 
     node: NodeId
     cluster: ClusterId
     block_tokens: int
     rules: tuple[GroupRule, ...]
+    # Of a pool. Prefixes are copied between pools of equal formats. None: formats are not told
+    # apart.
+    compat: Compat | None = None
+    owner: NodeId | None = None  # the node whose cache this is, where its name is another one
+
+    @property
+    def at(self) -> NodeId:
+        """The node itself, whichever of its caches this is."""
+        return self.owner or self.node
+
+    @property
+    def is_pool(self) -> bool:
+        """False for an engine's own cache, from which nothing can be copied."""
+        return self.owner is None or self.compat is not None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMatch:
     tokens: int  # every group of the node can resume here
     attention_tokens: int  # what an index without states and windows would claim
+    pool_tokens: int | None = None  # see `scheduler.view.CachedPrefix`
+    remote_pool_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -167,7 +185,10 @@ class PrefixIndex:
         if member is None or not set(held) <= set(member.lanes):
             self.stats.unknown_node_events += member is None
             self.stats.malformed_events += member is not None
-            self._warn_once("in a bad snapshot", node, sorted(held))
+            unknown = sorted(set(held) - set(() if member is None else member.lanes))
+            shown = ", ".join(unknown[:_SHOWN_GROUPS])
+            detail = f"{len(unknown)} unknown groups, such as {shown}" if member else "no member"
+            self._warn_once("in a bad snapshot", node, detail)
             return False
         self.join(member.info, next_seq)
         member = self._members[node]

@@ -1,5 +1,8 @@
 """GlobalKVManager: what every cluster has cached, and which prefixes to copy where.
 
+The index has one name for each pool and for each engine's own cache. A node may have several pools,
+one for each format of its engine; prefixes are copied between pools of equal formats only.
+
 The router calls `match` once per request (paper, sections 3.2 and 3.4.3); the gateway feeds cache
 events and reports nodes that join and leave. The manager proposes copies and never makes them: a
 proposal has the prefix, source, target and bytes, and the caller knows whether the link has room.
@@ -12,10 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from prfaas.cache.hashing import PromptHashes
-from prfaas.cache.hot import HotPrefixes
+from prfaas.cache.hot import HotPrefix, HotPrefixes
 from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
 from prfaas.kvspec import KVSpec
-from prfaas.types import BlockHash, ClusterId, HashEvent, NodeId
+from prfaas.types import BlockHash, ClusterId, Compat, HashEvent, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class CopyProposal:
     skip_tokens: int  # full-attention tokens that the target already holds
     nbytes: int
     crosses_clusters: bool
+    compat: Compat | None = None  # of the two nodes' pools that are meant
 
 
 class GlobalKVManager:
@@ -106,11 +110,13 @@ class GlobalKVManager:
         return PromptMatch(nodes, clusters)
 
     def observe(self, prompt: PromptHashes, match: PromptMatch, now: float) -> None:
-        """Counts a routed request for this prompt towards the heat of its cached prefix."""
-        best = max(match.nodes.items(), key=lambda item: item[1].tokens, default=None)
-        if best is not None and best[1].tokens:
-            node, found = best
-            self._hot.observe(prompt, self._index.info(node).block_tokens, found.tokens, now)
+        """Counts a routed request for this prompt towards the heat of its cached prefix. What an
+        engine's own cache has beyond the pools does not count, because it cannot be copied."""
+        pools = [n for n in match.nodes if self._index.info(n).is_pool]
+        node = max(pools, key=match.node_tokens, default=None)
+        if node is not None and match.node_tokens(node):
+            size = self._index.info(node).block_tokens
+            self._hot.observe(prompt, size, match.node_tokens(node), now)
 
     # Proposing copies -----------------------------------------------------------------------------
 
@@ -121,36 +127,39 @@ class GlobalKVManager:
         target: NodeId,
         sources: Collection[NodeId] | None = None,
     ) -> CopyProposal | None:
-        """The longest prefix that another node (of `sources`) has and `target` lacks. A node with
-        another block size has other block hashes and cannot be the source."""
+        """The longest prefix that another pool (of `sources`) has and the pool `target` lacks. A
+        pool with another block size has other block hashes, and one with another format has other
+        state: neither can be the source."""
         here = self._index.info(target)
         source: NodeId | None = None
         tokens = match.node_tokens(target)
         for node, found in match.nodes.items():
             if node == target or (sources is not None and node not in sources):
                 continue
-            same_size = self._index.info(node).block_tokens == here.block_tokens
+            there = self._index.info(node)
+            same = (there.block_tokens, there.compat) == (here.block_tokens, here.compat)
             # At equal length a source in the target's cluster is cheaper.
             closer = (
                 source is not None
                 and found.tokens == tokens
                 and self._index.info(source).cluster != here.cluster
-                and self._index.info(node).cluster == here.cluster
+                and there.cluster == here.cluster
             )
-            if same_size and (found.tokens > tokens or closer):
+            if same and there.is_pool and (found.tokens > tokens or closer):
                 source, tokens = node, found.tokens
         if source is None:
             return None
         held = match.nodes.get(target)
         skip = min(held.attention_tokens, tokens) if held is not None else 0
         return CopyProposal(
-            source=source,
-            target=target,
+            source=self._index.info(source).at,
+            target=here.at,
             hashes=tuple(prompt.at(here.block_tokens)[: tokens // here.block_tokens]),
             tokens=tokens,
             skip_tokens=skip,
             nbytes=self._spec.kv_bytes(tokens, skip),
             crosses_clusters=self._index.info(source).cluster != here.cluster,
+            compat=here.compat,
         )
 
     def replications(
@@ -168,72 +177,90 @@ class GlobalKVManager:
         its traffic to one node; the router decides about copies across clusters. Only the `limit`
         hottest prefixes are considered, because matching takes time.
 
-        `living` are the pools that can be copied from. `waits_s` has the nodes in use and how
-        long a prefill waits there, None for nodes that do not prefill."""
-        prefilling = {node: wait for node, wait in waits_s.items() if wait is not None}
+        `living` are the pools that can be copied from. `waits_s` has the pools of the nodes in use
+        and how long a prefill waits at the node, None for nodes that do not prefill."""
+        prefilling = {pool: wait for pool, wait in waits_s.items() if wait is not None}
         proposals: list[CopyProposal] = []
         if all(wait <= saturated_s for wait in prefilling.values()):
             return proposals
         for hot in islice(self._hot.hottest(now), limit):
             match = self.match(hot.prompt)
-            for waits in self._by_cluster(prefilling, hot.block_tokens):
-                held = [w for node, w in waits.items() if match.node_tokens(node) >= hot.tokens]
-                others = [n for n in waits if match.node_tokens(n) < hot.tokens]
+            at = self._holders(hot, match)
+            for waits in self._alike(prefilling, hot.block_tokens):
+                held = [w for pool, w in waits.items() if self._index.info(pool).at in at]
+                others = [n for n in waits if self._index.info(n).at not in at]
                 if not held or not others or min(held) <= saturated_s:
                     continue
                 target = min(others, key=waits.__getitem__)
                 if 2 * waits[target] >= min(held):
                     continue
                 proposal = self.propose_copy(hot.prompt, match, target, living)
-                if proposal is not None:
+                if proposal is not None and proposal.tokens >= hot.tokens:
                     proposals.append(proposal)
         return proposals
 
     def evacuations(
         self,
-        node: NodeId,
+        pools: Collection[NodeId],
         now: float,
         living: Collection[NodeId],
         waits_s: Mapping[NodeId, float | None],
     ) -> list[CopyProposal]:
-        """Copies to make before `node` leaves: its hot prefixes that no other node of its cluster
-        holds, hottest first, each to the cluster's least busy other node. Targets are nodes that
-        prefill, or nodes that decode when no other node prefills. Arguments: see
-        `replications`."""
-        others = {n: wait for n, wait in waits_s.items() if n != node}
+        """Copies to make before a node with these `pools` leaves: its hot prefixes that no other
+        node of its cluster holds, hottest first, each from one of its pools to the cluster's least
+        busy other node. Targets are nodes that prefill, or nodes that decode when no other node
+        prefills. Other arguments: see `replications`."""
+        others = {n: wait for n, wait in waits_s.items() if n not in pools}
         prefilling = {n: wait for n, wait in others.items() if wait is not None}
         proposals: list[CopyProposal] = []
         for hot in self._hot.hottest(now):
             match = self.match(hot.prompt)
-            if match.node_tokens(node) < hot.tokens:
-                continue
-            cluster = self._index.info(node).cluster
-            size = hot.block_tokens
-            keepers = self._members(cluster, prefilling, size)
-            keepers = keepers or self._members(cluster, dict.fromkeys(others, 0.0), size)
-            if not keepers or any(match.node_tokens(n) >= hot.tokens for n in keepers):
-                continue
-            target = min(keepers, key=keepers.__getitem__)
-            proposal = self.propose_copy(hot.prompt, match, target, living)
-            if proposal is not None:
-                proposals.append(proposal)
+            kept = self._holders(hot, match)
+            for pool in pools:
+                if match.node_tokens(pool) < hot.tokens:
+                    continue
+                here = self._index.info(pool)
+                keepers = self._like(here, prefilling) or self._like(
+                    here, dict.fromkeys(others, 0.0)
+                )
+                if not keepers or any(self._index.info(n).at in kept for n in keepers):
+                    continue
+                target = min(keepers, key=keepers.__getitem__)
+                proposal = self.propose_copy(hot.prompt, match, target, living)
+                if proposal is not None:
+                    proposals.append(proposal)
+                    break
         return proposals
 
-    def _by_cluster(
-        self, waits_s: Mapping[NodeId, float], block_tokens: int
-    ) -> list[dict[NodeId, float]]:
-        clusters = dict.fromkeys(info.cluster for info in self._index.nodes())
-        return [self._members(cluster, waits_s, block_tokens) for cluster in clusters]
+    def _holders(self, hot: HotPrefix, match: PromptMatch) -> set[NodeId]:
+        """The nodes with a pool that has the prefix, as far as the size of its blocks allows."""
+        found = set()
+        for name, held in match.nodes.items():
+            info = self._index.info(name)
+            if info.is_pool and held.tokens > hot.tokens - info.block_tokens:
+                found.add(info.at)
+        return found
 
-    def _members(
-        self, cluster: ClusterId, waits_s: Mapping[NodeId, float], block_tokens: int
-    ) -> dict[NodeId, float]:
+    def _alike(
+        self, waits_s: Mapping[NodeId, float], block_tokens: int
+    ) -> Iterable[dict[NodeId, float]]:
+        """The pools with these blocks, those of one cluster and one format together."""
+        found: dict[tuple[ClusterId, Compat | None], dict[NodeId, float]] = {}
+        for info in self._index.nodes():
+            if info.node in waits_s and info.block_tokens == block_tokens:
+                alike = found.setdefault((info.cluster, info.compat), {})
+                alike[info.node] = waits_s[info.node]
+        return found.values()
+
+    def _like(self, here: NodeInfo, waits_s: Mapping[NodeId, float]) -> dict[NodeId, float]:
+        """The other pools of this one's cluster, format and block size."""
+        wanted = (here.cluster, here.compat, here.block_tokens)
         return {
             info.node: waits_s[info.node]
             for info in self._index.nodes()
-            if info.cluster == cluster
-            and info.node in waits_s
-            and info.block_tokens == block_tokens
+            if info.node in waits_s
+            and info.at != here.at
+            and (info.cluster, info.compat, info.block_tokens) == wanted
         }
 
     def check(self) -> None:

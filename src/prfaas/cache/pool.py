@@ -21,7 +21,7 @@ a prefix there, in jobs that the owner may run in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from prfaas.cache.groups import Hit, rules_for
 from prfaas.cache.journal import Action, Journal
 from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, PoolStats
 from prfaas.cache.lookup import PrefixLookup
+from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.preparation import Preparation, Promises
 from prfaas.cache.storage.ssd_jobs import ReadJob
@@ -58,8 +59,8 @@ class _Survey(NamedTuple):
 
 
 class HybridPrefixPool:
-    """`first_lease_id`: the ids of two pools that are used one after the other must not meet, so
-    that a lease of the first one is not valid at the second."""
+    """`lease_ids`: the ids of two pools of one owner, or of owners that follow one another, must
+    not meet, so that a lease of one pool is not valid at the other. Default: from 1."""
 
     def __init__(
         self,
@@ -70,14 +71,14 @@ class HybridPrefixPool:
         eviction: Eviction,
         checkpoints: CheckpointPolicy,
         journal: Journal | None = None,
-        first_lease_id: int = 1,
+        lease_ids: Iterator[int] | None = None,
     ) -> None:
         self.spec = spec
         self.block_tokens = block_tokens
         self.layout = storage.layout
         self.rules = rules_for(spec)
         self.stats = PoolStats()
-        self._blocks = BlockPool(storage.capacity_pages, eviction)
+        self._blocks = BlockPool(storage.capacity_pages, eviction, storage.share)
         self._tree = PrefixTree(len(self.rules))
         self._lookup = PrefixLookup(self.rules, block_tokens, self._tree)
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
@@ -85,7 +86,7 @@ class HybridPrefixPool:
         self._checkpoints = checkpoints
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
-        self._ids = count(first_lease_id)
+        self._ids = count(1) if lease_ids is None else lease_ids
 
     # Reading --------------------------------------------------------------------------------------
 
@@ -286,10 +287,7 @@ class HybridPrefixPool:
             return self._refusal(pages)
         self._tiers.make_room(pages, now)
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
-        new: dict[tuple[int, int], Block] = {}
-        for key, filled_from in demand.units.items():
-            new[key] = self._blocks.allocate(key[0], self.layout.pages(key[0]))
-            new[key].filled_from = filled_from
+        new = _allocate(self._blocks, self.layout, demand)
         match = self._lookup.match(hit)
         lease = Lease(
             id=LeaseId(next(self._ids)),
@@ -338,7 +336,10 @@ class HybridPrefixPool:
         self.stats.refused += 1
         nbytes = pages * self.layout.page_bytes
         if not self._blocks.can_ever_hold(pages):
-            return NotNow(f"{nbytes} bytes are more than the pool has", TOO_LARGE_RETRY_S)
+            why = f"{nbytes} bytes are more than the pool has"
+            if pages <= (self._blocks.supply.most_pages or 0):
+                why += ", because another form shares its memory"
+            return NotNow(why, TOO_LARGE_RETRY_S)
         return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
     def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
@@ -351,6 +352,20 @@ class HybridPrefixPool:
         self.stats.lost_tokens += match.lost_tokens
         if resumed is not None:
             resumed.hits += 1
+
+
+def _allocate(blocks: BlockPool, layout: PageLayout, demand: Demand) -> dict[UnitKey, Block]:
+    """In the order of the demand. The pages are in the order of groups and tokens, in which engines
+    copy them."""
+    sizes = [layout.pages(group) for group in range(len(layout.unit_bytes))]
+    order = sorted(demand.units)
+    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order])
+    found = dict(zip(order, allocated, strict=True))
+    new: dict[UnitKey, Block] = {}
+    for key, filled_from in demand.units.items():
+        new[key] = found[key]
+        new[key].filled_from = filled_from
+    return new
 
 
 def _check_request(

@@ -72,11 +72,7 @@ class Preparation:
         if not blocks.can_make_room(needed):
             return []  # the reservation will be refused, or finds a shorter prefix
         before = len(tiers.jobs)
-        for block in to_read:
-            count = layout.pages(block.group)
-            if self._promises.free_pages(self) < count or not tiers.start_read(block):
-                break
-            needed -= count
+        needed -= tiers.start_reads(to_read, self._promises.free_pages(self))
         while self._promises.coming_pages(self) < needed:
             if not tiers.start_spills(now):
                 break

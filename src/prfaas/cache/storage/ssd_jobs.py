@@ -95,9 +95,11 @@ class JobQueue:
     def __iter__(self) -> Iterator[SsdJob]:
         return iter(self._jobs)
 
-    def has_room(self, pages: int) -> bool:
-        """Whether a job of that size may be added. A job of any size may be the only one."""
-        return not self._jobs or self._pages + pages <= self._max_pages
+    def has_room(self, pages: int, *, after: int = 0) -> bool:
+        """Whether a job of that size may be added, after others of `after` pages in all. A job of
+        any size may be the only one."""
+        is_only = not self._jobs and not after
+        return is_only or self._pages + after + pages <= self._max_pages
 
     def add(self, job: SsdJob) -> None:
         self._jobs[job] = None

@@ -14,7 +14,7 @@ both tiers, is recorded in the journal.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ from prfaas.cache.block_pool import Block, BlockPool
 from prfaas.cache.journal import Action
 from prfaas.cache.lease import PoolStats
 from prfaas.cache.storage.arena import Arena, PageLayout
+from prfaas.cache.storage.budget import BudgetShare
 from prfaas.cache.storage.ssd import Slot, SpillFile
 from prfaas.cache.storage.ssd_jobs import JobQueue, ReadJob, SpillJob
 from prfaas.cache.tree import PrefixNode, PrefixTree
@@ -38,19 +39,22 @@ class PoolStorage:
     """The memory and the SSD of one pool.
 
     Without an arena the pool counts pages but holds no bytes. `capacity_pages` of None means
-    unlimited, which is for such pools only.
+    unlimited, which is for such pools only. `share`: of the memory that the pool has together with
+    other ones.
     """
 
     layout: PageLayout
     capacity_pages: int | None
     arena: Arena | None = None
     ssd: SpillFile | None = None
+    share: BudgetShare | None = None
 
     def __post_init__(self) -> None:
         assert self.ssd is None or self.arena is not None, "only real bytes can be spilled"
         if self.arena is not None:
             assert self.capacity_pages is not None and self.arena.pages >= self.capacity_pages
             assert self.arena.page_bytes == self.layout.page_bytes
+        assert self.share is None or self.share.page_bytes == self.layout.page_bytes
 
 
 class CacheTiers:
@@ -128,20 +132,25 @@ class CacheTiers:
             self._start_spill(block)
         return bool(victims)
 
-    def start_read(self, block: Block) -> bool:
-        """Starts to read a block on SSD back into memory, where the caller has made room. False
-        when the queue of jobs is full."""
-        count = self._layout.pages(block.group)
-        if not self.jobs.has_room(count):
-            return False
-        assert self._ssd is not None and self._arena is not None and block.slot is not None
-        self._blocks.pin(block)  # until the job has finished, whatever becomes of the caller
-        self._blocks.restore(block, count)
-        views = self._arena.views(block.pages)
-        job = ReadJob(block, self._ssd, block.slot, views, self._finish_read)
-        self._reading[id(block)] = job
-        self.jobs.add(job)
-        return True
+    def start_reads(self, blocks: Sequence[Block], free_pages: int) -> int:
+        """Starts to read blocks on SSD back into memory, on at most `free_pages` pages, which exist
+        and are neighbours where possible. Stops at the first block that does not fit, or for which
+        the queue of jobs has no room. Returns the pages that were taken."""
+        counts: list[int] = []
+        taken = 0
+        for block in blocks:
+            count = self._layout.pages(block.group)
+            if taken + count > free_pages or not self.jobs.has_room(count, after=taken):
+                break
+            counts.append(count)
+            taken += count
+        started = blocks[: len(counts)]
+        for block in started:
+            self._blocks.pin(block)  # until the job has finished, whatever becomes of the caller
+        self._blocks.restore(started, counts)
+        for block in started:
+            self._start_read(block)
+        return taken
 
     def hold(self, block: Block) -> None:
         """Pins a block of a prefix. One that is being written to the SSD stays in memory."""
@@ -171,6 +180,13 @@ class CacheTiers:
         )
         if self._ssd is not None:
             self._ssd.check(owned)
+
+    def _start_read(self, block: Block) -> None:
+        assert self._ssd is not None and self._arena is not None and block.slot is not None
+        views = self._arena.views(block.pages)
+        job = ReadJob(block, self._ssd, block.slot, views, self._finish_read)
+        self._reading[id(block)] = job
+        self.jobs.add(job)
 
     def _start_spill(self, block: Block) -> None:
         assert self._ssd is not None and self._arena is not None and block.node is not None
