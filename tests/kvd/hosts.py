@@ -94,9 +94,11 @@ class Host:
         return found
 
     def in_use(self) -> tuple[int, int]:
-        """Pages of leases, and leases."""
-        occupancy = self.stats()["pool"]["occupancy"]
-        return occupancy["used_pages"] - occupancy["idle_pages"], occupancy["leases"]
+        """Pages of leases, and leases, of all pools."""
+        stats = self.stats()
+        pools = [pool["occupancy"] for pool in (stats["pool"], *stats["more_pools"])]
+        pages = sum(pool["used_pages"] - pool["idle_pages"] for pool in pools)
+        return pages, sum(pool["leases"] for pool in pools)
 
     def received_bytes(self) -> int:
         received = self.stats()["arrivals"]["received_bytes"]
@@ -180,10 +182,11 @@ def names(prompt: Sequence[int]) -> list[BlockHash]:
     return hashes_of(prompt)
 
 
-def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -> None:
+def fill(
+    lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None, spec: KVSpec = SPEC
+) -> None:
     """Plays the engine: writes all required state in chunks of 8 tokens, up to `stop` tokens."""
     export = Export(lease, lease.tokens, lease.checkpoint_tokens, lease.skip_tokens)
-    spec = SPEC
     plan, content = ExportPlan(spec, export), Content(spec, prompt)
     layers = sorted({layer for group in spec.groups for layer in group.layers})
     ends = {*range(8, lease.tokens, 8), *lease.checkpoint_tokens, lease.tokens}
@@ -198,10 +201,12 @@ def fill(lease: WriteLease, prompt: Sequence[int], *, stop: int | None = None) -
         start = end
 
 
-def assert_holds(lease: ReadLease | WriteLease, prompt: Sequence[int], tokens: int) -> None:
+def assert_holds(
+    lease: ReadLease | WriteLease, prompt: Sequence[int], tokens: int, spec: KVSpec = SPEC
+) -> None:
     """Every byte that an engine would read to continue after `tokens` tokens."""
-    content = Content(SPEC, prompt)
-    for segment in resume_segments(SPEC, tokens):
+    content = Content(spec, prompt)
+    for segment in resume_segments(spec, tokens):
         content.check(segment, lease.views(segment))
 
 

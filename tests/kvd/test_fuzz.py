@@ -15,8 +15,8 @@ def test_mutated_messages_in_process_leave_nothing() -> None:
 
 
 def test_mutated_messages_over_sockets_leave_nothing() -> None:
-    outcome = fuzz_sockets(1_500, seed=1)
-    assert outcome.messages >= 1_500
+    outcome = fuzz_sockets(600, seed=1)
+    assert outcome.messages >= 600
     assert outcome.cut > outcome.connections // 4
     for reached in ("LeaseTicket", "Done", "Refused", "HTTP 200", "HTTP 400"):
         assert outcome.answers[reached] > 10, outcome

@@ -211,9 +211,11 @@ def test_metrics_are_prometheus(host: Host) -> None:
     status, body = host.get("/metrics")
     lines = body.decode().splitlines()
     assert status == 200
-    assert any(line.startswith('prfaas_kvd_pool_pages{state="used"}') for line in lines)
+    assert any(
+        line.startswith('prfaas_kvd_pool_pages{form="canonical",state="used"}') for line in lines
+    )
     assert 'prfaas_kvd_transfers{stage="granted"} 0.0' in lines
-    assert "prfaas_kvd_pool_queries_total 1.0" in lines
+    assert 'prfaas_kvd_pool_queries_total{form="canonical"} 1.0' in lines
 
 
 def test_a_kvd_sends_heartbeats_to_its_gateways(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ class KvdMachine(RuleBasedStateMachine):
             used = msgspec.structs.replace(used, data_address="no address", max_bytes=1 << 20)
         before = self.leases()
         try:
-            answer = self.parts.outgoing.push(used, hashes, len(hashes) * BLOCK)
+            answer = self.parts.outgoing.push(self.parts.storage, used, hashes)
         except PrfaasError:
             assert self.leases() == before
             return
@@ -367,7 +367,7 @@ class KvdMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_byte_is_that_of_its_prompt(self) -> None:
-        if self.parts.store.storage is None:
+        if self.parts.store.first is None:
             return
         pool = self.parts.storage.pool
         pool.check()

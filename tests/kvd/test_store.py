@@ -52,5 +52,5 @@ async def test_other_heads_are_refused_and_change_nothing(first: int, second: in
     made.register(Register("a", shapes_of(_with_heads(first)), BLOCK, COMPAT))
     with pytest.raises(InputError, match=f"groups: .*here, .*heads={second}.* there.*restart"):
         made.register(Register("b", shapes_of(_with_heads(second)), BLOCK, COMPAT))
-    assert made.storage is not None and made.storage.spec == _with_heads(first)
+    assert made.first is not None and made.first.spec == _with_heads(first)
     made.close()

@@ -1,7 +1,7 @@
 """The kvd's HTTP server, for gateways and other kvds. The bodies are in `contracts/kvd_api.py`.
 
-POST /v1/open               reserves memory for a transfer; 409 names the fields that differ, or
-                            says that the transfer with the request's id has ended
+POST /v1/open               reserves memory for a transfer; 409 says that the transfer with the
+                            request's id has ended
 GET  /v1/transfers/ID       its status; ?wait_s= waits for commit or failure. Renews the lease
 POST /v1/transfers/ID/abort aborts it, unless an engine has attached it
 POST /v1/match              how many tokens of a prefix the pool has
@@ -15,6 +15,8 @@ GET  /metrics               for Prometheus; the operator key opens it, too
 GET  /health                200 while the process runs, as /live
 GET  /live, /ready          for orchestrators (`service/probes.py`)
 GET  /openapi.json          this API as a document (`kvd/openapi.py`)
+
+A body with a `compat` is for the pool of that form; 409 names the fields that differ from it.
 
 With a member key (`security/shared_key.py`), every path except `OPEN_PATHS` responds with 401 to
 requests without it.
@@ -58,7 +60,7 @@ from prfaas.kvd.openapi import OPEN_PATHS, openapi
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvd.store import Store
-from prfaas.kvd.transfers.incoming import IncomingTransfers
+from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
 from prfaas.security.peers import PeerRules
@@ -66,7 +68,7 @@ from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
-from prfaas.types import BlockHash, NodeId, TransferId
+from prfaas.types import BlockHash, Compat, NodeId, TransferId
 
 _REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
 
@@ -127,9 +129,8 @@ class HttpApi:
 
     async def _open(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, OpenTransfer)
-        differences = self._incoming.differences(body.compat)
-        if differences:
-            return incompatible(differences)
+        if (refusal := self._incompatible(body.compat)) is not None:
+            return refusal
         try:
             return json_response(await self._incoming.open_prepared(body))
         except TransferFailed as error:
@@ -152,31 +153,37 @@ class HttpApi:
 
     async def _match(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, MatchPrefix)
-        if self._store.storage is None:
+        if (refusal := self._incompatible(body.compat)) is not None:
+            return refusal
+        storage = self._store.storage_of(body.compat)
+        if storage is None:
             return json_response(PrefixMatch(0, 0))
-        match = self._store.storage.pool.match([BlockHash(name) for name in body.hashes])
+        match = storage.pool.match([BlockHash(name) for name in body.hashes])
         return json_response(PrefixMatch(match.tokens, match.attention_tokens))
 
     async def _pull(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, PullPrefix)
         host = urlsplit(parse_peer_url(body.source, "source")).hostname
         self._peers.check(host or "", "source")
+        if (refusal := self._incompatible(body.compat)) is not None:
+            return refusal
         return json_response(await pull(self._store, self._incoming, self._http, body))
 
     async def _push(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, PushPrefix)
-        differences = self._incoming.differences(body.compat)
-        if differences:
-            return incompatible(differences)
-        storage = self._store.storage
-        tokens = len(body.hashes) * storage.block_tokens if storage is not None else 0
+        if (refusal := self._incompatible(body.compat)) is not None:
+            return refusal
+        storage = self._store.storage_of(body.compat)
+        if storage is None:
+            return json_response(NO_ENGINE)
         hashes = [BlockHash(name) for name in body.hashes]
-        async with self._store.prepared(hashes):
-            return json_response(self._outgoing.push(body.grant, hashes, tokens) or PushStarted())
+        async with self._store.prepared(storage, hashes):
+            return json_response(self._outgoing.push(storage, body.grant, hashes) or PushStarted())
 
     async def _stats(self, request: web.Request) -> web.Response:
-        if request.query.get("check") and self._store.storage is not None:
-            self._store.storage.pool.check()
+        if request.query.get("check"):
+            for storage in self._store.storages:
+                storage.pool.check()
         return json_response(self._reporter.report())
 
     async def _events_page(self, request: web.Request) -> web.Response:
@@ -184,8 +191,8 @@ class HttpApi:
         since, patience_s = number(request, "since", 0), wait_s(request)
         if since >= 0:
             await self._store.events.wait(node, since, patience_s)
-        storage = self._store.storage
-        held = storage.pool.holdings() if storage is not None and node == self._store.node else None
+        storage = self._store.storage_named(node)
+        held = storage.pool.holdings() if storage is not None else None
         return json_response(self._store.events.page(node, since, held))
 
     async def _role(self, request: web.Request) -> web.Response:
@@ -213,6 +220,13 @@ class HttpApi:
         return web.Response(
             body=self._reporter.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+    def _incompatible(self, compat: Compat | None) -> web.Response | None:
+        """The refusal of state that no pool here has; None when one has it, or may get it."""
+        differences = self._store.differences(compat) if compat is not None else ()
+        if not differences:
+            return None
+        return incompatible(differences, [storage.compat for storage in self._store.storages])
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.Response(body=self._document, content_type="application/json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ from aiohttp.typedefs import Handler
 from prfaas.contracts.kvd_api import LONGEST_WAIT_S, KvdErrorBody
 from prfaas.errors import InputError, PeerError, PeerForbidden, RequestError
 from prfaas.service.request_body import BodyLimits, DamagedBody
-from prfaas.types import TransferId
+from prfaas.types import Compat, TransferId
 
 _LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
@@ -106,9 +107,11 @@ def json_response(body: msgspec.Struct, *, status: int = 200) -> web.Response:
     return web.Response(body=data, content_type="application/json", status=status)
 
 
-def incompatible(differences: tuple[str, ...]) -> web.Response:
-    message = f"the engine does not match this kvd: {'; '.join(differences)}"
-    return json_response(KvdErrorBody("incompatible", message, differences), status=409)
+def incompatible(differences: Sequence[str], formats: Iterable[Compat]) -> web.Response:
+    """`formats`: of the pools of this kvd."""
+    taken = " and ".join(f"the {one.form} form ({one.layout})" for one in formats)
+    message = f"the engine does not match this kvd: {'; '.join(differences)}; it takes {taken}"
+    return json_response(KvdErrorBody("incompatible", message, tuple(differences)), status=409)
 
 
 def unauthorized() -> web.Response:

@@ -90,9 +90,10 @@ def openapi(*, with_keys: bool) -> bytes:
         TransferStatus,
         errors=(404,),
     )
-    post("/v1/match", "How much of a prefix is in the pool.", MatchPrefix, PrefixMatch)
+    match = "How much of a prefix is in the pool."
+    post("/v1/match", match, MatchPrefix, PrefixMatch, errors=(409,))
     pull = "Copies a prefix from another kvd to this one."
-    post("/v1/pull", pull, PullPrefix, PrefixPulled, NotNow, errors=(403, 502))
+    post("/v1/pull", pull, PullPrefix, PrefixPulled, NotNow, errors=(403, 409, 502))
     push = "Sends a prefix to another kvd."
     post("/v1/push", push, PushPrefix, PushStarted, NotNow, errors=(403, 409, 502))
     add(

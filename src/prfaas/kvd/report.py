@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -22,13 +23,13 @@ from prfaas.contracts.kvd_api import (
     shapes_of,
 )
 from prfaas.kvd.engine_socket.server import EngineSocketServer
-from prfaas.kvd.store import Store
+from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.transport.listener import Listener
-from prfaas.types import LinkStats
+from prfaas.types import Form, LinkStats
 
 T = TypeVar("T")
 _POOL_HELP = {
@@ -66,14 +67,20 @@ class Reporter:
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(self))
 
+    @property
+    def committed(self) -> Mapping[Form, int]:
+        """Incoming transfers by form."""
+        return self._incoming.committed
+
     def report(self) -> KvdReport:
+        pools = tuple(_pool(storage) for storage in self._store.storages)
         return KvdReport(
             node=self._store.node,
             instance=self._store.events.instance,
             data_address=self._incoming.data_address,
             role=self.role,
             engines=tuple(self._engine_reports()),
-            pool=self._pool(),
+            pool=pools[0] if pools else None,
             incoming=self._incoming.counts(),
             outgoing=self._outgoing.counts(),
             held_leases=len(self._engines.holders),
@@ -81,33 +88,35 @@ class Reporter:
             links=self._links.reports,
             next_seq=self._store.events.nodes,
             late_s=round(self._lateness.within(LATE_WINDOW_S), 4),
+            more_pools=pools[1:],
         )
 
     def metrics(self) -> bytes:
         return generate_latest(self._registry)
 
     def _engine_reports(self) -> Iterator[EngineReport]:
-        processes: dict[str, int] = {}
+        """A process with two forms has a connection for each of them."""
+        connections: dict[str, Counter[Form]] = {}
         urls: dict[str, str | None] = {}
         for register in self._engines.connected.values():
-            processes[register.engine_id] = processes.get(register.engine_id, 0) + 1
+            of_engine = connections.setdefault(register.engine_id, Counter())
+            of_engine[register.compat.form] += 1
             urls[register.engine_id] = register.url or urls.get(register.engine_id)
-        for engine_id, number in processes.items():
-            yield EngineReport(engine_id, urls[engine_id], number)
+        for engine_id, of_engine in connections.items():
+            yield EngineReport(engine_id, urls[engine_id], max(of_engine.values()))
 
-    def _pool(self) -> PoolReport | None:
-        storage = self._store.storage
-        if storage is None:
-            return None
-        return PoolReport(
-            compat=storage.compat,
-            groups=shapes_of(storage.spec),
-            block_tokens=storage.block_tokens,
-            page_bytes=storage.arena.page_bytes,
-            occupancy=_counts(storage.pool.occupancy(), Occupancy),
-            bytes_by_group=storage.pool.bytes_by_group(),
-            counters=_counts(storage.pool.stats, PoolCounters),
-        )
+
+def _pool(storage: Storage) -> PoolReport:
+    return PoolReport(
+        compat=storage.compat,
+        groups=shapes_of(storage.spec),
+        block_tokens=storage.block_tokens,
+        page_bytes=storage.arena.page_bytes,
+        occupancy=_counts(storage.pool.occupancy(), Occupancy),
+        bytes_by_group=storage.pool.bytes_by_group(),
+        counters=_counts(storage.pool.stats, PoolCounters),
+        name=storage.name,
+    )
 
 
 def _counts(owner: object, kind: type[T]) -> T:
@@ -149,27 +158,40 @@ class _Metrics(Collector):
         )
         late.add_metric([], report.late_s)
         yield late
-        if report.pool is not None:
-            yield from _pool_metrics(report.pool)
+        by_form = CounterMetricFamily(
+            "prfaas_kvd_committed_by_form",
+            "Incoming transfers that were committed, also those that needed no byte.",
+            labels=["form"],
+        )
+        for form, number in self._reporter.committed.items():
+            by_form.add_metric([form], number)
+        yield by_form
+        if report.pools:
+            yield from _pool_metrics(report.pools)
         yield from _link_metrics(report.links)
 
 
-def _pool_metrics(pool: PoolReport) -> Iterator[Metric]:
-    occupancy = pool.occupancy
-    pages = _gauge("pool_pages", "Pages of the arena by state.", "state")
-    for state, number in (
-        ("used", occupancy.used_pages),
-        ("idle", occupancy.idle_pages),
-        ("capacity", occupancy.capacity_pages or 0),
-    ):
-        pages.add_metric([state], number)
-    yield pages
-    by_group = _gauge("pool_bytes", "Bytes of memory in use by KV group.", "group")
-    for group, nbytes in pool.bytes_by_group.items():
-        by_group.add_metric([group], nbytes)
-    yield by_group
-    for name in pool.counters.__struct_fields__:
-        yield _counter(f"pool_{name}", _POOL_HELP[name], getattr(pool.counters, name))
+def _pool_metrics(pools: Sequence[PoolReport]) -> Iterator[Metric]:
+    pages = _gauge("pool_pages", "Pages of the arena by state.", "form", "state")
+    page_bytes = _gauge("pool_page_bytes", "Bytes of a page.", "form")
+    by_group = _gauge("pool_bytes", "Bytes of memory in use by KV group.", "form", "group")
+    for pool in pools:
+        form, occupancy = pool.compat.form, pool.occupancy
+        for state, number in (
+            ("used", occupancy.used_pages),
+            ("idle", occupancy.idle_pages),
+            ("capacity", occupancy.capacity_pages or 0),
+        ):
+            pages.add_metric([form, state], number)
+        page_bytes.add_metric([form], pool.page_bytes)
+        for group, nbytes in pool.bytes_by_group.items():
+            by_group.add_metric([form, group], nbytes)
+    yield from (pages, page_bytes, by_group)
+    for name in PoolCounters.__struct_fields__:
+        counter = CounterMetricFamily(f"prfaas_kvd_pool_{name}", _POOL_HELP[name], labels=["form"])
+        for pool in pools:
+            counter.add_metric([pool.compat.form], getattr(pool.counters, name))
+        yield counter
 
 
 def _link_metrics(links: tuple[LinkStats, ...]) -> Iterator[Metric]:
@@ -193,5 +215,5 @@ def _counter(name: str, text: str, value: int) -> CounterMetricFamily:
     return CounterMetricFamily(f"prfaas_kvd_{name}", text, value=value)
 
 
-def _gauge(name: str, text: str, label: str | None = None) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"prfaas_kvd_{name}", text, labels=[label] if label else [])
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"prfaas_kvd_{name}", text, labels=labels)

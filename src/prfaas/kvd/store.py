@@ -1,8 +1,10 @@
-"""What a kvd stores: the arena, the hybrid pool over it, and the SSD file.
+"""What a kvd stores: for each form an arena and the hybrid pool over it; and the SSD file.
 
-The first registration of an engine makes them, because it determines the page size. Later
-registrations must have the same model and layout; an error names each difference. One owner, no
-locks; independent of transfers and sockets.
+The first registration of an engine in a form makes them, because it determines the page size. Later
+registrations in that form must have the same model and layout, and the other form the same model;
+an error names each difference. The memory is for both forms together (`cache/storage/budget.py`):
+each arena could hold all of it, but a memfd has memory only where it was used. The SSD tier belongs
+to the form that was registered first. One owner, no locks; independent of transfers and sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
+from typing import get_args
 
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import CostAware
@@ -22,18 +26,19 @@ from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.journal import Journal
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.cache.storage.arena import Arena, choose_layout
+from prfaas.cache.storage.budget import BudgetShare, MemoryBudget
 from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
-from prfaas.contracts.kvd_api import spec_of
+from prfaas.contracts.kvd_api import MAX_POOLS, spec_of
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.ssd_worker import SsdWorker
 from prfaas.kvspec import KVSpec
-from prfaas.types import BlockHash, Compat, NodeId
+from prfaas.types import BlockHash, Compat, Form, NodeId
 
 _DEFAULTS = KvdSection()
 # How long a request waits for the SSD. A gateway waits 5 s for the answer to an open.
@@ -42,7 +47,7 @@ SSD_WAIT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    memory_bytes: int = parse_bytes(_DEFAULTS.memory, "memory")
+    memory_bytes: int = parse_bytes(_DEFAULTS.memory, "memory")  # of all forms together
     ssd: Path | None = None  # a folder or a file; None: no SSD tier
     ssd_bytes: int = parse_bytes(_DEFAULTS.ssd_size, "ssd_size")
     checkpoints: str = _DEFAULTS.checkpoints
@@ -50,8 +55,9 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What exists after the first registration."""
+    """What exists after the first registration in a form."""
 
+    name: NodeId  # of its cache events
     spec: KVSpec
     block_tokens: int
     whole_blocks: bool
@@ -59,7 +65,12 @@ class Storage:
     fd: int  # of the arena
     arena: Arena
     pool: HybridPrefixPool
+    journal: Journal
     ssd_fd: int | None
+
+    @property
+    def form(self) -> Form:
+        return self.compat.form
 
     @property
     def whole(self) -> int:
@@ -73,27 +84,62 @@ class Store:
     ) -> None:
         self.node = node
         self.options = options
-        self.storage: Storage | None = None
+        # The canonical form first, in whatever order the engine's connections have registered: the
+        # first one counts for routing, and must not change when the kvd or the engine restarts.
+        self.storages: tuple[Storage, ...] = ()
         self.events = events
         self._clock = clock or MonotonicClock()
-        self._journal = Journal()
+        self._budget = MemoryBudget(options.memory_bytes)
+        self._lease_ids = count(first_lease_id())  # one lease is of one pool only
         self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
 
+    @property
+    def first(self) -> Storage | None:
+        """The storage of requests that name no form."""
+        return self.storages[0] if self.storages else None
+
+    def storage_of(self, compat: Compat | None) -> Storage | None:
+        """The storage of such an engine; None: the first one. None when there is none."""
+        if compat is None:
+            return self.first
+        return next((one for one in self.storages if one.compat == compat), None)
+
+    def storage_named(self, name: NodeId) -> Storage | None:
+        """The storage that publishes its cache events under this name."""
+        return next((one for one in self.storages if one.name == name), None)
+
+    def differences(self, compat: Compat) -> tuple[str, ...]:
+        """The fields in which such an engine differs from the storage of its form, or from the
+        first one when there is none of its form. Empty before the first registration."""
+        nearest = self._of_form(compat.form) or self.first
+        return () if nearest is None else nearest.compat.differences(compat)
+
     def register(self, register: Register) -> Storage:
-        """The storage; the first call makes it. InputError when the engine does not match it."""
-        if register.engine_id == self.node:
+        """The storage of the engine's form; the first call with the form makes it. InputError when
+        the engine does not match it, or its model is not that of the other form."""
+        if register.engine_id in _event_names(self.node):
             # Cache events are numbered by name: those of the engine would mix with the pool's.
             raise InputError(
-                f"{register.engine_id!r} is the name of this kvd",
+                f"{register.engine_id!r} is a name of this kvd",
                 where="engine_id",
                 fix="give the engine another id",
             )
-        if self.storage is None:
+        storage = self._of_form(register.compat.form)
+        if storage is None:
+            self._check_model(register)
+            if register.further and not self.storages:
+                # Gateways take the first form for the one that counts for routing.
+                raise InputError(
+                    f"engine {register.engine_id} has not registered its first form yet",
+                    where="further",
+                    fix="register the first form on another connection, and then this one",
+                )
             with ExitStack() as on_failure:
-                self.storage = self._build(register, on_failure)
+                storage = self._build(register, on_failure)
                 on_failure.pop_all()
-            return self.storage
-        storage, spec = self.storage, spec_of(register.groups)
+            self.storages = (*self.storages, storage)
+            return storage
+        spec = spec_of(register.groups)
         differences = list(storage.compat.differences(register.compat))
         for name, here, there in (
             ("block_tokens", storage.block_tokens, register.block_tokens),
@@ -112,20 +158,20 @@ class Store:
         return storage
 
     def publish_changes(self) -> None:
-        """Publishes cache events for what the pool has stored or removed since the last call."""
-        if self.storage is not None:
-            first = self.events.next_seq(self.node)
-            self.events.add(
-                self.node, self._journal.take(self.node, self.storage.block_tokens, first)
-            )
+        """Publishes cache events for what the pools have stored or removed since the last call."""
+        for storage in self.storages:
+            name = storage.name
+            first = self.events.next_seq(name)
+            self.events.add(name, storage.journal.take(name, storage.block_tokens, first))
 
-    @property
-    def has_ssd(self) -> bool:
-        return self._worker is not None
+    def needs_preparation(self, storage: Storage) -> bool:
+        """Whether `prepared` may have to wait."""
+        return self._worker is not None and storage.ssd_fd is not None
 
     @asynccontextmanager
     async def prepared(
         self,
+        storage: Storage | None,
         hashes: Sequence[bytes],
         tokens: int | None = None,
         checkpoint_tokens: Sequence[int] | None = None,
@@ -133,12 +179,12 @@ class Store:
     ) -> AsyncIterator[None]:
         """Within the block, `reserve` (or `pin`, with `tokens` of None) of the pool finds the
         prefix in memory, and room, as far as the SSD tier could provide them in time. See
-        `HybridPrefixPool.prepare`. Never waits without an SSD tier."""
+        `HybridPrefixPool.prepare`. Never waits for a storage without an SSD tier."""
         preparation = None
-        if self.storage is not None and self._worker is not None:
+        if storage is not None and self.needs_preparation(storage):
             names = [BlockHash(name) for name in hashes]
             try:
-                preparation = self.storage.pool.prepare(
+                preparation = storage.pool.prepare(
                     names,
                     tokens,
                     checkpoint_tokens=checkpoint_tokens,
@@ -158,19 +204,41 @@ class Store:
 
     def close(self) -> None:
         """Waits for the SSD's thread, for a limited time."""
-        if self.storage is not None:
-            os.close(self.storage.fd)
-            # A thread that is stuck in the file must not find another file under its number.
-            if (self._worker is None or self._worker.close()) and self.storage.ssd_fd is not None:
-                os.close(self.storage.ssd_fd)
-            self.storage = None
-            self._worker = None
+        # A thread that is stuck in the file must not find another file under its number.
+        stopped = self._worker is None or self._worker.close()
+        for storage in self.storages:
+            os.close(storage.fd)
+            if stopped and storage.ssd_fd is not None:
+                os.close(storage.ssd_fd)
+        self.storages = ()
+        self._worker = None
+
+    def _of_form(self, form: Form) -> Storage | None:
+        return next((one for one in self.storages if one.form == form), None)
+
+    def _check_model(self, register: Register) -> None:
+        """InputError when a form of another model is registered here already."""
+        assert len(self.storages) < MAX_POOLS, "one for each form"
+        for storage in self.storages:
+            here, there = storage.compat, register.compat
+            if (here.model, here.revision) != (there.model, there.revision):
+                differences = (
+                    f"{name}: {getattr(here, name)!r} here, {getattr(there, name)!r} there"
+                    for name in ("model", "revision")
+                    if getattr(here, name) != getattr(there, name)
+                )
+                raise InputError(
+                    f"engine {register.engine_id} registers the {there.form} form of another model "
+                    f"than the {here.form} form here: {'; '.join(differences)}",
+                    where="compat",
+                    fix="run one kvd for each model; after an upgrade, restart the kvd, too",
+                )
 
     def _build(self, register: Register, on_failure: ExitStack) -> Storage:
         """`on_failure` closes the files when the registration fails."""
         if not register.groups:
             raise InputError("the model has no KV groups", where="groups")
-        spec = spec_of(register.groups)
+        spec, form = spec_of(register.groups), register.compat.form
         layout = choose_layout(unit_bytes(spec, register.block_tokens))
         pages = self.options.memory_bytes // layout.page_bytes
         if not pages:
@@ -179,35 +247,58 @@ class Store:
                 where="--memory",
                 fix="give more memory",
             )
+        share = self._share(form, layout.page_bytes)
+        on_failure.callback(share.leave)
         fd = _memory(pages * layout.page_bytes)
         on_failure.callback(os.close, fd)
         arena = _mapped(fd, layout.page_bytes, pages)
         ssd, ssd_fd = None, None
-        if self.options.ssd is not None:
+        if self.options.ssd is not None and not self.storages:
             ssd_fd = _spill_file(self.options.ssd)
             on_failure.callback(os.close, ssd_fd)
             ssd = SpillFile(ssd_fd, layout.page_bytes, self.options.ssd_bytes // layout.page_bytes)
+        journal = Journal()
         pool = HybridPrefixPool(
             spec,
             register.block_tokens,
-            PoolStorage(layout, pages, arena, ssd),
+            PoolStorage(layout, pages, arena, ssd, share),
             eviction=CostAware(rules_for(spec), layout, register.block_tokens, _in_proportion),
             checkpoints=checkpoint_policy(self.options.checkpoints, register.block_tokens),
-            journal=self._journal,
-            first_lease_id=first_lease_id(),
+            journal=journal,
+            lease_ids=self._lease_ids,
         )
         if ssd is not None:
             self._worker = SsdWorker(self._clock, self.publish_changes)
         return Storage(
-            spec,
-            register.block_tokens,
-            register.whole_blocks,
-            register.compat,
-            fd,
-            arena,
-            pool,
-            ssd_fd,
+            name=NodeId(f"{self.node}/{form}") if self.storages else self.node,
+            spec=spec,
+            block_tokens=register.block_tokens,
+            whole_blocks=register.whole_blocks,
+            compat=register.compat,
+            fd=fd,
+            arena=arena,
+            pool=pool,
+            journal=journal,
+            ssd_fd=ssd_fd,
         )
+
+    def _share(self, form: Form, page_bytes: int) -> BudgetShare:
+        share = self._budget.join(page_bytes)
+        if share is None:
+            needed = max(page_bytes, self._budget.guaranteed_bytes)
+            others = " and ".join(storage.form for storage in self.storages)
+            raise InputError(
+                f"the {others} form has taken so much of the memory ({self._budget.nbytes} bytes) "
+                f"that less than {needed} bytes are left for the {form} form",
+                where="--memory",
+                fix="restart the kvd, or give it more memory",
+            )
+        return share
+
+
+def _event_names(node: NodeId) -> set[str]:
+    """The names of cache events of a kvd's pools, also of those that do not exist yet."""
+    return {node, *(f"{node}/{form}" for form in get_args(Form))}
 
 
 def _same_bytes(here: KVSpec, there: KVSpec) -> bool:

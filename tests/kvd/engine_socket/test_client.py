@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import ConnectionLost, InputError, TransferFailed
+from prfaas.kvd.engine_socket import client
 from prfaas.kvd.engine_socket.messages import (
     Abort,
     Commit,
@@ -32,10 +36,11 @@ from tests.kvd.hosts import (
     begun,
     fill,
     kvd,
+    kvd_process,
     names,
     prompt_of,
 )
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 PROMPT = prompt_of(40)
 
@@ -156,6 +161,34 @@ def test_pages_wait_for_the_last_process_that_writes(host: Host) -> None:
         wait_until(lambda: len(host.stats()["engines"]) == 1)
         assert host.in_use()[1] == 1  # the worker may still be writing
     wait_until(lambda: host.in_use() == (0, 0))
+
+
+def test_a_kvd_that_does_not_run_does_not_stop_the_steps_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's step reports segments without waiting for an answer. When the kvd gets no CPU,
+    the socket's buffer fills, and the report must end as a call does."""
+    monkeypatch.setattr(client, "SEND_S", 0.3)
+    with kvd_process(tmp_path) as host, host.engine() as engine:
+        lease = begun(engine.begin(names(PROMPT), 40))
+
+        def report() -> None:
+            while not lease.lost:
+                lease.ready(Segment("full0", 0, 0, 4))
+
+        step = threading.Thread(target=report, daemon=True)
+        os.kill(host.process.pid, signal.SIGSTOP)
+        try:
+            step.start()
+            step.join(PATIENCE_S / 4)
+            assert not step.is_alive(), "the step waits for the kvd"
+            with pytest.raises(ConnectionLost):
+                lease.commit()
+        finally:
+            os.kill(host.process.pid, signal.SIGCONT)
+        monkeypatch.undo()
+        wait_until(lambda: host.in_use() == (0, 0))
+        wait_until(lambda: engine.connected)
 
 
 def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import SegmentName
-from prfaas.kvspec import Segment
+from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, Segment
 from prfaas.types import Grant
 from tests.kvd.engine_socket.ranks import SPEC, Rank, write_heads
 from tests.kvd.hosts import Host, begun, kvd, names, prompt_of
@@ -196,6 +197,62 @@ def test_a_mislabelled_share_never_commits(idle_pair: tuple[Host, Host], how: st
             with begun(prefill.pin(names(PROMPT))) as kept, begun(decode.pin(names(PROMPT))) as got:
                 assert kept.tokens == got.tokens == 0
             wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
+
+
+def _other_groups() -> dict[str, tuple[KVSpec, str]]:
+    """Groups of another meaning, and how their transfer fails."""
+    full, window, linear = SPEC["full0"], SPEC["window0"], SPEC["linear0"]
+    assert isinstance(full, FullAttention) and isinstance(linear, LinearState)
+    as_full = FullAttention("window0", window.layers, full.bytes_per_token, window.heads)
+    renamed = {"full0": "full1", "full1": "full0"}
+    changes: dict[str, tuple[Group, str]] = {
+        "wider elements": (
+            replace(full, bytes_per_token=2 * full.bytes_per_token),
+            "grant allows",
+        ),
+        "narrower elements": (
+            replace(full, bytes_per_token=full.bytes_per_token // 2),
+            "bytes, 160 are expected",
+        ),
+        "a shorter state": (
+            replace(linear, state_bytes=linear.state_bytes - 4),
+            "bytes, 216 are expected",
+        ),
+        "another layer": (replace(linear, layers=(1, 6)), "layer 6 is not in that group"),
+        "a window as full attention": (as_full, "grant allows"),
+    }
+    found = {
+        how: (KVSpec(tuple(group if g.name == group.name else g for g in SPEC.groups)), says)
+        for how, (group, says) in changes.items()
+    }
+    swapped = tuple(replace(g, name=renamed.get(g.name, g.name)) for g in SPEC.groups)
+    return found | {"swapped roles": (KVSpec(swapped), "is not in that group")}
+
+
+@pytest.mark.parametrize("how", _other_groups())
+def test_groups_of_another_meaning_never_commit(tmp_path: Path, how: str) -> None:
+    """A sender that claims the receiver's format, and has other groups: the receiver has the last
+    word on what a segment is."""
+    spec, says = _other_groups()[how]
+    with kvd(tmp_path, name="p") as here, kvd(tmp_path, name="d") as there:
+        with engine(there) as decode, here.engine("other", spec=spec) as prefill:
+            grant = there.grant(PROMPT)
+            problem = ""
+            try:
+                lease = begun(
+                    prefill.begin(names(PROMPT), TOKENS, checkpoint_tokens=(), grant=grant)
+                )
+                for segment in resume_segments(spec, TOKENS):
+                    lease.ready(segment)
+                lease.commit()
+                problem = there.settled(grant)["reason"]
+            except InputError as error:  # by the sender's own kvd
+                problem = str(error)
+            assert says in problem
+            with pytest.raises(TransferFailed):
+                decode.attach(grant.transfer_id)
+            with begun(decode.pin(names(PROMPT))) as found:
+                assert found.tokens == 0
 
 
 @pytest.mark.parametrize(

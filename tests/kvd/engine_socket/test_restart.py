@@ -4,6 +4,7 @@ so a lease or a ticket of the first must never reach what the second has given t
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prfaas.errors import ConnectionLost, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import Join
+from prfaas.kvspec import FullAttention, Segment
 from tests.kvd.hosts import Host, assert_holds, begun, fill, kvd, names, prompt_of
 from tests.waiting import wait_until
 
@@ -104,3 +106,24 @@ def test_the_kvd_itself_refuses_a_join_that_names_another_instance(tmp_path: Pat
                 connection.call(Join(lease.ticket.lease_id, instance))
         connection.call(Join(lease.ticket.lease_id, lease.ticket.instance))
         assert lease.ticket.instance == owner.registered.instance == host.stats()["instance"]
+
+
+def test_an_engine_is_told_of_every_mapping(tmp_path: Path) -> None:
+    told: list[mmap.mmap] = []
+    with kvd(tmp_path) as host:
+        client = host.engine("engine")
+        client.watch_memory(told.append)
+        lease = begun(client.begin(names(FIRST), TOKENS))
+        (first,) = told
+        assert all(view.obj is first for view in lease.buffers(_some_segment(client, lease)))
+    with client, kvd(tmp_path):
+        wait_until(lambda: len(told) == 2)
+        lease = begun(client.begin(names(FIRST), TOKENS))
+        assert told[1] is not first
+        assert lease.mapped_buffers(_some_segment(client, lease)).memory is told[1]
+        assert len(first) == len(told[1])  # the old one stays mapped for its views
+
+
+def _some_segment(client: KvdClient, lease: WriteLease) -> Segment:
+    group = next(group for group in client.spec.groups if isinstance(group, FullAttention))
+    return Segment(group.name, group.layers[0], 0, lease.tokens)

@@ -155,7 +155,7 @@ class _Case:
             message = traffic.mutated_register()
             self._sending("register", message)
             client.send(message.data)
-            storage = fresh.store.storage
+            storage = fresh.store.first
             if storage is not None and not client.closed:
                 register = fresh.engines.connected[next(iter(fresh.engines.connected))]
                 odd = Model(spec_of(register.groups), register.block_tokens, register.whole_blocks)
@@ -199,8 +199,9 @@ class _Case:
                 world.advance(rng.choice((0.01, 0.1, 1.0, 5.0)))
                 # Links and the listener have threads of their own, which need the interpreter.
                 await asyncio.sleep(0.001)
-            if turn % 1024 == 0 and world.store.storage is not None:
-                world.store.storage.pool.check()
+            if turn % 1024 == 0:
+                for storage in world.store.storages:
+                    storage.pool.check()
         for engine in engines:
             engine.close()
         for gateway in gateways:
@@ -261,10 +262,11 @@ async def _leave(world: World) -> None:
 async def _hand_over(world: World, model: Model) -> None:
     """A hand-off from this kvd to itself: the decode engine reads the bytes that the prefill engine
     wrote. The links give up early in this test, so on a busy machine it may take several tries."""
-    if world.store.storage is None:
+    storage = world.store.storage_of(model.compat)
+    if storage is None:
         return
-    if world.store.storage.spec != model.spec:
-        raise FuzzFailure(f"the kvd has another model: {world.store.storage.spec}")
+    if storage.spec != model.spec:
+        raise FuzzFailure(f"the kvd has another model: {storage.spec}")
     problem = ""
     for attempt in range(20):
         # Prompts that no fuzzed message has named.
@@ -285,7 +287,7 @@ async def _try_hand_over(
 ) -> str:
     """Why it failed, or an empty string."""
     rng, numbers = random.Random(len(prompt)), count(1)
-    storage = world.store.storage
+    storage = world.store.storage_of(model.compat)
     assert storage is not None
     traffic = Traffic(Sessions(model, world.memory, rng), rng)
     mapped = MappedArena(model.spec, model.block_tokens, storage.arena)
@@ -300,7 +302,7 @@ async def _try_hand_over(
 
     await answer(model.register("afterwards"))
     gateway = HttpClientConnection(world)
-    asked = traffic.sessions.open(prompt)
+    asked = traffic.sessions.open(prompt, model.compat)
     world.memory.granted.clear()
     gateway.send(http_bytes(asked, msgspec.json.encode(asked.body)), prompt)
     await _wait(lambda: not gateway.outstanding)

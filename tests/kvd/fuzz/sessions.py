@@ -69,12 +69,17 @@ class Model:
     def compat(self) -> Compat:
         return Compat("tiny", "1", "bytes", "bytes", self.block_tokens, "canonical")
 
-    def register(self, engine_id: str) -> Register:
+    @property
+    def native(self) -> Compat:
+        """Of engines that register their other form. Its bytes are the same, its pool is not."""
+        return msgspec.structs.replace(self.compat, layout="native")
+
+    def register(self, engine_id: str, compat: Compat | None = None) -> Register:
         return Register(
             engine_id,
             shapes_of(self.spec),
             self.block_tokens,
-            self.compat,
+            compat or self.compat,
             self.whole_blocks,
             "http://engine:8000",
         )
@@ -176,7 +181,7 @@ class Sessions:
                 ticket = rng.choice(memory.leases)
                 return about(Commit, ticket) if chance < 0.8 else about(Release, ticket)
             case 9:
-                return self.model.register(f"engine-{rng.randrange(4)}")
+                return self.register(f"engine-{rng.randrange(4)}")
         return Flush()
 
     def _begin(self) -> Begin:
@@ -245,6 +250,9 @@ class Sessions:
             "group_idx": rng.randrange(len(self.model.spec.groups)),
         }
 
+    def register(self, engine_id: str) -> Register:
+        return self.model.register(engine_id, self._form())
+
     # Gateways and other kvds ----------------------------------------------------------------------
 
     def request(self) -> Request:
@@ -260,28 +268,32 @@ class Sessions:
             case 7:
                 return Request("POST", f"/v1/transfers/{known}/abort", {}, AbortTransfer("unused"))
             case 8:
-                return Request("POST", "/v1/match", {}, MatchPrefix(hashes))
+                compat = rng.choice((None, self.model.compat, self.model.native))
+                return Request("POST", "/v1/match", {}, MatchPrefix(hashes, compat))
             case 9 if rng.random() < 0.3:
                 within_s = rng.choice((0.05, 5.0))
-                pull = PullPrefix(memory.peer_url, hashes, memory.data_address, within_s)
+                compat = rng.choice((None, self._form()))
+                pull = PullPrefix(memory.peer_url, hashes, memory.data_address, within_s, compat)
                 return Request("POST", "/v1/pull", {}, pull)
             case 10 | 11 if memory.granted:
                 grant, granted = rng.choice(memory.granted)
                 hashes = self.model.hashes(granted) if rng.random() < 0.9 else hashes
-                push = PushPrefix(hashes, self.model.compat, grant)
+                push = PushPrefix(hashes, self._form(grant), grant)
                 return Request("POST", "/v1/push", {}, push)
             case 12:
                 query = {"check": "1"} if rng.random() < 0.1 else {}
                 return Request("GET", rng.choice(("/v1/stats", "/metrics", "/health")), query)
             case 13 | 14:
-                node = rng.choice((memory.node, "engine-0", "engine-1", "unknown"))
+                pools = (memory.node, f"{memory.node}/native", f"{memory.node}/canonical")
+                node = rng.choice((*pools, "engine-0", "engine-1", "unknown"))
                 since = str(rng.choice((-1, 0, 0, 5, rng.randrange(1_000))))
                 return Request("GET", "/v1/events", {"node": node, "since": since, "wait_s": "0"})
             case 15:
                 return Request("POST", "/v1/role", {}, Role("prefill", rng.randrange(3)))
         return Request("GET", "/v1/role", {})
 
-    def open(self, prompt: Sequence[int]) -> Request:
+    def open(self, prompt: Sequence[int], compat: Compat | None = None) -> Request:
+        """In one of the two forms, when the caller names none."""
         rng, size = self._rng, self.model.block_tokens
         last = len(prompt) // size * size
         more: dict[str, Any] = {}
@@ -291,9 +303,16 @@ class Sessions:
             more["transfer_id"] = str(uuid.UUID(int=rng.getrandbits(128)))
             if self.memory.granted and rng.random() < 0.2:
                 more["transfer_id"] = rng.choice(self.memory.granted).grant.transfer_id
-        hashes, compat = self.model.hashes(prompt), self.model.compat
-        asked = OpenTransfer(hashes, len(prompt), compat, **more)
+        hashes = self.model.hashes(prompt)
+        asked = OpenTransfer(hashes, len(prompt), compat or self._form(), **more)
         return Request("POST", "/v1/open", {}, asked, prompt)
+
+    def _form(self, grant: Grant | None = None) -> Compat:
+        """The format of one of the two pools, mostly of the one that made the grant."""
+        native = self._rng.random() < 0.2
+        if grant is not None:
+            native = (grant.form == "native") != native
+        return self.model.native if native else self.model.compat
 
 
 def about(kind: type[C], ticket: LeaseTicket, **more: Any) -> C:

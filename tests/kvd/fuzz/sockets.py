@@ -110,9 +110,10 @@ class _Campaign:
         self._stop = threading.Event()
 
     def run(self, other: Host) -> None:
-        # Everything that stays: the storage, the links between live kvds and their threads, and
+        # Everything that stays: both storages, the links between live kvds and their threads, and
         # the threads that resolve the names of hosts.
-        self._kvd.engine("first", MODEL.spec).close()  # it decides how many heads the pool has
+        for compat in (MODEL.compat, MODEL.native):  # this decides how many heads the pools have
+            self._kvd.engine("first", MODEL.spec, compat=compat).close()
         self._hand_over_all(other, 0)
         nowhere = PullPrefix("http://localhost:1", tuple(names(prompt_of(8))))
         assert self._kvd.post("/v1/pull", nowhere)[0] == 502
@@ -146,10 +147,10 @@ class _Campaign:
         until_s = time.monotonic() + PATIENCE_S
         while True:
             stats = self._kvd.stats()
-            occupancy = stats["pool"]["occupancy"]
+            pages, leases = self._kvd.in_use()
             busy = {
-                "pages in use": occupancy["used_pages"] - occupancy["idle_pages"],
-                "leases": occupancy["leases"],
+                "pages in use": pages,
+                "leases": leases,
                 "held leases": stats["held_leases"],
                 "engines": len(stats["engines"]),
                 **{f"incoming {s}": stats["incoming"][s] for s in ("granted", "committed")},

@@ -66,7 +66,7 @@ class Traffic:
     # Engines --------------------------------------------------------------------------------------
 
     def register(self, engine_id: str) -> Message:
-        return Message(self._framed(self.sessions.model.register(engine_id)), mutated=False)
+        return Message(self._framed(self.sessions.register(engine_id)), mutated=False)
 
     def mutated_register(self) -> Message:
         call = _plain(self.sessions.model.register("engine"))

@@ -109,8 +109,7 @@ class World:
     def busy(self) -> str:
         """What has not ended, or an empty string."""
         incoming, outgoing = self.incoming.counts(), self.outgoing.counts()
-        storage = self.store.storage
-        leases = storage.pool.occupancy().leases if storage is not None else 0
+        leases = sum(one.pool.occupancy().leases for one in self.store.storages)
         counts = {
             "leases": leases,
             "held leases": len(self.engines.holders),
@@ -132,16 +131,14 @@ class World:
             await asyncio.sleep(0.01)
 
     def check_pool(self) -> None:
-        storage = self.store.storage
-        if storage is None:
-            return
-        try:
-            storage.pool.check()
-        except AssertionError as error:
-            raise FuzzFailure(f"the pool's invariants are broken: {error}") from error
-        occupancy = storage.pool.occupancy()
-        if occupancy.leases or occupancy.used_pages != occupancy.idle_pages:
-            raise FuzzFailure(f"pages are still in use: {occupancy}")
+        for storage in self.store.storages:
+            try:
+                storage.pool.check()
+            except AssertionError as error:
+                raise FuzzFailure(f"the pool's invariants are broken: {error}") from error
+            occupancy = storage.pool.occupancy()
+            if occupancy.leases or occupancy.used_pages != occupancy.idle_pages:
+                raise FuzzFailure(f"pages are still in use: {occupancy}")
 
 
 class EngineClient:

@@ -50,8 +50,8 @@ class Parts:
 
     @property
     def storage(self) -> Storage:
-        assert self.store.storage is not None
-        return self.store.storage
+        assert self.store.first is not None
+        return self.store.first
 
     @property
     def mapped(self) -> MappedArena:

@@ -151,7 +151,9 @@ mislabelled = st.sampled_from(
 
 
 def begin(parts: Parts) -> LeaseTicket:
-    ticket = parts.outgoing.begin(Begin(tuple(names(PROMPT)), TOKENS, (16,)), lambda _: None)
+    ticket = parts.outgoing.begin(
+        parts.storage, Begin(tuple(names(PROMPT)), TOKENS, (16,)), lambda _: None
+    )
     assert isinstance(ticket, LeaseTicket), ticket
     return ticket
 

@@ -74,7 +74,7 @@ async def test_nothing_is_granted_before_an_engine_has_registered() -> None:
     async with transfer_parts() as parts:
         request = OpenTransfer(tuple(names(PROMPT)), TOKENS, COMPAT)
         assert parts.incoming.open(request) is NO_ENGINE
-        assert parts.incoming.differences(COMPAT) == ()
+        assert parts.store.differences(COMPAT) == ()
 
 
 async def test_a_grant_is_refused_when_memory_is_short() -> None:

@@ -70,7 +70,7 @@ def begin(
     parts: Parts, grant: Grant | None = None, notify: Callable[[TransferEnded], None] | None = None
 ) -> LeaseTicket:
     request = Begin(tuple(names(PROMPT)), TOKENS, (), grant)
-    ticket = parts.outgoing.begin(request, notify or (lambda ended: None))
+    ticket = parts.outgoing.begin(parts.storage, request, notify or (lambda ended: None))
     assert isinstance(ticket, LeaseTicket), ticket
     return ticket
 
@@ -240,7 +240,9 @@ async def test_memory_that_is_short_refuses_a_lease() -> None:
         parts.register()
         held = begin(parts)
         other = prompt_of(3 * TOKENS, seed=1)
-        refused = parts.outgoing.begin(Begin(tuple(names(other)), len(other)), lambda ended: None)
+        refused = parts.outgoing.begin(
+            parts.storage, Begin(tuple(names(other)), len(other)), lambda ended: None
+        )
         assert isinstance(refused, NotNow)
         parts.outgoing.abort(held.lease_id, "done")
         assert parts.in_use() == (0, 0)
@@ -251,12 +253,12 @@ async def test_a_push_sends_a_prefix_and_refuses_one_that_is_not_here(
 ) -> None:
     grant = receiver.grant()
     with pytest.raises(TransferFailed, match="has 0 of them"):
-        parts.outgoing.push(grant, names(PROMPT), TOKENS)
+        parts.outgoing.push(parts.storage, grant, names(PROMPT))
     assert parts.in_use() == (0, 0)
     kept = begin(parts)
     fill(parts.write_lease(kept), PROMPT)
     parts.outgoing.commit(kept.lease_id)
-    assert parts.outgoing.push(grant, names(PROMPT), TOKENS) is None
+    assert parts.outgoing.push(parts.storage, grant, names(PROMPT)) is None
     assert parts.in_use()[1] == 1
     await until(lambda: parts.in_use() == (0, 0))
     assert receiver.owner.wait() is None

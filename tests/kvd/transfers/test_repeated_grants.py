@@ -39,7 +39,7 @@ def receiver() -> Iterator[Receiver]:
 
 def keep(parts: Parts, prompt: list[int] = PROMPT) -> None:
     request = Begin(tuple(names(prompt)), TOKENS, ())
-    ticket = parts.outgoing.begin(request, lambda ended: None)
+    ticket = parts.outgoing.begin(parts.storage, request, lambda ended: None)
     assert isinstance(ticket, LeaseTicket), ticket
     fill(parts.write_lease(ticket), prompt)
     parts.outgoing.commit(ticket.lease_id)
@@ -58,7 +58,7 @@ async def test_a_grant_that_is_being_sent_begins_no_second_lease(
         with pytest.raises(TransferFailed, match="is being sent"):
             begin(parts, again)
         with pytest.raises(TransferFailed, match="is being sent"):
-            parts.outgoing.push(again, names(PROMPT), TOKENS)
+            parts.outgoing.push(parts.storage, again, names(PROMPT))
     assert parts.in_use() == held
     fill(parts.write_lease(ticket), PROMPT)
     parts.outgoing.commit(ticket.lease_id)
@@ -72,9 +72,9 @@ async def test_a_push_that_comes_again_is_answered_and_pins_nothing(
 ) -> None:
     keep(parts)
     grant = receiver.grant()
-    assert parts.outgoing.push(grant, names(PROMPT), TOKENS) is None
+    assert parts.outgoing.push(parts.storage, grant, names(PROMPT)) is None
     assert parts.in_use()[1] == 1
-    assert parts.outgoing.push(grant, names(PROMPT), TOKENS) is None
+    assert parts.outgoing.push(parts.storage, grant, names(PROMPT)) is None
     assert parts.in_use()[1] == 1
     await until(lambda: parts.in_use() == (0, 0))
     assert receiver.owner.wait() is None
@@ -86,11 +86,11 @@ async def test_a_push_of_another_prefix_under_the_same_grant_is_refused(
     keep(parts)
     keep(parts, OTHER)
     grant = receiver.grant()
-    assert parts.outgoing.push(grant, names(PROMPT), TOKENS) is None
+    assert parts.outgoing.push(parts.storage, grant, names(PROMPT)) is None
     other = msgspec.structs.replace(grant, token="another")
     for again, prompt in ((grant, OTHER), (other, PROMPT)):
         with pytest.raises(TransferFailed, match="is being sent"):
-            parts.outgoing.push(again, names(prompt), TOKENS)
+            parts.outgoing.push(parts.storage, again, names(prompt))
     assert parts.in_use()[1] == 1
     await until(lambda: parts.in_use() == (0, 0))
 
@@ -108,7 +108,7 @@ async def test_a_grant_whose_transfer_has_ended_here_is_refused(
     with pytest.raises(TransferFailed, match="has ended"):
         begin(parts, grant)
     with pytest.raises(TransferFailed, match="has ended"):
-        parts.outgoing.push(grant, names(PROMPT), TOKENS)
+        parts.outgoing.push(parts.storage, grant, names(PROMPT))
     assert parts.in_use() == (0, 0)
 
 
@@ -117,7 +117,7 @@ async def test_a_transfer_under_way_is_never_forgotten(parts: Parts, receiver: R
     keep(parts)
     grant = receiver.grant()
     request = Begin(tuple(names(OTHER)), TOKENS, (), grant)  # the engine has written nothing yet
-    assert isinstance(parts.outgoing.begin(request, lambda ended: None), LeaseTicket)
+    assert isinstance(parts.outgoing.begin(parts.storage, request, lambda ended: None), LeaseTicket)
     for _ in range(REMEMBERED_TRANSFERS + 1):
         ended = new_grant("h:1", max_bytes=0, deadline_s=60.0)
         parts.outgoing.commit(begin(parts, ended).lease_id)
@@ -125,13 +125,13 @@ async def test_a_transfer_under_way_is_never_forgotten(parts: Parts, receiver: R
     status = parts.outgoing.status(grant.transfer_id)
     assert status is not None and status.state == "sending"
     with pytest.raises(TransferFailed, match="is being sent"):
-        parts.outgoing.begin(request, lambda ended: None)
+        parts.outgoing.begin(parts.storage, request, lambda ended: None)
 
 
 async def test_a_transfer_without_a_segment_is_refused(parts: Parts, receiver: Receiver) -> None:
     """Its manifest would break the connection, and with it the frames of other transfers."""
     with pytest.raises(InputError, match="is left to send"):
-        parts.outgoing.push(receiver.grant(), [], 0)
+        parts.outgoing.push(parts.storage, receiver.grant(), [])
     assert parts.in_use() == (0, 0)
 
 
@@ -177,7 +177,7 @@ async def test_a_grant_that_cannot_be_used_leaves_no_lease(
     assert parts.in_use() == (0, 0)
     keep(parts)
     with pytest.raises(REFUSALS):
-        parts.outgoing.push(grant, names(PROMPT), TOKENS)
+        parts.outgoing.push(parts.storage, grant, names(PROMPT))
     assert parts.in_use() == (0, 0)
     assert parts.outgoing.counts() == {"writing": 0, "sending": 0}
 
@@ -202,7 +202,7 @@ async def test_an_unexpected_failure_of_the_link_gives_the_pages_back(
     monkeypatch.setattr(SenderTransfers, "mark_ready", fail)
     for start in (
         lambda: begin(parts, grant),
-        lambda: parts.outgoing.push(again, names(PROMPT), TOKENS),
+        lambda: parts.outgoing.push(parts.storage, again, names(PROMPT)),
     ):
         with pytest.raises(RuntimeError):
             start()

@@ -9,10 +9,12 @@ kvd starts empty, so no lease survives. Memory that still has views stays mapped
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
+import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -54,6 +56,7 @@ from prfaas.types import Compat, Grant, NotNow, TransferId
 _LOG = logging.getLogger(__name__)
 
 ANSWER_S = 60.0  # the timeout of a call: the kvd may write to SSD before it answers
+SEND_S = ANSWER_S  # to a kvd that does not read
 _CONNECT_S = 5.0
 _RECONNECT_S = 0.5  # between two attempts to reconnect to a kvd that has exited
 _READ_BYTES = 1 << 16
@@ -64,8 +67,13 @@ class KvdClient:
 
     `whole_blocks`: the engine's blocks are opaque, so attention and window segments begin and end
     at block boundaries (the last one may extend beyond `tokens`).
+
+    `further`: this is another form of an engine whose first form another client has registered.
+    The constructor returns also when the kvd does not take the form (now): the client goes on
+    trying, and raises what it was told from every call until then.
     """
 
+    # limits: everything that an engine registers with.
     def __init__(
         self,
         path: str | Path,
@@ -76,16 +84,25 @@ class KvdClient:
         compat: Compat,
         whole_blocks: bool = False,
         url: str | None = None,
+        further: bool = False,
     ) -> None:
         self.spec = spec
         self.block_tokens = block_tokens
         self._path = str(path)
         self._register = Register(
-            engine_id, shapes_of(spec), block_tokens, compat, whole_blocks, url
+            engine_id, shapes_of(spec), block_tokens, compat, whole_blocks, url, further
         )
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connection = _Connection(self._path, self._register, spec)
+        self._connection: _Connection | None = None
+        self._on_memory: Callable[[mmap.mmap], None] | None = None
+        self._logged = ""  # the problem of the latest attempt to register
+        try:
+            self._connected()
+        except PrfaasError as error:
+            if not further:
+                raise
+            self._log_once(error)
         # A thread reconnects, not the next call: gateways send no hand-off to an engine that is not
         # registered, so an engine that waits for hand-offs would never make that call.
         self._reconnector = threading.Thread(
@@ -102,12 +119,24 @@ class KvdClient:
     @property
     def registered(self) -> Registered:
         """The kvd's answer to the registration: its name, addresses and arena."""
+        if self._connection is None:
+            raise ConnectionLost(f"not registered with the kvd yet: {self._logged}")
         return self._connection.registered
 
     @property
     def connected(self) -> bool:
         """Whether the kvd is there. After it has exited, the client connects again."""
-        return not self._connection.gone
+        connection = self._connection
+        return connection is not None and not connection.gone
+
+    def watch_memory(self, call: Callable[[mmap.mmap], None]) -> None:
+        """Calls `call` with this process's mapping of the arena: at once, when the client is
+        registered, and each time after it has registered with a new kvd, in any thread. `call` must
+        neither block nor raise."""
+        with self._lock:
+            self._on_memory = call
+            if self._connection is not None:
+                call(self._connection.memory)
 
     def begin(
         self,
@@ -175,7 +204,8 @@ class KvdClient:
         """Closes the connection; the kvd then releases every lease of this process."""
         with self._lock:
             self._closed.set()
-            self._connection.close()
+            if self._connection is not None:
+                self._connection.close()
         self._reconnector.join()
 
     def _joined(self, ticket: LeaseTicket) -> _Connection:
@@ -190,26 +220,33 @@ class KvdClient:
 
     def _reconnect_loop(self) -> None:
         """Connects and registers again whenever the connection has ended."""
-        logged = ""
         while True:
-            self._connection.ended.wait()
+            if self._connection is not None:
+                self._connection.ended.wait()
             if self._closed.wait(_RECONNECT_S):  # an exiting kvd may still accept connections
                 return
             try:
                 self._connected()
-                logged = ""
+                self._logged = ""
             except PrfaasError as error:
-                if str(error) != logged:
-                    logged = str(error)
-                    _LOG.warning("not registered with the kvd: %s", logged)
+                self._log_once(error)
+
+    def _log_once(self, error: PrfaasError) -> None:
+        if str(error) != self._logged:
+            self._logged = str(error)
+            form = self._register.compat.form
+            _LOG.warning("not registered with the kvd in the %s form: %s", form, self._logged)
 
     def _connected(self) -> _Connection:
         with self._lock:
             if self._closed.is_set():
                 raise ConnectionLost("this client is closed")
-            if self._connection.ended.is_set():
-                self._connection.close()
+            if self._connection is None or self._connection.ended.is_set():
+                if self._connection is not None:
+                    self._connection.close()
                 self._connection = _Connection(self._path, self._register, self.spec)
+                if self._on_memory is not None:
+                    self._on_memory(self._connection.memory)
             return self._connection
 
 
@@ -293,6 +330,10 @@ class _Connection:
     def gone(self) -> bool:
         return self.ended.is_set()
 
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._arena.memory
+
     def write_lease(self, ticket: LeaseTicket, sent: Future[None]) -> WriteLease:
         return WriteLease(ticket, self._arena, self, sent)
 
@@ -318,7 +359,7 @@ class _Connection:
             try:
                 if frames:
                     self._socket.sendall(b"".join(frames))
-            except OSError:
+            except OSError:  # a timeout among them: a part of a frame may have been sent
                 self._end()
 
     def _send_register(self, register: Register) -> tuple[Registered, int]:
@@ -338,10 +379,19 @@ class _Connection:
                         raise InputError(answer.problem)
                     if not isinstance(answer, Registered) or len(descriptors) != 1:
                         raise WireError("the kvd's answer does not belong to a registration")
-                    self._socket.settimeout(None)
+                    self._limit_sends()
                     return answer, descriptors[0]
         except OSError as error:
             raise ConnectionLost(f"the registration with the kvd failed: {error}") from None
+
+    def _limit_sends(self) -> None:
+        """From now on the reader waits for as long as it takes, and a send at most as long as a
+        call: a kvd that has stopped reading must not stop the engine's steps, which report segments
+        without waiting for an answer."""
+        self._socket.settimeout(None)
+        seconds, rest = divmod(SEND_S, 1.0)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _read(self) -> None:
         frames = FrameReader()

@@ -48,6 +48,11 @@ class LeaseHolders:
             holders.joined.add(process)
         return True
 
+    def owner(self, lease_id: int) -> ProcessId | None:
+        """None when the lease has ended, or its owner has exited."""
+        holders = self._holders.get(lease_id)
+        return holders.owner if holders is not None else None
+
     def uses(self, lease_id: int, process: ProcessId) -> bool:
         holders = self._holders.get(lease_id)
         return holders is not None and (process == holders.owner or process in holders.joined)

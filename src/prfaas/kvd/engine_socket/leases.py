@@ -8,12 +8,13 @@ which then use the same pages.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 from prfaas.cache.storage.arena import Arena
-from prfaas.cache.storage.places import PageTable, segment_ranges
+from prfaas.cache.storage.places import PageTable, joint_ranges, segment_ranges
 from prfaas.errors import ConnectionLost
 from prfaas.kvd.engine_socket.messages import (
     Abort,
@@ -26,7 +27,9 @@ from prfaas.kvd.engine_socket.messages import (
     SegmentName,
     table_of,
 )
+from prfaas.kvd.engine_socket.unit_places import UnitPlaces
 from prfaas.kvspec import KVSpec, Segment, all_heads
+from prfaas.kvspec.mapped import MappedRanges
 
 
 class KvdConnection(Protocol):
@@ -54,6 +57,22 @@ class MappedArena:
         ranges = segment_ranges(self.spec, self.block_tokens, self.arena, segment, table.get)
         return [self.arena.view(start, stop) for start, stop in ranges]
 
+    @property
+    def memory(self) -> mmap.mmap:
+        memory = self.arena.view(0, 0).obj
+        assert isinstance(memory, mmap.mmap)
+        return memory
+
+    def places(self, table: PageTable) -> UnitPlaces:
+        return UnitPlaces(self.spec, self.block_tokens, self.arena, table)
+
+    def mapped(self, segment: Segment, places: UnitPlaces) -> MappedRanges:
+        return MappedRanges(self.memory, *places.ranges(segment))
+
+    def joint_views(self, segments: Sequence[Segment], table: PageTable) -> list[memoryview]:
+        ranges = joint_ranges(self.spec, self.block_tokens, self.arena, segments, table.get)
+        return [self.arena.view(start, stop) for start, stop in ranges]
+
 
 class ReadLease:
     """Committed state after exactly `tokens` tokens (0: none was found). A `SegmentSource`."""
@@ -63,6 +82,7 @@ class ReadLease:
         self.tokens = ticket.tokens
         self._arena = arena
         self._table = table_of(ticket.readable)
+        self._places = arena.places(self._table)
         self._kvd = kvd
         self._ended = False
 
@@ -73,6 +93,15 @@ class ReadLease:
 
     def views(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._table)
+
+    def mapped_views(self, segment: Segment) -> MappedRanges:
+        """The same memory as `views`."""
+        return self._arena.mapped(segment, self._places)
+
+    def joint_views(self, segments: Sequence[Segment]) -> Sequence[memoryview]:
+        """The memory of segments that differ in the layer alone: unit by unit, in each unit
+        segment by segment."""
+        return self._arena.joint_views(segments, self._table)
 
     def release(self, problem: ReadProblem = "") -> None:
         """Called when no process of this engine reads any more. Idempotent. A kvd that has exited
@@ -116,6 +145,8 @@ class WriteLease:
         self._arena = arena
         self._readable = table_of(ticket.readable)
         self._writable = table_of(ticket.writable)
+        self._readable_places = arena.places(self._readable)
+        self._writable_places = arena.places(self._writable)
         self._kvd = kvd
         self._ended = False
 
@@ -127,6 +158,15 @@ class WriteLease:
 
     def buffers(self, segment: Segment) -> Sequence[memoryview]:
         return self._arena.views(segment, self._writable)
+
+    def mapped_buffers(self, segment: Segment) -> MappedRanges:
+        """The same memory as `buffers`."""
+        return self._arena.mapped(segment, self._writable_places)
+
+    def joint_buffers(self, segments: Sequence[Segment]) -> Sequence[memoryview]:
+        """The memory of segments that differ in the layer alone: unit by unit, in each unit
+        segment by segment."""
+        return self._arena.joint_views(segments, self._writable)
 
     def ready(self, segment: Segment, heads: range | None = None) -> None:
         """Reports a written segment, or these heads of it, without waiting for an answer. With a
@@ -144,6 +184,10 @@ class WriteLease:
     def views(self, segment: Segment) -> Sequence[memoryview]:
         """The memory of a segment of the prefix that the pool already had."""
         return self._arena.views(segment, self._readable)
+
+    def mapped_views(self, segment: Segment) -> MappedRanges:
+        """The same memory as `views`."""
+        return self._arena.mapped(segment, self._readable_places)
 
     def commit(self) -> None:
         """Ends the lease: the local pool keeps the block-aligned state as a prefix. Does not wait

@@ -75,6 +75,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     whole_blocks: bool = False  # blocks are opaque: they are written, sent and read whole
     # The engine's HTTP address, for gateways.
     url: Annotated[str, msgspec.Meta(max_length=2_048)] | None = None
+    # Another form of an engine that has registered its first form on another connection.
+    further: bool = False
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

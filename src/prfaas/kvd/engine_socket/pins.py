@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from prfaas.cache.lease import LeaseId
 from prfaas.clock import Clock
 from prfaas.kvd.engine_socket.messages import LeaseTicket, units_of
-from prfaas.kvd.store import Store
-from prfaas.kvd.transfers.incoming import NO_ENGINE
+from prfaas.kvd.store import Storage, Store
 from prfaas.types import BlockHash, NotNow
 
 
@@ -17,10 +16,7 @@ class PinnedPrefixes:
         self._store = store
         self._clock = clock
 
-    def pin(self, hashes: Sequence[bytes]) -> LeaseTicket | NotNow:
-        storage = self._store.storage
-        if storage is None:
-            return NO_ENGINE
+    def pin(self, storage: Storage, hashes: Sequence[bytes]) -> LeaseTicket | NotNow:
         names = [BlockHash(name) for name in hashes]
         lease = storage.pool.pin(names, now=self._clock.now())
         if isinstance(lease, NotNow):
@@ -42,6 +38,6 @@ class PinnedPrefixes:
             raise
 
     def release(self, lease_id: int) -> None:
-        if self._store.storage is not None:
-            self._store.storage.pool.release(LeaseId(lease_id), self._clock.now())
-            self._store.publish_changes()
+        for storage in self._store.storages:  # the ids of two pools never meet
+            storage.pool.release(LeaseId(lease_id), self._clock.now())
+        self._store.publish_changes()

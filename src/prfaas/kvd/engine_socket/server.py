@@ -1,4 +1,7 @@
-"""The kvd's server on the Unix socket: one connection per engine process.
+"""The kvd's server on the Unix socket: one connection for each form of an engine process.
+
+A connection works on the pool of the form that it has registered, and on no other. `process` is the
+number of a connection here: a process with two forms counts as two that share nothing.
 
 Every call is answered before the next one is read. Only calls that reserve or pin pages may wait,
 and only for the SSD tier; the later calls of that connection then wait as well, and the server
@@ -47,7 +50,7 @@ from prfaas.kvd.engine_socket.messages import (
     frame,
 )
 from prfaas.kvd.engine_socket.pins import PinnedPrefixes
-from prfaas.kvd.store import Store
+from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvspec import LinearState
@@ -120,6 +123,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._process = process
         self._frames = FrameReader()
+        self._storage: Storage | None = None  # from the registration on
         self._waiting: asyncio.Task[None] | None = None  # a call that waits for the SSD
         self._pauses: set[str] = set()  # why reading is paused
 
@@ -169,21 +173,22 @@ class _Connection(asyncio.Protocol):
 
     def _prepared(self, call: Call) -> AbstractAsyncContextManager[None] | None:
         """What the call has to wait for; None when it can be handled at once."""
-        store = self._server.store
-        if not store.has_ssd or self._process not in self._server.connected:
+        store, storage = self._server.store, self._storage
+        if storage is None or not store.needs_preparation(storage):
             return None
         match call:
             case Begin():
                 promised = call.grant.checkpoint_tokens if call.grant is not None else ()
                 wanted = call.checkpoint_tokens
                 return store.prepared(
+                    storage,
                     call.hashes,
                     call.tokens,
                     None if wanted is None else (*wanted, *promised),
                     promised,
                 )
             case Pin():
-                return store.prepared(call.hashes)
+                return store.prepared(storage, call.hashes)
             case _:
                 return None
 
@@ -211,8 +216,8 @@ class _Connection(asyncio.Protocol):
             if isinstance(call, Register):
                 self._register(numbered.number, call)
                 return
-            registered = self._process in self._server.connected
-            answer = self._answer(call) if registered else _UNREGISTERED
+            storage = self._storage
+            answer = _UNREGISTERED if storage is None else self._answer(call, storage)
         except InputError as error:
             answer = Refused("input", str(error))
         except PeerError as error:
@@ -226,7 +231,7 @@ class _Connection(asyncio.Protocol):
             # No caller waits for an answer to Ready; the commit will report the missing segment.
             log.warning("engine process %d: %s", self._process, answer.problem)
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: Call, storage: Storage) -> Answer:
         server, process = self._server, self._process
         holders = server.holders
         match call:
@@ -234,32 +239,45 @@ class _Connection(asyncio.Protocol):
                 if holders.uses(call.lease_id, process):
                     server.outgoing.ready(call.lease_id, [s.share for s in call.segments])
             case Begin():
-                return self._hold(server.outgoing.begin(call, self._notify_transfer_ended), "write")
+                begun = server.outgoing.begin(storage, call, self._notify_transfer_ended)
+                return self._hold(begun, "write")
             case Attach():
-                return self._hold(server.incoming.attach(call.transfer_id), "read")
+                return self._hold(server.incoming.attach(call.transfer_id, storage), "read")
             case Pin():
-                return self._hold(server.pins.pin(call.hashes), "read")
+                return self._hold(server.pins.pin(storage, call.hashes), "read")
             case Join():
                 if call.instance != server.store.events.instance:
                     return Refused(
                         "transfer", f"lease {call.lease_id} is of another instance of the kvd"
                     )
+                self._check_form_of_lease(call.lease_id, storage)
                 if not holders.join(call.lease_id, process):
                     return Refused("transfer", f"lease {call.lease_id} has ended")
             case Commit() | Abort() | Release():
                 return self._end(call)
             case Publish():
-                self._publish(call)
+                self._publish(call, storage)
             case Flush():
                 pass
             case Register() | InvalidCall():
                 raise AssertionError("handled in _handle")
         return Done()
 
-    def _publish(self, call: Publish) -> None:
-        store = self._server.store
-        storage = store.storage
-        assert storage is not None  # the process has registered
+    def _check_form_of_lease(self, lease_id: int, storage: Storage) -> None:
+        """InputError when the lease is of the other form: its pages are those of another arena."""
+        owner = self._server.holders.owner(lease_id)
+        if owner is None:
+            return
+        form = self._server.connected[owner].compat.form
+        if form != storage.form:
+            raise InputError(
+                f"lease {lease_id} is of the {form} form, and this connection of the "
+                f"{storage.form} form",
+                where="lease_id",
+                fix=f"join on the connection that has registered the {form} form",
+            )
+
+    def _publish(self, call: Publish, storage: Storage) -> None:
         if call.block_tokens not in (0, storage.block_tokens):
             raise InputError(
                 f"blocks of {call.block_tokens} tokens, but the pool has {storage.block_tokens}",
@@ -268,7 +286,8 @@ class _Connection(asyncio.Protocol):
             )
         engine = NodeId(self._server.connected[self._process].engine_id)
         states = {group.name for group in storage.spec.groups if isinstance(group, LinearState)}
-        store.events.publish(engine, call.payload, call.group_names, call.block_tokens, states)
+        events = self._server.store.events
+        events.publish(engine, call.payload, call.group_names, call.block_tokens, states)
 
     def _hold(self, answer: LeaseTicket | NotNow, kind: LeaseKind) -> LeaseTicket | NotNow:
         """From now on this process owns the lease; its ticket names this kvd's instance."""
@@ -295,13 +314,16 @@ class _Connection(asyncio.Protocol):
 
     def _register(self, number: int, call: Register) -> None:
         store = self._server.store
-        if self._process in self._server.connected:
+        if self._storage is not None:
             raise InputError(
-                "this process has registered already", fix="register once on each connection"
+                "this process has registered already",
+                fix="register once on each connection, and on another one for another form",
             )
-        storage = store.register(call)
+        storage = self._storage = store.register(call)
         self._server.connected[self._process] = call
-        log.info("engine %s has registered: %r", call.engine_id, storage.arena)
+        log.info(
+            "engine %s has registered the %s form: %r", call.engine_id, storage.form, storage.arena
+        )
         arena = storage.arena
         registered = Registered(
             node=store.node,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ from prfaas.kvd.transfers.page_receiver import PageReceiver
 from prfaas.kvd.transfers.states import IncomingStage, IncomingState
 from prfaas.transport.grants import is_transfer_id, new_grant
 from prfaas.transport.listener import Listener
-from prfaas.types import BlockHash, Compat, Grant, NotNow, TransferId
+from prfaas.types import BlockHash, Form, Grant, NotNow, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +68,11 @@ class IncomingTransfers:
         # Ids that were aborted before they were opened, and when; oldest first.
         self._aborted: OrderedDict[TransferId, float] = OrderedDict()
         self._refusal: NotNow | None = None
+        self.committed: Counter[Form] = Counter()  # transfers, also those that needed no byte
 
     def refuse_new(self, refusal: NotNow) -> None:
         """From now on nothing is granted. What has been granted goes on."""
         self._refusal = refusal
-
-    def differences(self, compat: Compat) -> tuple[str, ...]:
-        """The fields in which the state of such an engine differs from the state kept here."""
-        storage = self._store.storage
-        return () if storage is None else storage.compat.differences(compat)
 
     async def open_prepared(self, request: OpenTransfer) -> Grant | NotNow:
         """As `open`; with an SSD tier the kvd first waits until a thread has made room and has
@@ -86,12 +82,14 @@ class IncomingTransfers:
         if self._refusal is not None:
             return self._refusal
         wanted = _checkpoints(request)
-        async with self._store.prepared(request.hashes, request.handoff_tokens, wanted):
+        storage = self._store.storage_of(request.compat)
+        async with self._store.prepared(storage, request.hashes, request.handoff_tokens, wanted):
             return self.open(request)
 
     def open(self, request: OpenTransfer) -> Grant | NotNow:
         """Reserves everything that the hand-off needs, and pins what the sender may skip; or
-        reserves nothing. The caller has checked `differences`.
+        reserves nothing. The caller has checked the store's `differences`: here state of another
+        engine is only not granted.
 
         An id that has a grant for an equal request gets the same grant: a proxy may repeat a POST.
         InputError when the id is not a UUID or belongs to another request, TransferFailed when the
@@ -100,7 +98,7 @@ class IncomingTransfers:
             return grant
         if self._refusal is not None:
             return self._refusal
-        storage = self._store.storage
+        storage = self._store.storage_of(request.compat)
         if storage is None:
             return NO_ENGINE
         # The pool sets no deadline: until the commit the listener reports when nothing writes to
@@ -121,6 +119,7 @@ class IncomingTransfers:
             skip_tokens=lease.skip_tokens,
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
             transfer_id=request.transfer_id,
+            form=storage.form,
         )
         state = IncomingState(self._timeouts.dispatch_s)
         transfer = _IncomingTransfer(grant, storage, lease, state, request)
@@ -176,12 +175,21 @@ class IncomingTransfers:
             self._fail(transfer, reason)
         return True
 
-    def attach(self, transfer_id: TransferId) -> LeaseTicket:
+    def attach(self, transfer_id: TransferId, storage: Storage | None = None) -> LeaseTicket:
         """From now on the lease belongs to the engine's request. TransferFailed when the transfer
-        is unknown, not committed, failed, or already attached."""
+        is unknown, not committed, failed, or already attached. InputError when it is of the other
+        form than the engine's `storage`: it can still be attached in its own form."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             raise TransferFailed(f"transfer {transfer_id} is not known here")
+        if storage is not None and transfer.storage is not storage:
+            form = transfer.storage.form
+            raise InputError(
+                f"transfer {transfer_id} is of the {form} form, and this connection of the "
+                f"{storage.form} form",
+                where="transfer_id",
+                fix=f"attach it on the connection that has registered the {form} form",
+            )
         transfer.state.attach()
         transfer.changed.set()
         lease, request = transfer.lease, transfer.request
@@ -301,10 +309,12 @@ class IncomingTransfers:
             self._fail(transfer, reason)
         elif transfer.state.commit(now):
             transfer.storage.pool.commit(transfer.lease.id, now)
+            self.committed[transfer.storage.form] += 1
             self._store.publish_changes()
             log.info(
-                "transfer %s committed: %d tokens, at most %d bytes",
+                "transfer %s committed in the %s form: %d tokens, at most %d bytes",
                 transfer_id,
+                transfer.storage.form,
                 transfer.lease.tokens,
                 transfer.grant.max_bytes,
             )

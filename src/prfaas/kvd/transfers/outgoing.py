@@ -23,7 +23,6 @@ from prfaas.contracts.kvd_api import TransferStatus
 from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.engine_socket.messages import Begin, LeaseTicket, TransferEnded, units_of
 from prfaas.kvd.store import Storage, Store
-from prfaas.kvd.transfers.incoming import NO_ENGINE
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.manifest import (
     Coverage,
@@ -116,14 +115,12 @@ class OutgoingTransfers:
     # For engines ----------------------------------------------------------------------------------
 
     def begin(
-        self, request: Begin, notify: Callable[[TransferEnded], None]
+        self, storage: Storage, request: Begin, notify: Callable[[TransferEnded], None]
     ) -> LeaseTicket | NotNow:
         """Reserves pages for a prefill, and starts the transfer when the request has a grant.
         `notify` is called when that transfer has ended. Whatever is raised, nothing stays
         reserved."""
-        storage, grant = self._store.storage, request.grant
-        if storage is None:
-            return NO_ENGINE
+        grant = request.grant
         if grant is not None:
             self._check_unused(grant)
             check_grant(storage, grant, request.tokens)
@@ -220,13 +217,11 @@ class OutgoingTransfers:
 
     # For other kvds -------------------------------------------------------------------------------
 
-    def push(self, grant: Grant, hashes: Sequence[BlockHash], tokens: int) -> NotNow | None:
+    def push(self, storage: Storage, grant: Grant, hashes: Sequence[BlockHash]) -> NotNow | None:
         """Sends a prefix of the pool to the kvd that made the grant, after all hand-offs. A push
         that comes again while it is being sent pins nothing. Whatever is raised, nothing stays
         pinned."""
-        storage = self._store.storage
-        if storage is None:
-            return NO_ENGINE
+        tokens = len(hashes) * storage.block_tokens
         running = self._sending.get(transfer_key(grant.transfer_id))
         if running is not None and (running.grant, running.pushed) == (grant, tuple(hashes)):
             return None
@@ -392,6 +387,12 @@ class OutgoingTransfers:
 def check_grant(storage: Storage, grant: Grant, tokens: int) -> None:
     """InputError when no receiver of this model can have made the grant. A grant comes from another
     host: without this check a number in it could keep the event loop busy for hours."""
+    if grant.form is not None and grant.form != storage.form:
+        raise InputError(
+            f"the receiver takes the {grant.form} form, and this pool has the {storage.form} form",
+            where="grant",
+            fix=f"send it from the connection that has registered the {grant.form} form",
+        )
     names = {group.name for group in storage.spec.groups}
     for name, skip in grant.skip_tokens.items():
         if name not in names or not 0 <= skip <= tokens:

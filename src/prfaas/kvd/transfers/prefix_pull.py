@@ -40,7 +40,7 @@ async def pull(
     store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
 ) -> PrefixPulled | NotNow:
     """Returns after the commit. PeerError when the source cannot send, or not in time; InputError
-    when the source is not the URL of a kvd."""
+    when the source is not the URL of a kvd. The caller has checked the store's `differences`."""
     source = parse_peer_url(request.source, "source")
     request = msgspec.structs.replace(request, source=source)
     try:
@@ -53,12 +53,12 @@ async def pull(
 async def _pull(
     store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
 ) -> PrefixPulled | NotNow:
-    storage = store.storage
+    storage = store.storage_of(request.compat)
     if storage is None:
         return NO_ENGINE
-    there = await _request(
-        http, f"{request.source}/v1/match", MatchPrefix(request.hashes), PrefixMatch
-    )
+    # With the format: equal hashes in the source's other pool would name other bytes.
+    match = MatchPrefix(request.hashes, storage.compat)
+    there = await _request(http, f"{request.source}/v1/match", match, PrefixMatch)
     here = storage.pool.match([BlockHash(name) for name in request.hashes])
     if not 0 <= there.tokens <= len(request.hashes) * storage.block_tokens:
         raise TransferFailed("the source claims to have more tokens than the prefix")
