@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from prfaas.testing.vllm_server import Generated
 from tests.vllm.pairs import Pair
 
@@ -50,7 +52,11 @@ CACHED = ("--enable-prefix-caching", "--max-num-batched-tokens", "256")
 ALIGNED = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
 ALIGNED += ("--max-num-batched-tokens", str(BLOCK))
 WITH_CACHE = [("falcon-h1", ALIGNED), ("gemma3", CACHED)]
-CASES = [("falcon-h1", UNCACHED), ("gemma3", UNCACHED), *WITH_CACHE]
+CASES = [
+    ("falcon-h1", UNCACHED),
+    pytest.param(("gemma3", UNCACHED), marks=pytest.mark.grid),
+    *WITH_CACHE,
+]
 
 
 def case_id(case: tuple[str, tuple[str, ...]]) -> str:

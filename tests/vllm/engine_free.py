@@ -57,7 +57,7 @@ class EngineFree:
                 kv_connector="PrfaasConnector",
                 kv_connector_module_path="prfaas.integrations.vllm",
                 kv_role="kv_both",
-                kv_connector_extra_config={"kvd": str(kvd)},
+                kv_connector_extra_config={"kvd": str(kvd), "form": "native"},
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = caches.num_blocks

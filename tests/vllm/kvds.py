@@ -14,10 +14,19 @@ from typing import Any
 import msgspec
 
 from prfaas.cache.hashing import block_hashes
-from prfaas.contracts.kvd_api import EventPage, KvdReport, OpenTransfer, TransferStatus, spec_of
+from prfaas.contracts.kvd_api import (
+    EventPage,
+    KvdReport,
+    OpenTransfer,
+    PoolReport,
+    PrefixPulled,
+    PullPrefix,
+    TransferStatus,
+    spec_of,
+)
 from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.kvspec import FullAttention, LinearState, SlidingWindow
-from prfaas.types import Compat, Grant, NotNow, TransferId
+from prfaas.types import Compat, Form, Grant, NotNow, TransferId
 from tests.waiting import HANG_S
 
 MEMORY_BYTES = 256 << 20
@@ -41,10 +50,14 @@ class Kvd:
     def report(self) -> KvdReport:
         return self._ask(KvdReport, "GET", "/v1/stats?check=1")
 
-    def compat(self) -> Compat:
-        pool = self.report().pool
-        assert pool is not None, "no engine has registered"
-        return pool.compat
+    def pool(self, form: Form = "native") -> PoolReport:
+        """Of that form, or the only one."""
+        pools = self.report().pools
+        assert pools, "no engine has registered"
+        return next((pool for pool in pools if pool.compat.form == form), pools[0])
+
+    def compat(self, form: Form = "native") -> Compat:
+        return self.pool(form).compat
 
     def open(
         self,
@@ -52,8 +65,9 @@ class Kvd:
         tokens: int,
         compat: Compat,
         checkpoint_tokens: int | None = None,
+        salt: str = "",
     ) -> Grant | NotNow:
-        hashes = block_hashes(prompt[:tokens], compat.block_tokens)
+        hashes = block_hashes(prompt[:tokens], compat.block_tokens, salt=salt)
         asked = OpenTransfer(tuple(hashes), tokens, compat, checkpoint_tokens)
         return self._ask(Grant | NotNow, "POST", "/v1/open", msgspec.json.encode(asked))
 
@@ -66,10 +80,16 @@ class Kvd:
     def events(self, engine_id: str, since: int) -> EventPage:
         return self._ask(EventPage, "GET", f"/v1/events?node={engine_id}&since={since}")
 
+    def pull(self, source: str, prompt: list[int], form: Form) -> PrefixPulled:
+        """Copies a prefix of whole blocks from the kvd at `source`."""
+        compat = self.compat(form)
+        hashes = tuple(block_hashes(prompt, compat.block_tokens))
+        body = msgspec.json.encode(PullPrefix(source, hashes, compat=compat))
+        return self._ask(PrefixPulled, "POST", "/v1/pull", body)
+
     def handoff_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
         """Of a hand-off at a block boundary: whole blocks."""
-        pool = self.report().pool
-        assert pool is not None, "no engine has registered"
+        pool = self.pool()
         total = 0
         for group in spec_of(pool.groups).groups:
             match group:
@@ -89,8 +109,8 @@ class Kvd:
         report = self.report()
         busy = [report.incoming.get(key, 0) for key in ("granted", "committed", "attached")]
         busy += [report.outgoing.get("sending", 0), report.held_leases]
-        if report.pool is not None:
-            occupancy = report.pool.occupancy
+        for pool in report.pools:
+            occupancy = pool.occupancy
             busy += [occupancy.leases, occupancy.used_pages - occupancy.idle_pages]
         return not any(busy)
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer, await_health
-from prfaas.types import Grant, TransferId
+from prfaas.types import Form, Grant, TransferId
 from tests.vllm import kvds
 from tests.vllm.servers import connected_server
 from tests.waiting import wait_until
@@ -86,9 +86,11 @@ class Pair:
         await_health(self.prefill, self.decode)
 
     def _restarted(self, kvd: kvds.Kvd, options: dict[str, Any]) -> kvds.Kvd:
+        forms = len(kvd.report().pools)
         kvds.stop(kvd)
         anew = kvds.start(kvd.socket, **options)
-        wait_until(lambda: anew.report().pool is not None)  # its engine comes back by itself
+        # Its engine comes back by itself.
+        wait_until(lambda: len(anew.report().pools) == forms)
         return anew
 
 
@@ -100,8 +102,8 @@ def prefill_params(tokens: int, grant: Grant) -> dict[str, Any]:
     }
 
 
-def decode_params(transfer_id: str) -> dict[str, Any]:
-    return {"do_remote_prefill": True, "transfer_id": transfer_id}
+def decode_params(transfer_id: str, form: Form = "native") -> dict[str, Any]:
+    return {"do_remote_prefill": True, "transfer_id": transfer_id, "form": form}
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def test_a_prefill_whose_arrival_fails_is_refused_alone(
 ) -> None:
     prompt = prompt_of(TOKENS, seed=3)
     grant = pair.grant(prompt, TOKENS)
-    owner: Any = side(pair.prefill)._kvd if part == "begin" else scheduler_side
+    owner: Any = side(pair.prefill)._forms.first.kvd if part == "begin" else scheduler_side
     monkeypatch.setattr(owner, part, broken)
     request = pair.prefill.add("fails", prompt, asking(grant, TOKENS))
     monkeypatch.undo()
@@ -157,7 +157,7 @@ def test_a_decode_whose_arrival_fails_is_lost_alone(
 ) -> None:
     prompt = prompt_of(TOKENS + TAIL, seed=4)
     params = pair.hand_off("before", prompt, TOKENS)
-    owner: Any = side(pair.decode)._kvd if part == "attach" else scheduler_side
+    owner: Any = side(pair.decode)._forms.first.kvd if part == "attach" else scheduler_side
     monkeypatch.setattr(owner, part, broken)
     pair.decode.add("fails", prompt, params)
     monkeypatch.undo()
@@ -275,8 +275,8 @@ def test_orders_that_make_no_sense_fail_alone(pair: Pair) -> None:
     worker: WorkerSide = pair.prefill.worker
     nonsense = (Move(99, 0, BLOCK_TOKENS, (1,)),)
     orders = StepOrders(
-        saves=[SaveOrder("nonsense", None, nonsense, last=False)],
-        loads=[LoadOrder("nonsense", None, nonsense)],  # type: ignore[arg-type]
+        saves=[SaveOrder("nonsense", None, nonsense, False, "native")],
+        loads=[LoadOrder("nonsense", None, nonsense, "native")],  # type: ignore[arg-type]
     )
     worker.begin_step(orders)
     worker.save_layer("no such layer")

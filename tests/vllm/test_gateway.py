@@ -46,6 +46,7 @@ async def test_thirty_prompts_eight_at_once(case: Case) -> None:
                 backend, replace(asked, fields={**asked.fields, "ignore_eos": True})
             )
             assert found.trace.offloaded and found.trace.attempts == 1
+            assert found.trace.form == "native"  # the servers are equal
             return found.tokens
 
     async with behind(case) as backend:

@@ -63,7 +63,7 @@ def test_a_block_that_vllm_has_freed_is_not_sent() -> None:
 def test_every_rank_moves_its_shard() -> None:
     ranks = [native_layout(falcon(), 2, rank) for rank in (0, 1)]
     assert ranks[0].spec == ranks[1].spec
-    assert ranks[0].spec["full0"].layers == (0, 1, 2, 3)
+    assert ranks[0].spec["full0"].layers == (0, 2, 1, 3)  # a rank's layers are neighbours
     move = ranks[0].move(0, 0, 128, [[3]])
     by_rank = [[s.layer for _, s in layout.segments(move)] for layout in ranks]
     assert by_rank == [[0, 2], [1, 3]]

@@ -157,6 +157,23 @@ def test_blocks_leave_while_later_ones_are_computed(pair: Pair) -> None:
     pair.idle()
 
 
+def test_a_transfer_that_has_failed_is_told_at_the_end_of_the_prefill(pair: Pair) -> None:
+    """The kvd knows that the receiver takes nothing any more. A response that promised the state
+    would have the gateway wait until the grant expires."""
+    prompt = prompt_of(1000, seed=14)
+    grant = pair.grant(prompt, 896)
+    pair.prefill.add("refused", prompt, asking(grant, 896))
+    pair.prefill.step()
+    pair.target.abort(grant.transfer_id)
+    requests = pair.prefill.scheduler.connector._scheduler._requests
+    wait_until(lambda: requests["refused"].lease.sent.done())
+    params = pair.prefill.run("refused")
+    assert not params["do_remote_prefill"] and params["error"]["code"] == "transfer_lost", params
+    pool = pair.source.report().pool
+    assert pool is not None and pool.occupancy.idle_pages > 0, "what was computed is kept"
+    pair.idle()
+
+
 def test_an_aborted_prefill_gives_everything_back(pair: Pair) -> None:
     prompt = prompt_of(1000, seed=4)
     grant = pair.grant(prompt, 999)

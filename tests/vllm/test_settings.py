@@ -17,7 +17,7 @@ from tests.vllm.models import full
 
 def test_a_kvd_is_all_that_has_to_be_set() -> None:
     settings = read_settings({"kvd": "/run/kvd.sock"})
-    assert (settings.kvd, settings.form, settings.block_tokens) == ("/run/kvd.sock", "native", 64)
+    assert (settings.kvd, settings.form, settings.block_tokens) == ("/run/kvd.sock", "auto", 64)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from prfaas.device import PagePins
 from prfaas.integrations.canonical.packings import Packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,19 +108,26 @@ def put_tokens(
 
 
 class Pages:
-    """Memory of a segment, cut at the given places, with guard bytes around each page."""
+    """Memory of a segment in one mapping, cut at the given places, with guard bytes around each
+    page."""
 
     GUARD = 0xA5
 
     def __init__(self, nbytes: int, cuts: Sequence[int], shift: int = 0) -> None:
         edges = [0, *sorted({cut for cut in cuts if 0 < cut < nbytes}), nbytes]
-        self._memories = []
-        self._before = 64 + shift
+        sizes = [last - first for first, last in zip(edges, edges[1:], strict=False)]
+        self._memory = mmap.mmap(-1, nbytes + 128 * len(sizes) + 128)
+        self._memory[:] = bytes([self.GUARD]) * len(self._memory)
         self.views: list[memoryview] = []
-        for first, last in zip(edges, edges[1:], strict=False):
-            memory = bytearray([self.GUARD]) * (last - first + 128)
-            self._memories.append(memory)
-            self.views.append(memoryview(memory)[self._before : self._before + last - first])
+        self._guards: list[slice] = []
+        at = 0
+        for size in sizes:
+            begin = at + 64 + shift
+            self.views.append(memoryview(self._memory)[begin : begin + size])
+            self._guards.append(slice(at, begin))
+            at = begin + size
+            at += -at % 8  # rows begin at aligned places, but for the shift
+        self._guards.append(slice(at, len(self._memory)))
 
     @property
     def content(self) -> bytes:
@@ -135,10 +144,26 @@ class Pages:
         self.content = bytes([byte]) * sum(len(view) for view in self.views)
 
     def guards_are_whole(self) -> bool:
-        return all(
-            set(memory[: self._before] + memory[self._before + len(view) :]) == {self.GUARD}
-            for memory, view in zip(self._memories, self.views, strict=True)
-        )
+        return all(set(self._memory[guard]) <= {self.GUARD} for guard in self._guards)
+
+
+class HostPins(PagePins):
+    """Registers nothing, and notes what it would register."""
+
+    def __init__(self, part_bytes: int = 512) -> None:
+        super().__init__("cpu", part_bytes=part_bytes)
+        self.registered: dict[int, int] = {}
+        self.refuses = False
+
+    def _register(self, address: int, nbytes: int) -> int:
+        assert address not in self.registered
+        if self.refuses:
+            return 1
+        self.registered[address] = nbytes
+        return 0
+
+    def _unregister(self, address: int) -> None:
+        del self.registered[address]
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -9,19 +9,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from prfaas.device import StagingRing
 from prfaas.engine.hf import rows as hf_rows
 from prfaas.errors import EngineError, InputError
-from prfaas.integrations.canonical import (
-    AttentionConverter,
-    AttentionForm,
-    Heads,
-    Packing,
-    StagingRing,
-)
+from prfaas.integrations.canonical import AttentionConverter, AttentionForm, Heads, Packing
 from prfaas.kvspec.parts import Part
 from tests.integrations.canonical.caches import (
     DTYPES,
     TOKEN_TILE,
+    HostPins,
     Pages,
     Shape,
     empty_cache,
@@ -73,7 +69,8 @@ def parts_of(packing: Packing, heads: int, k_dim: int, v_dim: int, dtype: str) -
 def ring_of(kind: str, nbytes: int = 1 << 16) -> StagingRing | None:
     if kind == "none":
         return None
-    return StagingRing("cpu", ring_bytes=nbytes, pages_pinned=kind == "pinned pages", timeout_s=5)
+    pins = HostPins() if kind == "pinned pages" else None
+    return StagingRing("cpu", ring_bytes=nbytes, pins=pins, timeout_s=5)
 
 
 @st.composite
@@ -207,6 +204,20 @@ def test_bytes_are_those_of_the_hugging_face_engine(ring: str) -> None:
     tokens = hf_rows.token_rows(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
     hf_rows.write(tokens, expected.views)
     assert found.content == expected.content
+
+
+@pytest.mark.parametrize("ring", ["staged", "pinned pages"])
+def test_blocks_that_are_larger_than_a_chunk_of_staging(ring: str) -> None:
+    """Two of them and the gap of a shorter one before them leave no room for a third."""
+    shape = Shape("content", 4, 4, 32, 16, 16)
+    cache = empty_cache(shape, torch.float32)
+    keys, values = torch.randn(65, 4, 16), torch.randn(65, 4, 16)
+    put_tokens(cache, shape, [2, 0, 3], 16, keys, values)
+    form = AttentionForm("content", parts_of("content", 4, 16, 16, "float32"), range(4))
+    pages = Pages(65 * 512, [])
+    converter = AttentionConverter(cache, 4, form, ring_of(ring, 1 << 15))
+    assert converter.save([2, 0, 3], 16, 81, pages.views) == 65 * 512
+    assert pages.content == rows_of(keys, values, lambda rows: rows)
 
 
 @pytest.mark.parametrize("ring", RINGS)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.device import StagingRing
 from prfaas.errors import EngineError, InputError
 from prfaas.integrations.canonical import (
     ConvShare,
     Heads,
-    StagingRing,
     StateConverter,
     StateForm,
     delta_rule_share,
@@ -22,7 +22,7 @@ from prfaas.integrations.canonical import (
 )
 from prfaas.kvspec import Linear
 from prfaas.kvspec.parts import Part
-from tests.integrations.canonical.caches import DTYPES, Pages, raw
+from tests.integrations.canonical.caches import DTYPES, HostPins, Pages, raw
 
 RINGS = ["none", "staged", "pinned pages"]
 
@@ -92,7 +92,9 @@ def engine(
     )
     staging = None
     if ring != "none":
-        staging = StagingRing("cpu", ring_bytes=1 << 16, pages_pinned=ring == "pinned pages")
+        staging = StagingRing(
+            "cpu", ring_bytes=1 << 16, pins=HostPins() if ring == "pinned pages" else None
+        )
     found = Engine([], [], [], heads, view, first)
     for rank in range(ranks):
         share = kind.share(rank, ranks)

@@ -8,27 +8,35 @@ and without a copy in between. On a GPU, whole blocks are gathered into staging 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from prfaas.device.row_pages import (
+    Column,
+    RowShape,
+    joined,
+    page_range,
+    readable_rows,
+    writable_rows,
+)
+from prfaas.device.staging import Staged, StagingRing, require_ring
 from prfaas.errors import EngineError, InputError
 from prfaas.integrations.canonical.block_copies import BlockCopies, Span
 from prfaas.integrations.canonical.casts import Cast, choose_cast
 from prfaas.integrations.canonical.packings import Packing, TokenView, joint_view, token_views
-from prfaas.integrations.canonical.row_pages import readable_rows, writable_rows
-from prfaas.integrations.canonical.staging import (
-    Chunk,
-    Column,
-    RowShape,
-    Staged,
-    StagedRows,
-    StagingRing,
-    joined,
-    require_ring,
+from prfaas.integrations.canonical.row_batches import (
+    PagesOf,
+    Piece,
+    RowBatch,
+    load,
+    require_blocks,
+    save,
+    stage_layer,
 )
+from prfaas.integrations.canonical.row_moves import LayerRows, RowPart
 from prfaas.kvspec.parts import Part
 
 
@@ -51,13 +59,6 @@ class _PartCopy(NamedTuple):
     cast: Cast
     place: range  # bytes of the whole part in a row of the whole model
     own: Column  # bytes of this rank's heads
-
-    def of_own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's heads alone: a view [row, head, dim]."""
-        begin = self.own.at
-        part = rows[:, begin : begin + len(self.own.place)].view(self.cast.wire)
-        heads: torch.Tensor = part.unflatten(1, (-1, self.tokens.dim))
-        return heads
 
 
 class AttentionConverter:
@@ -94,6 +95,7 @@ class AttentionConverter:
         self._joint = None
         if not form.rope_pairs and all(part.cast.plain for part in self._parts):
             self._joint = joint_view(cache, form.packing, keys.tokens.dim, values.tokens.dim)
+        self.rows = LayerRows(self._row_parts(), self._shape, self._ratio)
         self._host = self._host_copies()
         self._alignment = max(copies.dtype.itemsize for _, copies in self._host)
 
@@ -119,8 +121,8 @@ class AttentionConverter:
         self._require_blocks(block_ids, start, stop)
         self._require_pages(buffers, stop - start)
         if self._ring is not None:
-            chunks = self._gather(self._ring, block_ids, start, stop)
-            return self._ring.write(chunks, self._shape, buffers)
+            batch, pages_of = self._staged(block_ids, start, stop, buffers)
+            return save(self._ring, batch, pages_of)
         spans = self._spans(block_ids, start)
         shape = self._shape
         for first, run in writable_rows(
@@ -148,7 +150,7 @@ class AttentionConverter:
         self._require_blocks(block_ids, start, stop)
         self._require_pages(views, stop - start)
         if self._ring is not None:
-            copied = self._scatter(self._ring, block_ids, start, stop, views)
+            copied = load(self._ring, *self._staged(block_ids, start, stop, views))
             if wait:
                 self._ring.finish_loads()
             return copied
@@ -173,16 +175,27 @@ class AttentionConverter:
         ring = self._ring
         if ring is None:
             raise EngineError("a cache on a CPU is saved at once: use save")
-        self._require_blocks(block_ids, start, stop)
-        chunks: list[Chunk] = []
-        try:
-            for chunk in self._gather(ring, block_ids, start, stop):
-                chunks.append(chunk)  # noqa: PERF402 - what is there must be dropped after an error
-        except BaseException:
-            for chunk in chunks:
-                ring.drop(chunk)
-            raise
-        return StagedRows(ring, self._shape, chunks)
+        return stage_layer(ring, RowBatch([self.rows], block_ids, start, stop, self.block_tokens))
+
+    def _staged(
+        self, block_ids: Sequence[int], start: int, stop: int, buffers: Sequence[memoryview]
+    ) -> tuple[RowBatch, PagesOf]:
+        row_bytes = self._shape.row_bytes
+
+        def pages_of(piece: Piece) -> Sequence[memoryview]:
+            first, last = piece.tokens.start - start, piece.tokens.stop - start
+            return page_range(buffers, first * row_bytes, last * row_bytes)
+
+        return RowBatch([self.rows], block_ids, start, stop, self.block_tokens), pages_of
+
+    def _row_parts(self) -> list[RowPart]:
+        """Whole rows with one copy where a single view has their elements in the wire's order."""
+        if (joint := self._joint) is not None:
+            return [RowPart(joint, (self._kernel_tokens,), Cast(joint.dtype, joint.dtype), 0)]
+        return [
+            RowPart(part.tokens.view, part.tokens.token_factors, part.cast, part.own.at)
+            for part in self._parts
+        ]
 
     def _host_copies(self) -> list[tuple[Cast, BlockCopies]]:
         shape, joint = self._shape, self._joint
@@ -208,20 +221,7 @@ class AttentionConverter:
     # Tokens and blocks ----------------------------------------------------------------------------
 
     def _require_blocks(self, block_ids: Sequence[int], start: int, stop: int) -> None:
-        if not 0 <= start <= stop:
-            raise EngineError(f"tokens {start} to {stop} are not a range")
-        first = start // self.block_tokens
-        needed = -(-stop // self.block_tokens) - first if stop > start else 0
-        if len(block_ids) != needed:
-            raise EngineError(
-                f"tokens {start} to {stop} lie in {needed} blocks of {self.block_tokens} tokens, "
-                f"not in {len(block_ids)}"
-            )
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
-            raise EngineError(
-                f"blocks {min(block_ids)} to {max(block_ids)} are not all among the "
-                f"{self._num_blocks} blocks of the cache"
-            )
+        require_blocks(self.rows, block_ids, start, stop)
 
     def _require_pages(self, pages: Sequence[memoryview], rows: int) -> None:
         found = sum(page.nbytes for page in pages)
@@ -248,75 +248,6 @@ class AttentionConverter:
                 spans.append(Span(row, block, self._ratio))
             row += self.block_tokens
         return spans
-
-    # On a device ----------------------------------------------------------------------------------
-
-    def _chunks(
-        self, ring: StagingRing, block_ids: Sequence[int], start: int, stop: int
-    ) -> Iterator[tuple[list[int], int, int]]:
-        """(kernel blocks, rows to skip, rows of the segment) for each piece that staging takes."""
-        ratio, tokens = self._ratio, self._kernel_tokens
-        kernel_blocks = [block * ratio + i for block in block_ids for i in range(ratio)]
-        most = max(1, ring.chunk_bytes // (tokens * self._shape.own_bytes))
-        row = -(start % self.block_tokens)
-        for at in range(0, len(kernel_blocks), most):
-            some = kernel_blocks[at : at + most]
-            first = min(max(row, 0), stop - start)
-            last = max(first, min(row + len(some) * tokens, stop - start))
-            yield some, min(max(first - row, 0), len(some) * tokens), last - first
-            row += len(some) * tokens
-
-    def _gather(
-        self, ring: StagingRing, block_ids: Sequence[int], start: int, stop: int
-    ) -> Iterator[Chunk]:
-        for some, skip, rows in self._chunks(ring, block_ids, start, stop):
-            if rows:  # a manager block may have kernel blocks without a row of the segment
-
-                def fill(staged: torch.Tensor, some: list[int] = some) -> None:
-                    self._gather_blocks(ring.indices(some), staged)
-
-                yield ring.copy_out(self._shape, len(some) * self._kernel_tokens, skip, rows, fill)
-
-    def _scatter(
-        self,
-        ring: StagingRing,
-        block_ids: Sequence[int],
-        start: int,
-        stop: int,
-        views: Sequence[memoryview],
-    ) -> int:
-        pieces = list(self._chunks(ring, block_ids, start, stop))
-
-        def empty(number: int, staged: torch.Tensor) -> None:
-            self._scatter_blocks(ring.indices(pieces[number][0], keep=False), staged)
-
-        chunks = [(len(some) * self._kernel_tokens, skip, rows) for some, skip, rows in pieces]
-        return ring.copy_in(self._shape, chunks, views, empty)
-
-    def _gather_blocks(self, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Whole blocks into rows of this rank's heads."""
-        if self._joint is not None:
-            joint = self._joint
-            target = staged.view(joint.dtype).view(len(blocks), *joint.shape[1:])
-            torch.index_select(joint, 0, blocks, out=target)
-            return
-        for part in self._parts:
-            picked = part.tokens.view.index_select(0, blocks)
-            target = part.of_own(staged).unflatten(0, (len(blocks), self._kernel_tokens))
-            part.cast.to_wire(_like(part.tokens, target), picked)
-
-    def _scatter_blocks(self, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        if self._joint is not None:
-            joint = self._joint
-            source = staged.view(joint.dtype).view(len(blocks), *joint.shape[1:])
-            joint.index_copy_(0, blocks, source)
-            return
-        for part in self._parts:
-            rows = part.of_own(staged).unflatten(0, (len(blocks), self._kernel_tokens))
-            source = _like(part.tokens, rows)
-            stored = torch.empty(source.shape, dtype=part.cast.stored, device=source.device)
-            part.cast.from_wire(stored, source)
-            part.tokens.view.index_copy_(0, blocks, stored)
 
 
 def _part_copies(cache: torch.Tensor, form: AttentionForm) -> tuple[_PartCopy, _PartCopy]:
@@ -385,9 +316,3 @@ def _heads_and_dim(part: Part) -> tuple[int, int]:
 
 def _is_within(heads: range, total: int) -> bool:
     return heads.step == 1 and 0 <= heads.start < heads.stop <= total
-
-
-def _like(view: TokenView, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [block, token, head, dim] as [block, *token_factors, head, *dim_factors]."""
-    like: torch.Tensor = rows.unflatten(1, view.token_factors).unflatten(-1, view.dim_factors)
-    return like

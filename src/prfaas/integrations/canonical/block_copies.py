@@ -33,7 +33,7 @@ class BlockCopies:
         that several of them may be copied as one."""
         view = tokens.view
         if plain:
-            view = _widened(view, (row_bytes, first_byte, tokens.dim * dtype.itemsize))
+            view = widened(view, (row_bytes, first_byte, tokens.dim * dtype.itemsize))
             dtype = view.dtype
         self.dtype = dtype
         self.row_elements = row_bytes // dtype.itemsize
@@ -138,7 +138,7 @@ def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[n + 1 :]) for n in range(len(sizes)))
 
 
-def _widened(view: torch.Tensor, row_steps: Sequence[int]) -> torch.Tensor:
+def widened(view: torch.Tensor, row_steps: Sequence[int] = ()) -> torch.Tensor:
     """The same bytes as the widest integers that all steps allow: a tile of four bf16 dims is one
     element."""
     if view.stride(-1) != 1:

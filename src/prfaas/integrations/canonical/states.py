@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 import torch
 
+from prfaas.device.row_pages import (
+    Column,
+    RowShape,
+    joined,
+    readable_rows,
+    writable_rows,
+)
+from prfaas.device.staging import Staged, StagingRing, require_ring
 from prfaas.errors import EngineError, InputError
 from prfaas.integrations.canonical.casts import Cast, choose_cast
 from prfaas.integrations.canonical.heads import ConvShare
-from prfaas.integrations.canonical.row_pages import readable_rows, writable_rows
-from prfaas.integrations.canonical.staging import (
-    Column,
-    RowShape,
-    Staged,
-    StagedRows,
-    StagingRing,
-    joined,
-    require_ring,
-)
+from prfaas.integrations.canonical.row_batches import RowBatch, load, stage_layer
+from prfaas.integrations.canonical.row_moves import LayerRows, RowPart
 from prfaas.kvspec.parts import Part
 
 _ALIGNMENT = 16  # of the pieces in staging
@@ -72,6 +72,9 @@ class StateConverter:
         self._held = _row_shape(self._pieces, self.state_bytes)
         self._own = [piece for piece in self._pieces if piece.written]
         self._written = _row_shape(self._own, self.state_bytes)
+        # A state is one row, and its block has one token.
+        self.rows_held = _layer_rows(self._pieces, self._held)
+        self.rows_written = _layer_rows(self._own, self._written)
 
     def save(self, block_id: int, buffers: Sequence[memoryview]) -> int:
         """Writes this rank's heads and the channels that it is to write, and no other byte. Returns
@@ -91,11 +94,8 @@ class StateConverter:
         if self._ring is not None:
             _require_pages(views, self.state_bytes)
 
-            def empty(_: int, staged: torch.Tensor) -> None:
-                for piece, at in zip(self._pieces, _offsets(self._pieces), strict=False):
-                    _read(staged[0, at : at + len(piece.place)], piece, block_id)
-
-            copied = self._ring.copy_in(self._held, [(1, 0, 1)], views, empty)
+            batch = RowBatch([self.rows_held], [block_id], 0, 1, 1)
+            copied = load(self._ring, batch, lambda _: views)
             if wait:
                 self._ring.finish_loads()
             return copied
@@ -111,12 +111,7 @@ class StateConverter:
             raise EngineError("a state on a CPU is saved at once: use save")
         self._require_block(block_id)
 
-        def fill(staged: torch.Tensor) -> None:
-            for piece, at in zip(self._own, _offsets(self._own), strict=False):
-                _write(staged[0, at : at + len(piece.place)], piece, block_id)
-
-        chunk = ring.copy_out(self._written, 1, 0, 1, fill)
-        return StagedRows(ring, self._written, [chunk])
+        return stage_layer(ring, RowBatch([self.rows_written], [block_id], 0, 1, 1))
 
     def _require_block(self, block_id: int) -> None:
         if not 0 <= block_id < self._num_blocks:
@@ -235,6 +230,14 @@ def _row_shape(pieces: Sequence[_Piece], row_bytes: int) -> RowShape:
     *offsets, own_bytes = _offsets(pieces)
     columns = [Column(piece.place, at) for piece, at in zip(pieces, offsets, strict=True)]
     return RowShape(row_bytes, own_bytes, joined(columns))
+
+
+def _layer_rows(pieces: Sequence[_Piece], shape: RowShape) -> LayerRows:
+    parts = [
+        RowPart(piece.view.unsqueeze(1), (1,), piece.cast, at)
+        for piece, at in zip(pieces, _offsets(pieces), strict=False)
+    ]
+    return LayerRows(parts, shape, 1)
 
 
 def _offsets(pieces: Sequence[_Piece]) -> list[int]:

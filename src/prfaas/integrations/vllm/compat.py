@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from prfaas.engine.fingerprint import fingerprint
 from prfaas.errors import InputError
 from prfaas.integrations.vllm.caches.canonical_layout import WireForm
-from prfaas.integrations.vllm.settings import FormName
 from prfaas.types import Compat
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_SCATTERED = ("LHBNC", "BHLNC")  # layouts with heads outside of blocks or layers
 OLDEST = (0, 32)  # the first version that reports a failed load of a hybrid model
 
 
@@ -39,17 +39,12 @@ def check_version(version: str = VLLM_VERSION) -> None:
         )
 
 
-def check_config(config: VllmConfig, form: FormName) -> None:
+def check_config(config: VllmConfig) -> None:
     """Refuses unsupported configurations at start instead of failing requests later."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size != 1:
         size = parallel.decode_context_parallel_size
         raise InputError(f"decode_context_parallel_size is {size}", fix="use 1")
-    if parallel.pipeline_parallel_size != 1 and form == "native":
-        raise InputError(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
-            fix='use 1, or "form": "canonical" in kv_connector_extra_config',
-        )
     transfer = config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise InputError(
@@ -59,6 +54,24 @@ def check_config(config: VllmConfig, form: FormName) -> None:
         raise InputError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy}",
             fix="use fail: the gateway re-issues failed requests",
+        )
+
+
+def check_native(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Refuses the native form where the blocks of one process are not those of the model, and where
+    a block is not one piece of memory."""
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages != 1:
+        raise InputError(
+            f"pipeline_parallel_size is {stages}",
+            fix='use 1, or "form": "canonical" in kv_connector_extra_config',
+        )
+    layout = str(caches.kv_cache_layout)
+    if layout in _SCATTERED and any(_heads(spec) > 1 for spec in _specs(caches)):
+        raise InputError(
+            f"the layout of the KV cache is {layout}: the heads of a block lie apart",
+            fix="choose another VLLM_KV_CACHE_LAYOUT, or "
+            '"form": "canonical" in kv_connector_extra_config',
         )
 
 
@@ -137,6 +150,11 @@ def _revision(model: Any) -> str:
 
 def _specs(caches: KVCacheConfig) -> list[Any]:
     return [group.kv_cache_spec for group in caches.transfer_groups]
+
+
+def _heads(spec: Any) -> int:
+    """Linear states have none."""
+    return int(getattr(spec, "num_head_slots", None) or getattr(spec, "num_kv_heads", None) or 1)
 
 
 def _names(dtypes: Any) -> str:

@@ -2,7 +2,8 @@
 but contains what they raise: an exception in a hook would end the engine and all its requests.
 
 vLLM makes one object in the scheduler's process and one in each worker's process. Both register
-with the host's kvd. The scheduler's side owns leases, the workers join them.
+with the host's kvd, once for each form in which the engine hands over (`caches/forms.py`). The
+scheduler's side owns leases, the workers join them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prfaas.integrations.vllm import compat
-from prfaas.integrations.vllm.caches.forms import EngineForm, make_form
+from prfaas.integrations.vllm.caches.forms import make_copies, make_forms
 from prfaas.integrations.vllm.events import EventRelay
+from prfaas.integrations.vllm.form_access import connect
 from prfaas.integrations.vllm.metrics import PrfaasPromMetrics, PrfaasStats
 from prfaas.integrations.vllm.scheduler_side import SchedulerSide
-from prfaas.integrations.vllm.settings import ConnectorSettings, read_settings
+from prfaas.integrations.vllm.settings import read_settings
 from prfaas.integrations.vllm.steps import StepOrders
+from prfaas.integrations.vllm.worker_forms import WorkerForms
 from prfaas.integrations.vllm.worker_side import WorkerSide
-from prfaas.kvd.engine_socket.client import KvdClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,20 +72,24 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_version()
         settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        compat.check_config(vllm_config, settings.form)
+        compat.check_config(vllm_config)
         in_worker = role is KVConnectorRole.WORKER
         rank = get_tensor_model_parallel_rank() if in_worker else 0
-        self._form = make_form(vllm_config, kv_cache_config, settings, rank)
-        kvd = _client(vllm_config, settings, self._form)
+        self._forms = make_forms(vllm_config, kv_cache_config, settings, rank)
+        transfer: Any = vllm_config.kv_transfer_config
+        accesses = connect(self._forms, settings, transfer.engine_id)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerForms | None = None
         self._relay: EventRelay | None = None
         if in_worker:
-            self._worker = WorkerSide(kvd, self._form.layout)
+            self._worker = WorkerForms(
+                {access.form: WorkerSide(access.kvd, access.layout) for access in accesses}
+            )
         else:
             resumes = compat.can_resume(vllm_config)
-            self._scheduler = SchedulerSide(kvd, self._form.layout, can_resume=resumes)
-            self._relay = EventRelay.of(vllm_config.kv_events_config, kvd, self._form.layout)
+            self._scheduler = SchedulerSide(accesses, can_resume=resumes)
+            first = accesses.first
+            self._relay = EventRelay.of(vllm_config.kv_events_config, first.kvd, first.layout)
 
     # In the scheduler's process -------------------------------------------------------------------
 
@@ -135,7 +141,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # In a worker's process ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker_side.set_copies(self._form.copies(kv_caches))
+        for form, copies in make_copies(self._forms, kv_caches).items():
+            self._worker_side.set_copies(form, copies)
 
     def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -209,19 +216,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
-    def _worker_side(self) -> WorkerSide:
+    def _worker_side(self) -> WorkerForms:
         assert self._worker is not None, "this hook belongs to a worker's process"
         return self._worker
-
-
-def _client(config: VllmConfig, settings: ConnectorSettings, form: EngineForm) -> KvdClient:
-    transfer: Any = config.kv_transfer_config
-    return KvdClient(
-        settings.kvd,
-        engine_id=transfer.engine_id,
-        spec=form.layout.spec,
-        block_tokens=form.layout.block_tokens,
-        compat=form.compat,
-        whole_blocks=form.layout.whole > 1,
-        url=settings.url,
-    )

@@ -12,11 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTERS = {
     "handoffs": "Prefills whose state was handed to the kvd",
+    "native_handoffs": "Of them, those in the native form: whole blocks, to an equal server",
+    "canonical_handoffs": "Of them, those in the canonical form: converted, to any engine",
     "refusals": "Prefills that were not handed off",
     "lost": "Decodes whose transfer was lost",
     "loaded_tokens": "Tokens loaded from the kvd instead of computed",
-    "saved_bytes": "Bytes of native blocks copied to the kvd",
-    "loaded_bytes": "Bytes of native blocks copied from the kvd",
+    "saved_bytes": "Bytes copied to the kvd",
+    "loaded_bytes": "Bytes copied from the kvd",
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,9 +30,9 @@ from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import EngineError, InputError, PrfaasError
 from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
 from prfaas.integrations.vllm.compat import keep_out_of_prefix_cache
+from prfaas.integrations.vllm.form_access import FormAccess, FormAccesses
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
-from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.types import BlockHash, NotNow
 
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillState:
+    access: FormAccess
     asked: RemoteDecode
     lease: WriteLease
     progress: PrefillProgress
@@ -68,6 +70,7 @@ class PrefillState:
 
 @dataclass(slots=True)
 class DecodeState:
+    access: FormAccess | None  # None: lost before the form was known
     lease: ReadLease | None  # None: lost, or loaded and released
     loading: bool = False
     ended: bool = False
@@ -75,15 +78,17 @@ class DecodeState:
 
 
 class SchedulerSide:
-    def __init__(self, kvd: KvdClient, layout: CacheLayout, *, can_resume: bool = True) -> None:
+    def __init__(self, forms: FormAccesses, *, can_resume: bool = True) -> None:
         """`can_resume`: vLLM can compute the rest of a prompt whose beginning is cached."""
-        self._kvd = kvd
-        self._layout = layout
+        self._forms = forms
         self._can_resume = can_resume
         self._requests: dict[str, PrefillState | DecodeState] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
         self._orders = StepOrders()
-        self._may_diverge = bool(layout.of_kind("state")) and not layout.of_kind("window")
+        self._may_diverge = all(
+            access.layout.of_kind("state") and not access.layout.of_kind("window")
+            for access in forms
+        )
         self._reconciling: set[str] = set()
         self._counts: dict[str, float] = {}
         self.manager: KVCacheManager | None = None  # vLLM's, which exists only after the connector
@@ -136,7 +141,7 @@ class SchedulerSide:
             case PrefillState() as state if (
                 state.lease.match_tokens < state.progress.tokens
                 and self._can_resume
-                and self._layout.can_resume_at(state.lease.match_tokens)
+                and state.access.layout.can_resume_at(state.lease.match_tokens)
             ):
                 reach = state.lease.match_tokens
             case _:  # a prefill found whole still needs one step to end it
@@ -157,20 +162,23 @@ class SchedulerSide:
                 self._give_back(state)  # vLLM's cache has as many tokens
             return
         state.loading = True
-        if state.lease is None or state.lease.lost:
+        access = state.access
+        if access is None or state.lease is None or state.lease.lost:
             self._orders.failed.append(request.request_id)
             return
         tokens = state.lease.match_tokens if isinstance(state, PrefillState) else state.lease.tokens
         try:
             moves = moves_to_load(
-                self._layout, tokens, tokens - external_tokens, blocks.get_block_ids()
+                access.layout, tokens, tokens - external_tokens, blocks.get_block_ids()
             )
-            _keep_out(self.manager, self._layout, request.request_id, moves)
+            _keep_out(self.manager, access.layout, request.request_id, moves)
         except Exception as error:
             _log_failure(f"request {request.request_id}: cannot load its state", error)
             self._orders.failed.append(request.request_id)
             return
-        self._orders.loads.append(LoadOrder(request.request_id, state.lease.ticket, moves))
+        self._orders.loads.append(
+            LoadOrder(request.request_id, state.lease.ticket, moves, access.form)
+        )
         self._count("loaded_tokens", external_tokens)
 
     def take_orders(self, output: SchedulerOutput) -> StepOrders:
@@ -246,7 +254,7 @@ class SchedulerSide:
         return 1, True
 
     def close(self) -> None:
-        self._kvd.close()
+        self._forms.close()
 
     def take_counts(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}
@@ -261,8 +269,9 @@ class SchedulerSide:
         tokens = asked.handoff_tokens
         _cut(request, tokens)
         try:
-            hashes, tail = names_of(request, tokens, self._layout.block_tokens)
-            lease = self._kvd.begin(
+            access = self._forms.find(asked.grant.form)
+            hashes, tail = names_of(request, tokens, access.layout.block_tokens)
+            lease = access.kvd.begin(
                 hashes, tokens, checkpoint_tokens=(), grant=asked.grant, tail=tail
             )
         except PrfaasError as error:
@@ -274,7 +283,7 @@ class SchedulerSide:
             return
         try:
             progress = PrefillProgress(
-                self._layout,
+                access.layout,
                 tokens,
                 match_tokens=lease.match_tokens,
                 skip_tokens=lease.skip_tokens,
@@ -283,19 +292,20 @@ class SchedulerSide:
         except BaseException:
             lease.abort("the prefill could not be planned")
             raise
-        self._requests[request.request_id] = PrefillState(asked, lease, progress)
+        self._requests[request.request_id] = PrefillState(access, asked, lease, progress)
 
     def _attach(self, request: Request, asked: RemotePrefill) -> None:
         if not _is_text(request):
             self._lost(request, _NOT_TEXT)
             return
         try:
-            lease = self._kvd.attach(asked.transfer_id)
+            access = self._forms.find(asked.form)
+            lease = access.kvd.attach(asked.transfer_id)
         except PrfaasError as error:
             self._lost(request, str(error))
             return
         try:
-            named = names_of(request, lease.tokens, self._layout.block_tokens)
+            named = names_of(request, lease.tokens, access.layout.block_tokens)
         except BaseException:
             lease.release()
             raise
@@ -305,7 +315,7 @@ class SchedulerSide:
             what = f"the first {lease.tokens} tokens of another prompt, or all of this one"
             self._lost(request, f"the transfer holds {what}")
             return
-        self._requests[request.request_id] = DecodeState(lease)
+        self._requests[request.request_id] = DecodeState(access, lease)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         message = answer["error"]["message"]
@@ -319,7 +329,7 @@ class SchedulerSide:
             "request %s: no state to continue from: %s", request.request_id, _plain(reason)
         )
         self._count("lost", 1)
-        self._requests[request.request_id] = DecodeState(None)
+        self._requests[request.request_id] = DecodeState(None, None)
 
     def _save(
         self, request_id: str, state: PrefillState, start: int, scheduled: int, tables: Any
@@ -335,8 +345,9 @@ class SchedulerSide:
         last = stop >= state.progress.tokens
         if moves or last:
             ticket = None if state.ticket_sent else state.lease.ticket
+            form = state.access.form
             state.ticket_sent = True
-            self._orders.saves.append(SaveOrder(request_id, ticket, moves, last))
+            self._orders.saves.append(SaveOrder(request_id, ticket, moves, last, form))
 
     def _commit(self, state: PrefillState) -> dict[str, Any]:
         try:
@@ -344,17 +355,22 @@ class SchedulerSide:
                 state.lease.abort(state.problem.message)
                 return _refused(*state.problem)
             state.lease.commit()
+            if (failure := _failure(state.lease.sent)) is not None:
+                # The pool keeps the prefix. The receiver would wait until the grant expires.
+                return _refused("transfer_lost", failure)
         except PrfaasError as error:
             return _refused("transfer_lost", str(error))
         except Exception as error:
             _log_failure("a lease could not be committed", error)
             return _refused("engine_failed", str(error))
         self._count("handoffs", 1)
+        self._count(f"{state.access.form}_handoffs", 1)
         return encode(
             ResponseParams(
                 do_remote_prefill=True,
                 transfer_id=state.asked.grant.transfer_id,
                 handoff_tokens=state.asked.handoff_tokens,
+                form=state.access.form,
             )
         )
 
@@ -430,6 +446,12 @@ def names_of(
     adapter = request.lora_request.lora_name if request.lora_request else ""
     hashes = block_hashes(ids, block_tokens, salt=salt, adapter=adapter)
     return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
+
+
+def _failure(sent: Future[None]) -> str | None:
+    """Why the transfer has failed; None while it may still be committed."""
+    error = sent.exception() if sent.done() else None
+    return None if error is None else str(error)
 
 
 def _plain(text: str) -> str:

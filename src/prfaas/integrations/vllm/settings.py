@@ -13,14 +13,15 @@ from prfaas.errors import InputError
 WHERE = "kv_connector_extra_config"
 # Not fp8: its bytes mean nothing without the scales of the engine that wrote them.
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
-FormName: TypeAlias = Literal["native", "canonical"]
+FormSetting: TypeAlias = Literal["auto", "native", "canonical"]
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kvd: Annotated[str, msgspec.Meta(min_length=1)]  # the path given to `prfaas kvd --socket`
     url: str | None = None  # where gateways reach this server
     # native: whole blocks, between equal vLLM servers. canonical: any engine with the same model.
-    form: FormName = "native"
+    # auto: each hand-off in the native form where both servers are equal, else in the canonical.
+    form: FormSetting = "auto"
     # The blocks that name prefixes in the canonical form: equal in all engines of a deployment.
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = NodeSection().block_tokens
     # The dtypes of the canonical form, where they shall not be the cache's own: vLLM casts.

@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from prfaas.integrations.vllm.caches.groups import Move
 from prfaas.kvd.engine_socket.messages import LeaseTicket
+from prfaas.types import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class SaveOrder:
     ticket: LeaseTicket | None  # with the first save of a request
     moves: tuple[Move, ...]
     last: bool
+    form: Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class LoadOrder:
     request_id: str
     ticket: LeaseTicket
     moves: tuple[Move, ...]
+    form: Form
 
 
 @dataclass(slots=True)
@@ -31,3 +34,10 @@ class StepOrders(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # requests whose transfer is lost
     ended: list[str] = field(default_factory=list)  # requests that save nothing more
+
+    def in_form(self, form: Form) -> StepOrders:
+        """The copies to make in this form."""
+        return StepOrders(
+            saves=[order for order in self.saves if order.form == form],
+            loads=[order for order in self.loads if order.form == form],
+        )

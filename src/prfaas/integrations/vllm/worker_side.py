@@ -3,8 +3,10 @@
 Blocks are copied out before the step ends, because vLLM may reuse a window's block in the next
 step. Where vLLM calls the hook of a layer, its blocks are copied when the layer is done. The blocks
 of all other layers (linear layers have no hook) are copied at the end of the step, states last.
-Loads run in a thread, in parallel to the engine's steps. Each worker copies the layers and heads
-that it has. Of a request, the worker has only the id.
+On a GPU, copying out means that the gather is queued on the compute stream: threads do the rest,
+and the step waits for them only where a request's last token is in it, because the scheduler then
+commits. Loads run in a thread, in parallel to the engine's steps. Each worker copies the layers and
+heads that it has. Of a request, the worker has only the id.
 
 Whatever fails for one request is logged and stays its own: a segment that was not copied is not
 ready, so the kvd refuses the commit; a load that failed is reported as failed.
@@ -19,22 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+from prfaas.integrations.vllm.caches.groups import CacheLayout
+from prfaas.integrations.vllm.caches.joint_copies import JointCopies
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, LayerCopy
+from prfaas.integrations.vllm.staged_saves import LayerSave, StagedSaves
 from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.kvd.engine_socket.leases import WriteLease
-from prfaas.kvspec import Segment
+from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 
 _LOG = logging.getLogger(__name__)
-
-
-class LayerSave(NamedTuple):
-    """One layer's share of a save."""
-
-    lease: WriteLease
-    segment: Segment
-    move: Move
 
 
 class WorkerResults(NamedTuple):
@@ -49,23 +44,31 @@ class WorkerSide:
         self._layout = layout
         self._copies: Mapping[str, LayerCopy] = {}
         self._before_loads: Callable[[], None] = lambda: None
+        self._joint: JointCopies | None = None
+        self._saves: StagedSaves | None = None  # on a GPU
         self._writing: dict[str, WriteLease] = {}
         self._due: dict[str, list[LayerSave]] = {}  # of this step, by layer
         self._flush = False
         self._ended: set[str] = set()  # requests whose end the scheduler's side wants confirmed
         self._counts: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prfaas-load")
+        self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prfaas-loaded")
         self._lock = threading.Lock()  # guards the results of the loading thread
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
     def set_copies(self, copies: LayerCopies) -> None:
-        self._copies, self._before_loads = copies
+        self._copies, self._before_loads, self._joint = copies
+        if self._joint is not None:
+            self._joint.warm_up()
+            self._saves = StagedSaves(self._joint, lambda n: self._count("saved_bytes", n))
 
     # One step of the engine -----------------------------------------------------------------------
 
     def begin_step(self, orders: StepOrders) -> None:
         self._due = {}
+        if self._saves is not None:
+            self._saves.begin_step()
         self._flush = False
         self._ended.update(orders.ended)
         for order in orders.saves:
@@ -75,9 +78,18 @@ class WorkerSide:
                 _LOG.exception("request %s: cannot save its state", order.request_id)
 
     def save_layer(self, layer: str) -> None:
+        """The layer is computed, or queued on the current stream."""
+        self._save_layer(layer)
+        if self._saves is not None:
+            self._saves.stage_full()
+
+    def _save_layer(self, layer: str) -> None:
         for save in self._due.pop(layer, ()):
             try:
                 copy = self._copies[layer]
+                if self._saves is not None:
+                    self._saves.add(layer, save, copy.heads)
+                    continue
                 nbytes = copy.save(save.move, save.lease.buffers(save.segment))
                 save.lease.ready(save.segment, copy.heads)
                 self._count("saved_bytes", nbytes)
@@ -85,12 +97,17 @@ class WorkerSide:
                 _LOG.exception("cannot save segment %s", save.segment.name)
 
     def end_step(self) -> None:
-        """Copies everything due in this step before it returns."""
+        """Copies everything due in this step before it returns, or queues it on the device. What a
+        commit needs is in the pages when it returns."""
         for group in sorted(self._layout.groups, key=lambda group: group.kind == "state"):
             for layer, _ in group.layers:
-                self.save_layer(layer)
+                self._save_layer(layer)
+        if self._saves is not None:
+            self._saves.stage()
         if self._flush:
             try:
+                if self._saves is not None:
+                    self._saves.wait()
                 self._kvd.flush()  # the scheduler commits on another connection
             except Exception as error:
                 _LOG.warning("lost saved blocks: %r", error)
@@ -107,10 +124,17 @@ class WorkerSide:
             except Exception as error:  # the thread has been shut down
                 self._end_load(order, error)
 
+    def settle(self) -> None:
+        """Waits for copies into the pages of requests whose end is to be confirmed. EngineError
+        when they take too long: the end is then confirmed later."""
+        if self._ended and self._saves is not None:
+            self._saves.wait()
+
     def take_results(self, finished: set[str]) -> WorkerResults:
         """`finished` requests have no unfinished step, because steps run in order."""
         for request_id in finished:
             self._writing.pop(request_id, None)
+        self.settle()
         ended, self._ended = self._ended, set()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
@@ -119,6 +143,10 @@ class WorkerSide:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
+        self._loading.shutdown(wait=True)
+        if self._saves is not None and self._joint is not None:
+            self._saves.close()
+            self._joint.close()
         self._kvd.close()
 
     def take_counts(self) -> dict[str, float]:
@@ -147,6 +175,9 @@ class WorkerSide:
     def _load(self, order: LoadOrder) -> None:
         try:
             lease = self._kvd.join_read(order.ticket)
+            if self._joint is not None:
+                self._load_joint(self._joint, order, lease)
+                return
             for move in order.moves:
                 for layer, segment in self._layout.segments(move):
                     nbytes = self._copies[layer].load(move, lease.views(segment))
@@ -155,6 +186,27 @@ class WorkerSide:
             self._end_load(order, error)
         else:
             self._end_load(order, None)
+
+    def _load_joint(self, joint: JointCopies, order: LoadOrder, lease: ReadLease) -> None:
+        """Queues the loads; another thread waits for the device, so that the next order's loads
+        are queued by then."""
+        problem: Exception | None = None
+        try:
+            for move in order.moves:
+                layers = self._layout.segments(move)
+                self._count("loaded_bytes", joint.load(move, layers, lease.joint_views))
+        except Exception as error:  # the lease must not end before what is queued
+            problem = error
+        self._loading.submit(self._wait_for_load, joint.queued_loads(), order, problem)
+
+    def _wait_for_load(
+        self, wait: Callable[[], None], order: LoadOrder, problem: Exception | None
+    ) -> None:
+        try:
+            wait()
+        except Exception as error:
+            problem = error
+        self._end_load(order, problem)
 
     def _end_load(self, order: LoadOrder, problem: Exception | None) -> None:
         """vLLM waits for the result of every load, the failed ones included."""

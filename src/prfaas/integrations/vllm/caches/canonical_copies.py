@@ -20,13 +20,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from prfaas.device.staging import StagingRing
 from prfaas.errors import InputError
 from prfaas.integrations.canonical.attention import AttentionConverter, AttentionForm
 from prfaas.integrations.canonical.heads import Heads, delta_rule_share, mamba2_share
-from prfaas.integrations.canonical.staging import StagingRing
 from prfaas.integrations.canonical.states import StateConverter, StateForm
 from prfaas.integrations.vllm.caches.canonical_layout import USE_NATIVE, WireForm
 from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Move
+from prfaas.integrations.vllm.caches.joint_copies import CopiedLayer, JointCopies
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, LayerCopy
 from prfaas.integrations.vllm.caches.packing import fp8_of, packing_of
 from prfaas.kvspec import GQA, MLA, Linear, WindowedGQA
@@ -75,12 +76,14 @@ def canonical_copies(
     layout: CacheLayout,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
+    ring: StagingRing | None = None,
 ) -> LayerCopies:
-    """InputError names the layer that cannot be converted."""
-    ring = _staging(tensors)
+    """InputError names the layer that cannot be converted. With a `ring`, several layers are copied
+    at once."""
     ranks = config.parallel_config.tensor_parallel_size
     context = config.compilation_config.static_forward_context
     copies: dict[str, LayerCopy] = {}
+    joint: dict[str, CopiedLayer] = {}
     for group in layout.groups:
         for name, _ in group.layers:
             spec = _layer_spec(caches, group, name)
@@ -91,7 +94,9 @@ def canonical_copies(
                 heads = Heads(geometry.v_heads, ranks).of(rank)
                 form = _state_form(name, cast(MambaSpec, spec), geometry, parts, rank, ranks)
                 conv, ssm = layer.kv_cache
-                copies[name] = StateCopy(StateConverter(conv, ssm, form, ring), heads)
+                state = StateConverter(conv, ssm, form, ring)
+                copies[name] = StateCopy(state, heads)
+                joint[name] = CopiedLayer(state.rows_written, state.rows_held, row_tokens=None)
                 continue
             held = Heads(1 if isinstance(geometry, MLA) else geometry.kv_heads, ranks)
             attention = cast(AttentionSpec, spec)
@@ -110,16 +115,12 @@ def canonical_copies(
                 ),
                 ring,
             )
+            joint[name] = CopiedLayer(converter.rows, converter.rows, row_tokens=1)
             heads_written = None if isinstance(geometry, MLA) else held.of(rank)
             copies[name] = AttentionCopy(converter, heads_written, writes=held.writes(rank))
-    return LayerCopies(copies) if ring is None else LayerCopies(copies, ring.fence)
-
-
-def _staging(tensors: Mapping[str, torch.Tensor]) -> StagingRing | None:
-    """Memory between a GPU's caches and pages; None on a CPU."""
-    devices = {tensor.device for tensor in tensors.values()}
-    device = devices.pop() if len(devices) == 1 else None
-    return StagingRing(device) if device is not None and device.type == "cuda" else None
+    if ring is None:
+        return LayerCopies(copies)
+    return LayerCopies(copies, ring.fence, JointCopies(ring, joint, layout.block_tokens))
 
 
 def _layer_spec(caches: KVCacheConfig, group: CacheGroup, name: str) -> KVCacheSpec:

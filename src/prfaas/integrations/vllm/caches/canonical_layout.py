@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -66,6 +67,7 @@ def canonical_layout(config: KVCacheConfig, wire: WireForm) -> CacheLayout:
     for index in config.transfer_group_ids:
         vllm_group = config.kv_cache_groups[index]
         vllm_spec = first_spec(vllm_group.kv_cache_spec)
+        _check_convertible(index, vllm_spec)
         kinds = _counterparts(index, vllm_spec, spec)
         numbers = [
             (name, _layer_number(name, vllm_spec, wire.layers)) for name in vllm_group.layer_names
@@ -100,6 +102,23 @@ def canonical_layout(config: KVCacheConfig, wire: WireForm) -> CacheLayout:
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
     """The spec that stands for all layers of a group: they differ in shapes only."""
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _check_convertible(index: int, spec: KVCacheSpec) -> None:
+    """Refuses what the specs already show. The workers also check backends and tensors."""
+    if isinstance(spec, AttentionSpec) and (
+        spec.state_content_bytes is not None or spec.tokens_per_state != 1
+    ):
+        raise InputError(
+            f"vLLM's cache group {index} is packed or quantised in a way that cannot be converted",
+            fix=USE_NATIVE,
+        )
+    if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+        raise InputError(
+            f"vLLM's cache group {index} has states of speculative decoding, which cannot be "
+            "converted",
+            fix=f"switch speculative decoding off, or {USE_NATIVE}",
+        )
 
 
 def _counterparts(index: int, vllm_spec: KVCacheSpec, spec: KVSpec) -> list[tuple[Kind, Group]]:

@@ -7,8 +7,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from prfaas.errors import EngineError, InputError
+from prfaas.device.staging import StagingRing
+from prfaas.errors import EngineError
+from prfaas.integrations.canonical.block_rows import block_rows, blocks_of
 from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+from prfaas.integrations.vllm.caches.joint_copies import CopiedLayer, JointCopies
 
 
 class LayerCopy(Protocol):
@@ -31,6 +34,8 @@ class LayerCopies(NamedTuple):
     by_layer: Mapping[str, LayerCopy]  # by vLLM's name
     # Called in the thread that launches the model, before loads begin in another one.
     before_loads: Callable[[], None] = lambda: None
+    # Copies of several layers at once; None where each layer is copied for itself.
+    joint: JointCopies | None = None
 
 
 class NativeCopy:
@@ -52,33 +57,25 @@ class NativeCopy:
 
 
 def native_copies(
-    layout: CacheLayout, caches: Mapping[str, torch.Tensor], num_blocks: int
+    layout: CacheLayout,
+    caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    ring: StagingRing | None = None,
 ) -> LayerCopies:
-    return LayerCopies(
-        {
-            name: NativeCopy(blocks_of(caches[name], num_blocks), writes=group.writes)
-            for group in layout.groups
-            for name, _ in group.layers
-        }
-    )
-
-
-def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """One layer's cache as [block, byte], without copying. Layers share storage, so the stride
-    between blocks may be longer than a block; vLLM may also count in smaller kernel blocks."""
-    rows, rest = divmod(cache.shape[0], num_blocks)
-    row_bytes = cache[0].numel() * cache.element_size()
-    stride_bytes = cache.stride(0) * cache.element_size()
-    if rest or not cache[0].is_contiguous() or (rows > 1 and row_bytes != stride_bytes):
-        raise InputError(
-            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} does not divide "
-            f"into {num_blocks} contiguous blocks",
-            fix="use an attention backend whose blocks are contiguous",
-        )
-    storage = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    storage.set_(cache.untyped_storage())
-    start = cache.storage_offset() * cache.element_size()
-    return storage.as_strided((num_blocks, rows * row_bytes), (rows * stride_bytes, 1), start)
+    """With a `ring`, several layers at once."""
+    copies: dict[str, LayerCopy] = {}
+    joint: dict[str, CopiedLayer] = {}
+    for group in layout.groups:
+        for name, _ in group.layers:
+            blocks = blocks_of(caches[name], num_blocks)
+            copies[name] = NativeCopy(blocks, writes=group.writes)
+            if ring is not None:
+                rows = block_rows(blocks)
+                tokens = None if group.kind == "state" else group.block_tokens
+                joint[name] = CopiedLayer(rows, rows, tokens)
+    if ring is None:
+        return LayerCopies(copies)
+    return LayerCopies(copies, ring.fence, JointCopies(ring, joint, layout.block_tokens))
 
 
 def copy_out(blocks: torch.Tensor, block_ids: Sequence[int], pages: Sequence[memoryview]) -> None:

@@ -42,7 +42,8 @@ def native_layout(config: KVCacheConfig, tensor_parallel: int, rank: int = 0) ->
         shards = _shards(vllm_group.kv_cache_spec, tensor_parallel)
         numbers = [(position + layer) * tensor_parallel for layer in range(len(names))]
         position += len(names)
-        spec_layers = tuple(number + shard for number in numbers for shard in range(shards))
+        # The layers of a rank are neighbours in the kvd's blocks: one piece of memory to copy.
+        spec_layers = tuple(number + shard for shard in range(shards) for number in numbers)
         kind, spec, positional = _group(index, vllm_group.kv_cache_spec, spec_layers, block_tokens)
         shard = rank * shards // tensor_parallel
         groups.append(
