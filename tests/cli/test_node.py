@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from prfaas.contracts.readiness import NodeReady
+from prfaas.engine.emulated import EmulatedEngine
+from prfaas.errors import EngineError
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
 from tests.waiting import PATIENCE_S, wait_until
@@ -32,6 +34,9 @@ EMULATED = ("--engine", "emulated", "--model", "case-study-1t", "--accelerator",
         ([*EMULATED, "--set", "node.emulated.byte_scale=0"], "byte_scale: expected `float` > 0"),
         ([*EMULATED, "--set", "node.max_running=100"], "decode steps of up to 20"),
         ([*EMULATED, "--set", "node.tokenizer=."], "tokenizer.json"),
+        ([*EMULATED, "--warm-up", "8192,long"], "--warm-up: '8192,long' is not a list of lengths"),
+        ([*EMULATED, "--warm-up", "0"], "node.warm_up.0: expected `int` >= 1"),
+        ([*EMULATED, "--warm-up", "131073"], "node.warm_up: a prompt of 131073 tokens cannot be"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -116,3 +121,44 @@ def test_a_hangup_also_reaches_the_kvd_of_its_own(tmp_path: Path) -> None:
             assert json.load(answer)["pool"]
     finally:
         assert process.stop() == 0
+
+
+def test_a_node_is_ready_after_its_warm_up() -> None:
+    node, _ = started("--set", "node.emulated.time_scale=0.001", "--warm-up", "8192,100")
+    try:
+        begun, done, ready = (
+            node.output.index(text)
+            for text in ("start: warming up with prompts of 8192, 100", "warmed up with 2", "{")
+        )
+        assert begun < done < ready
+        assert "start: waited for the kvd in" in node.output
+        wait_until(lambda: "start: the node is ready after" in node.output)
+    finally:
+        assert node.stop() == 0
+
+
+def test_sigterm_during_the_warm_up_ends_node_and_kvd() -> None:
+    node = Process(
+        "node",
+        *EMULATED,
+        *("--warm-up", "100000", "--set", "node.emulated.time_scale=100"),
+        *("--set", "node.emulated.byte_scale=1e-4", "--", "--memory", "16MiB"),
+    )
+    wait_until(lambda: "start: warming up" in node.output)
+    node.popen.send_signal(signal.SIGTERM)
+    assert node.popen.wait(PATIENCE_S) == 0
+    node.stop()
+    assert "stopping: the node was not ready yet" in node.output
+    assert '"ready":"node"' not in node.output and "Traceback" not in node.output
+
+
+def test_an_engine_that_does_not_work_never_becomes_ready(
+    prfaas: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise EngineError("the device has gone")
+
+    monkeypatch.setattr(EmulatedEngine, "submit", fails)
+    result = prfaas("node", *EMULATED, "--kvd", "/nowhere/kvd.sock", "--warm-up", "100")
+    assert result.code == 2
+    assert "cannot serve a prompt of one token: the device has gone" in result.err

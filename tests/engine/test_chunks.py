@@ -46,6 +46,41 @@ def test_chunks_cover_the_prompt_and_end_where_states_are_wanted(
     assert {end for end in regular if end > start} <= set(ends)
 
 
+@given(prefills(), st.data())
+def test_chunks_end_at_the_given_cuts_instead(
+    prefill: tuple[int, int, int, Export], data: st.DataObject
+) -> None:
+    start, stop, chunk_tokens, export = prefill
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, stop - 1)), min_size=1, max_size=5)))
+    ends = chunk_ends(start, stop, chunk_tokens=chunk_tokens, export=export, cuts=cuts)
+    assert list(ends) == sorted(set(ends)) and ends[-1] == stop
+    wanted = {n for n in (*cuts, export.tokens, *export.checkpoint_tokens, stop) if n > start}
+    assert {end for end in wanted if end <= stop} <= set(ends)
+    for before, after in zip([start, *ends], ends, strict=False):
+        assert 0 < after - before <= chunk_tokens
+        # The engine's own cuts are only where a piece would be too long.
+        if after not in wanted:
+            last = max(n for n in (start, *wanted) if n < after)
+            assert min(n for n in wanted if n > after) - last > chunk_tokens
+
+
+@given(prefills(), st.integers(1, 20))
+def test_the_cuts_of_a_hand_off_are_repeated_exactly(
+    prefill: tuple[int, int, int, Export], other_tokens: int
+) -> None:
+    """By an engine whose chunks are as long or longer, whatever the two nodes' own lengths are."""
+    _, stop, chunk_tokens, export = prefill
+    sent = chunk_ends(0, export.tokens, chunk_tokens=chunk_tokens, export=export)
+    rest: tuple[int, ...] = ()
+    if export.tokens < stop:
+        rest = chunk_ends(export.tokens, stop, chunk_tokens=other_tokens, export=None)
+    cuts = (*sent, *rest)
+    longest = max(chunk_tokens, other_tokens)
+    found = chunk_ends(0, cuts[-1], chunk_tokens=longest, export=None, cuts=cuts[:-1])
+    if len(cuts) > 1:
+        assert found == cuts
+
+
 @given(prefills())
 def test_every_segment_is_owed_once_and_nothing_more(prefill: tuple[int, int, int, Export]) -> None:
     start, stop, chunk_tokens, export = prefill

@@ -343,7 +343,7 @@ def test_a_term_signal_drains(pair: Gateway) -> None:
         host.node.popen.terminate()
         status, answer = asking.result()
     assert status == 200 and answer["usage"]["completion_tokens"] == 40
-    assert host.node.stop() == 0
+    assert host.node.wait() == 0  # it has been told to stop
     host.wait_until_idle()
     host.begin_node()
     host.wait_until_ready()

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prfaas.engine.api import MAX_CUTS
 from prfaas.engine.emulated.pace import Scales
 from prfaas.text import ModelTokenizer
 from prfaas.types import Grant, TransferId
@@ -114,6 +115,30 @@ async def metrics(node: LocalApi, running: int | None = None) -> str:
             {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}},
             "kv_transfer_params",
         ),
+        (
+            {
+                "prompt": PROMPT,
+                "kv_transfer_params": {
+                    **{"do_reference": True, "do_remote_decode": True},
+                    "grant": GRANT,
+                },
+            },
+            "kv_transfer_params",
+        ),
+        *(
+            (
+                {
+                    "prompt": PROMPT,
+                    "kv_transfer_params": {"do_reference": True, "cut_tokens": cuts},
+                },
+                "kv_transfer_params.cut_tokens",
+            )
+            for cuts in ([0], [100], [-3], [9, 9], [9, 8], list(range(1, MAX_CUTS + 2)))
+        ),
+        (
+            {"prompt": PROMPT, "kv_transfer_params": {"do_reference": True, "cut_tokens": 7}},
+            "kv_transfer_params.cut_tokens",
+        ),
     ],
 )
 async def test_bad_requests_are_named(fields: dict[str, Any], param: str) -> None:
@@ -165,6 +190,21 @@ async def test_without_a_tokenizer_there_are_ids_only() -> None:
         assert status == 400 and answer["error"]["param"] == "stop"
         status, answer = await node.complete(prompt=PROMPT, return_token_ids=True)
         assert status == 200 and len(answer["choices"][0]["token_ids"]) == 16
+
+
+async def test_a_reference_is_cut_as_requested_and_uses_no_cache() -> None:
+    """The node has no kvd: a plain request counts as one without the pool, a reference does not."""
+    async with node_server(chunk_tokens=64) as node:
+        asked = {"prompt": PROMPT, "return_token_ids": True, "temperature": 0.0}
+        _, plain = await node.complete(**asked)
+        for cuts, used in (([13, 37, 90], [13, 37, 90, 100]), ([7], [7, 64, 100]), ([], [64, 100])):
+            params = {"do_reference": True, "cut_tokens": cuts}
+            status, answer = await node.complete(**asked, kv_transfer_params=params)
+            assert status == 200 and answer["kv_transfer_params"] == {"cut_tokens": used}
+            assert answer["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+        assert 'prfaas_node_unpooled_requests_total{engine="0",model_name="made-up"} 1.0' in (
+            await metrics(node)
+        )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import click
@@ -16,18 +21,23 @@ from prfaas.cli.shared_options import (
     security_options,
     set_option,
 )
+from prfaas.clock import MonotonicClock
 from prfaas.config.host import NodeSection, load_host_config
 from prfaas.contracts.readiness import NodeReady, readiness_line
-from prfaas.engine.api import Engine
+from prfaas.engine.checkpoint.read_ahead import read_ahead
 from prfaas.engine.emulated.pace import Scales
-from prfaas.errors import InputError
+from prfaas.engine.start_phases import start_phase
+from prfaas.engine.warm_up import WHERE, warm_up
+from prfaas.errors import EngineError, InputError
 from prfaas.launch.allocator import limit_heap_growth
-from prfaas.launch.attached_process import attached_kvd
+from prfaas.launch.attached_process import starting_kvd
 from prfaas.launch.engine_choice import (
+    ChosenEngine,
     EmulatedChoice,
     EngineChoice,
     emulated_engine,
     hf_engine,
+    import_hf_engine,
 )
 from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_node
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
@@ -36,6 +46,7 @@ from prfaas.security.tls import load_identity
 from prfaas.text import load_tokenizer
 
 _DEFAULTS = NodeSection()
+_LOG = logging.getLogger(__name__)
 
 
 @click.command()
@@ -63,6 +74,14 @@ _DEFAULTS = NodeSection()
 @click.option("--kvd-url", metavar="URL", help="HTTP address of that kvd.")
 @security_options
 @click.option("--device", help="Device of the hf engine: cpu, cuda or cuda:N.")
+@click.option(
+    "--warm-up",
+    "warm_up_lengths",
+    metavar="LENGTHS|none",
+    help="Lengths of prompts, in tokens and separated by commas, that the engine runs before the "
+    "node is ready: kernels are compiled and tuned then, and not within the first requests. "
+    "`none` skips this.  [default: lengths up to two prefill steps on a GPU, else none]",
+)
 @click.option("--accelerator", help="Accelerator whose profile the emulated engine follows.")
 @log_level_option
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
@@ -83,6 +102,7 @@ def node(
     tls_key: str | None,
     insecure: bool | None,
     device: str | None,
+    warm_up_lengths: str | None,
     accelerator: str | None,
     log_level: str,
     kvd_options: tuple[str, ...],
@@ -99,8 +119,10 @@ def node(
       prfaas node --model ./tiny-kimi --port 8000
       prfaas node --model ./tiny-kimi --port 8000 --kvd /run/prfaas/kvd.sock
       prfaas node --model ./tiny-kimi -- --memory 8GiB
+      prfaas node --model ./kimi --device cuda --warm-up 1000,8192,100000
       prfaas node --engine emulated --model case-study-1t --accelerator h200
     """
+    began_s = time.monotonic()
     flags = {
         "node.engine": engine,
         "node.model": model,
@@ -116,6 +138,7 @@ def node(
         "node.tls.key": tls_key,
         "node.insecure": insecure,
         "node.device": device,
+        "node.warm_up": _lengths(warm_up_lengths),
         "node.emulated.accelerator": accelerator,
     }
     host_config = load_host_config(config, assignments, flags)
@@ -147,21 +170,91 @@ def node(
     )
     _refuse_exposure(section, credentials)
     tokenizer_folder = section.tokenizer or (section.model if section.engine == "hf" else None)
-    tokenizer = load_tokenizer(Path(tokenizer_folder)) if tokenizer_folder is not None else None
+    tokenizer = None
+    if tokenizer_folder is not None:
+        with start_phase("read the tokenizer"):
+            tokenizer = load_tokenizer(Path(tokenizer_folder))
     kvd_options = (*_credential_options(section), *kvd_options)
     if config is not None:
         kvd_options = ("--config", str(config), *kvd_options)
 
     def announce(url: str) -> None:
         click.echo(readiness_line(NodeReady(settings.name, url)))
+        _LOG.info("start: the node is ready after %.1f s", time.monotonic() - began_s)
 
-    with _kvd(section, kvd_options, host_config.kvd.timeouts.drain_s) as found:
-        chosen = _engine(section, section.model)
+    with ExitStack() as stack:
+        wait_for_kvd = stack.enter_context(
+            _kvd(section, kvd_options, host_config.kvd.timeouts.drain_s)
+        )
+        chosen, found = _start(section, section.model, wait_for_kvd)
+        stack.callback(chosen.engine.close)
+        _warm_up(chosen, section.warm_up)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run_node(chosen.engine, tokenizer, found, settings, credentials, announce))
+
+
+def _lengths(text: str | None) -> list[int] | None:
+    """The value of --warm-up. The ranges are checked with those of the file."""
+    if text is None:
+        return None
+    if text.strip() == "none":
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not a list of lengths",
+            where="--warm-up",
+            fix="give token counts such as 1000,8192, or none",
+        ) from None
+
+
+def _start(
+    section: NodeSection, model: str, wait_for_kvd: Callable[[], KvdAddress]
+) -> tuple[ChosenEngine, KvdAddress]:
+    """The kvd starts while this process imports its libraries and the disk reads the weights."""
+    on_disk = section.engine == "hf"
+    with read_ahead(Path(model)) if on_disk else nullcontext():
+        if on_disk:
+            import_hf_engine(section.device, section.kernel_cache)
+        with start_phase("waited for the kvd") if section.kvd_socket is None else nullcontext():
+            found = wait_for_kvd()
+        return _engine(section, model), found
+
+
+def _warm_up(chosen: ChosenEngine, wanted: Sequence[int] | None) -> None:
+    named = wanted is not None
+    lengths = chosen.default_warm_up if wanted is None else wanted
+    if not lengths:
+        return
+    _LOG.info("start: warming up with prompts of %s tokens", ", ".join(map(str, lengths)))
+    with _ended_by_sigterm():
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(run_node(chosen, tokenizer, found, settings, credentials, announce))
-        finally:
-            chosen.close()
+            done = warm_up(chosen.engine, lengths, MonotonicClock(), named=named)
+        except EngineError as error:
+            fix = "see the log; a node whose engine does not work cannot be ready"
+            raise InputError(str(error), where=WHERE, fix=fix) from error
+    _LOG.info(
+        "start: warmed up with %d lengths and %d sequences at once in %.1f s",
+        len(done.lengths),
+        done.together,
+        done.seconds,
+    )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the body, and then the process, in the order in which a ready node ends."""
+
+    def end(*_: object) -> None:
+        _LOG.info("stopping: the node was not ready yet")
+        sys.exit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_exposure(section: NodeSection, credentials: NodeCredentials) -> None:
@@ -196,18 +289,19 @@ def _credential_options(section: NodeSection) -> list[str]:
 
 def _kvd(
     section: NodeSection, options: tuple[str, ...], drain_s: float
-) -> AbstractContextManager[KvdAddress]:
+) -> AbstractContextManager[Callable[[], KvdAddress]]:
     if section.kvd_socket is not None:
-        return nullcontext(KvdAddress(section.kvd_socket, section.kvd_url))
-    return attached_kvd(options, drain_s)
+        running = KvdAddress(section.kvd_socket, section.kvd_url)
+        return nullcontext(lambda: running)
+    return starting_kvd(options, drain_s)
 
 
-def _engine(section: NodeSection, model: str) -> Engine:
+def _engine(section: NodeSection, model: str) -> ChosenEngine:
     choice = EngineChoice(
         model, section.block_tokens, section.max_waiting, section.max_running, section.chunk_tokens
     )
     if section.engine == "hf":
-        return hf_engine(choice, section.device, section.dtype)
+        return hf_engine(choice, section.device, section.dtype, section.warm_up or ())
     emulated = section.emulated
     scales = Scales(emulated.time_scale, emulated.byte_scale, emulated.output_scale)
     catalog = [Path(path) for path in emulated.catalog]

@@ -57,7 +57,7 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: str = "127.0.0.1:0"
     """HOST:PORT of the HTTP API for gateways; port 0 lets the system choose a free one."""
     memory: str = "4GiB"
-    """Size of the arena in shared memory, for example 64GiB."""
+    """Shared memory for KV, of all forms together, for example 64GiB."""
     ssd: str | None = None
     """Folder for prefixes that memory cannot hold. Without it, there is no SSD tier."""
     ssd_size: str = "64GiB"
@@ -162,6 +162,14 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per prefill step. The default is the engine's choice."""
     max_running: Count | None = None
     """Sequences that decode together. The default is the engine's choice."""
+    warm_up: list[Count] | None = None
+    """Lengths of prompts, in tokens, that the engine runs before the node is ready, so that no
+    request waits for kernels to be compiled. The default is the choice of the engine's device:
+    lengths up to two prefill steps on a GPU, none on a CPU or for the emulated engine."""
+    kernel_cache: str | None = None
+    """Folder in which the hf engine keeps compiled kernels for the next start. It must belong to
+    the user of the node, and other users must not be able to write to it. The default is
+    prfaas/kernels in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`)."""
     max_waiting: Count = 256
     """Requests in the engine's queue. Further requests are refused with status 503."""
     events: str = "tcp://127.0.0.1:0"
@@ -184,7 +192,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _PATHS: dict[str, tuple[str, ...]] = {
     "kvd": ("socket", "ssd", "member_key_file", "operator_key_file"),
     "kvd.tls": TLS_PATHS,
-    "node": ("kvd_socket", "member_key_file", "operator_key_file", "tokenizer"),
+    "node": ("kvd_socket", "member_key_file", "operator_key_file", "tokenizer", "kernel_cache"),
     "node.tls": TLS_PATHS,
 }
 

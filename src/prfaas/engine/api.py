@@ -13,8 +13,10 @@ raise. After Finished or JobFailed the engine touches neither the job's source n
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +25,8 @@ import numpy.typing as npt
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, SegmentSink, SegmentSource
 from prfaas.types import Compat, NotNow
+
+MAX_CUTS = 8192  # in one job, and in one report of them
 
 # Jobs -------------------------------------------------------------------------------------------
 
@@ -70,6 +74,10 @@ class EngineJob:
     sampling: Sampling = field(default_factory=Sampling)
     resume: Resume | None = None
     export: Export | None = None
+    # Where given, chunks end at exactly these lengths of the prompt (and where state is exported)
+    # instead of at the engine's own. A piece that is longer than the engine's chunks is still cut.
+    # Sums depend on the cuts: to repeat another job's numbers bit by bit, repeat its cuts.
+    cut_tokens: tuple[int, ...] = ()
 
 
 # Events -----------------------------------------------------------------------------------------
@@ -82,6 +90,9 @@ class Prefilled:
     resumed_tokens: int
     computed_tokens: int
     exported_bytes: int
+    # The ends of the chunks in which the tokens were computed, the prompt's end included. Empty:
+    # the engine does not report them. Comparisons ignore it.
+    cut_tokens: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +174,11 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def use_memory(self, memory: mmap.mmap, *, wait_s: float = 0.0) -> None:
+        """Most sources and sinks will be in this mapping, until the next call. The engine may
+        prepare it, in the background; with `wait_s`, the call returns when what the next jobs will
+        use is prepared, or after that time. It does not raise. Any thread may call it."""
+
     def close(self) -> None:
         """Cancels the remaining jobs and waits for the engine's thread."""
 
@@ -196,6 +212,22 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
         )
     if job.export is not None:
         _check_export(job.export, job, spec)
+    check_cuts(job.cut_tokens, prompt_tokens, "cut_tokens")
+
+
+def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:
+    """Raises InputError when a prompt cannot be cut at these lengths."""
+    if len(cuts) > MAX_CUTS:
+        raise InputError(
+            f"{len(cuts)} lengths to cut at", where=where, fix=f"send at most {MAX_CUTS}"
+        )
+    for before, cut in pairwise((0, *cuts)):
+        if not before < cut < prompt_tokens:
+            raise InputError(
+                f"a prompt of {prompt_tokens} tokens cannot be cut at {cut} after {before}",
+                where=where,
+                fix="send ascending lengths, from 1 to the prompt's length less 1",
+            )
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -6,20 +6,33 @@ length whose state is wanted. Full attention is exported chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from prfaas.engine.api import Export
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, Segment
 
 
-def chunk_ends(start: int, stop: int, *, chunk_tokens: int, export: Export | None) -> Iterator[int]:
+def chunk_ends(
+    start: int,
+    stop: int,
+    *,
+    chunk_tokens: int,
+    export: Export | None,
+    cuts: Sequence[int] = (),
+) -> tuple[int, ...]:
     """The lengths at which chunks of [start, stop) end: every `chunk_tokens` of the prompt, and at
     every length whose state is exported. Counting starts at token 0, so that a resumed prompt has
-    the same chunk boundaries."""
+    the same chunk boundaries.
+
+    With `cuts` (`EngineJob.cut_tokens`), chunks end there instead of every `chunk_tokens`. Pieces
+    between them that are longer than a chunk are cut as always, so that no chunk is longer."""
     wanted = {export.tokens, *export.checkpoint_tokens} if export is not None else set()
-    ends = {stop, *(length for length in wanted if start < length < stop)}
-    ends.update(range((start // chunk_tokens + 1) * chunk_tokens, stop, chunk_tokens))
-    return iter(sorted(ends))
+    ends = {stop, *(length for length in (*wanted, *cuts) if start < length < stop)}
+    for first, last in pairwise([start, *sorted(ends)]):
+        if not cuts or last - first > chunk_tokens:
+            ends.update(range((first // chunk_tokens + 1) * chunk_tokens, last, chunk_tokens))
+    return tuple(sorted(ends))
 
 
 class ExportPlan:

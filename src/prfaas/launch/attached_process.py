@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,9 +33,17 @@ def attached_prefix() -> list[str]:
 
 @contextmanager
 def attached_kvd(options: Sequence[str], drain_s: float) -> Iterator[KvdAddress]:
-    """Runs `prfaas kvd` with these options. Its log goes where the node's log goes. It ends after
-    the node, and not before its transfers have ended, or `drain_s` have passed: a prefill's state
-    is still being sent when the node has answered."""
+    """Runs `prfaas kvd` with these options, see `starting_kvd`, and waits until it is ready."""
+    with starting_kvd(options, drain_s) as wait_until_ready:
+        yield wait_until_ready()
+
+
+@contextmanager
+def starting_kvd(options: Sequence[str], drain_s: float) -> Iterator[Callable[[], KvdAddress]]:
+    """Starts `prfaas kvd` with these options. The function waits until it is ready, so that the
+    node can do other things meanwhile; call it once. The kvd's log goes where the node's log goes.
+    It ends after the node, and not before its transfers have ended, or `drain_s` have passed: a
+    prefill's state is still being sent when the node has answered."""
     with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
         path = Path(folder) / "kvd.sock"
         # The node has waited already, so the kvd need not. Ctrl-C reaches all processes of a
@@ -44,7 +52,7 @@ def attached_kvd(options: Sequence[str], drain_s: float) -> Iterator[KvdAddress]
         command = [*attached_prefix(), _UNINTERRUPTED, *kvd]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                yield KvdAddress(str(path), _wait_until_ready(process).http, process.pid)
+                yield lambda: KvdAddress(str(path), _wait_until_ready(process).http, process.pid)
             finally:
                 process.terminate()
                 try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from prfaas.catalog import Catalog, ProfileRecord
@@ -12,11 +14,15 @@ from prfaas.engine.checkpoint.tokenizer import VOCAB_SIZE
 from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.engine.emulated.engine import CHUNK_TOKENS
 from prfaas.engine.emulated.pace import Scales
+from prfaas.engine.kernel_cache import use_kernel_cache
+from prfaas.engine.start_phases import start_phase
+from prfaas.engine.warm_up import check_lengths, default_lengths
 from prfaas.errors import InputError
 from prfaas.launch.extras import engine_extra
 from prfaas.planner.problem import prefill_profile
 from prfaas.planner.profile import DecodeStep
 
+_LOG = logging.getLogger(__name__)
 EMULATED_MAX_TOKENS = 131_072
 EMULATED_VOCABULARY = VOCAB_SIZE  # the vocabulary of the small models' tokenizer
 
@@ -38,22 +44,48 @@ class EmulatedChoice:
     scales: Scales
 
 
-def hf_engine(choice: EngineChoice, device: str | None, dtype: str | None) -> Engine:
+@dataclass(frozen=True, slots=True)
+class ChosenEngine:
+    engine: Engine
+    default_warm_up: tuple[int, ...] = ()  # lengths that its device needs; none on a CPU
+
+
+def import_hf_engine(device: str | None, kernel_cache: str | None) -> None:
+    """Imports what `hf_engine` needs, which takes seconds."""
+    # A CPU has no kernels to keep.
+    if device != "cpu" and find_spec("triton") is not None:
+        _LOG.info("start: compiled kernels are kept in %s", use_kernel_cache(kernel_cache))
+    with engine_extra(), start_phase("imported torch and transformers"):
+        import prfaas.engine.hf  # noqa: F401
+
+
+def hf_engine(
+    choice: EngineChoice,
+    device: str | None,
+    dtype: str | None,
+    warm_up: Sequence[int] = (),
+) -> ChosenEngine:
+    """InputError for lengths of `warm_up` that the model cannot have, before an engine starts."""
     with engine_extra():
         from prfaas.engine.hf import HFEngine, load_model
+        from prfaas.engine.hf.engine import CHUNK_TOKENS as HF_CHUNK_TOKENS
 
     loaded = load_model(choice.model, device=device, dtype=dtype)
-    running = {} if choice.max_running is None else {"max_running": choice.max_running}
-    return HFEngine(
+    check_lengths(warm_up, loaded.max_tokens)
+    engine = HFEngine(
         loaded,
         block_tokens=choice.block_tokens,
         chunk_tokens=choice.chunk_tokens,
+        max_running=choice.max_running,
         max_waiting=choice.max_waiting,
-        **running,
     )
+    if loaded.device.type == "cpu":
+        return ChosenEngine(engine)
+    chunk_tokens = choice.chunk_tokens or HF_CHUNK_TOKENS[loaded.device.type]
+    return ChosenEngine(engine, default_lengths(chunk_tokens, loaded.max_tokens))
 
 
-def emulated_engine(choice: EngineChoice, emulation: EmulatedChoice) -> Engine:
+def emulated_engine(choice: EngineChoice, emulation: EmulatedChoice) -> ChosenEngine:
     catalog = Catalog.builtin().extended(emulation.catalog)
     model = catalog.model(choice.model)
     record = _profile(catalog, choice.model, emulation)
@@ -62,13 +94,14 @@ def emulated_engine(choice: EngineChoice, emulation: EmulatedChoice) -> Engine:
     if running is None:
         running = max((step.batch for step in steps), default=0)  # 0: it only prefills
     limits = EngineLimits(EMULATED_MAX_TOKENS, EMULATED_VOCABULARY, running, choice.max_waiting)
-    return EmulatedEngine(
+    engine = EmulatedEngine(
         EmulatedModel(choice.model, model.spec(), prefill_profile(catalog, record), steps),
         limits=limits,
         block_tokens=choice.block_tokens,
         chunk_tokens=choice.chunk_tokens or CHUNK_TOKENS,
         scales=emulation.scales,
     )
+    return ChosenEngine(engine)
 
 
 def _profile(catalog: Catalog, model: str, emulation: EmulatedChoice) -> ProfileRecord:

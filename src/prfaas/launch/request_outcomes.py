@@ -28,12 +28,14 @@ class RequestOutcome(msgspec.Struct, frozen=True):
     total_s: float
     error: str = ""
     failures: list[str] = []
+    form: str = ""  # of the hand-off; empty: none was made
 
 
 class RequestOutcomes:
     def __init__(self) -> None:
         self.latest: deque[RequestOutcome] = deque(maxlen=KEPT)
         self.counts: Counter[tuple[str, str]] = Counter()  # by route and outcome
+        self.forms: Counter[tuple[str, str]] = Counter()  # hand-offs, by route and form
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._decoder = msgspec.json.Decoder(RequestOutcome)
@@ -51,6 +53,8 @@ class RequestOutcomes:
             return
         self.latest.append(outcome)
         self.counts[outcome.route, outcome.outcome] += 1
+        if outcome.form:
+            self.forms[outcome.route, outcome.form] += 1
         if outcome.ttft_s is not None:
             self.prompt_tokens += outcome.prompt_tokens
             self.cached_tokens += outcome.cached_tokens

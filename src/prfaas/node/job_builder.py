@@ -3,6 +3,7 @@
     plain            resume at the longest cached prefix; keep the prompt up to its last boundary
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
     remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
+    reference        compute everything, cut where the request says; the pool is not used
 
 Synchronous: callers use threads that may wait for the kvd. Independent of HTTP.
 """
@@ -16,7 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.cache.hashing import block_hashes, tail_hash
-from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, RequestedTransfer
+from prfaas.contracts.kv_transfer_params import (
+    Reference,
+    RemoteDecode,
+    RemotePrefill,
+    RequestedTransfer,
+)
 from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
@@ -34,7 +40,7 @@ class TokenizedRequest:
     prompt: Sequence[int]
     sampling: Sampling
     salt: str = ""
-    transfer: RequestedTransfer | None = None
+    transfer: RequestedTransfer | Reference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,10 @@ class JobBuilder:
                 return self._remote_decode(request, request.transfer)
             case RemotePrefill():
                 return self._remote_prefill(request, request.transfer)
+            case Reference():
+                cuts = request.transfer.cut_tokens
+                job = EngineJob(request.id, request.prompt, request.sampling, cut_tokens=cuts)
+                return PreparedJob(job)
 
     def _plain(self, request: TokenizedRequest) -> PreparedJob:
         # The engine always computes the last token, so it could not resume at the prompt's end.

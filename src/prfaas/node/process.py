@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -32,6 +33,8 @@ from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
+
+PREPARE_S = 10.0  # for a device to register the first pages of the kvd's arena: a second is usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ async def run_node(
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         client = stack.enter_context(_client(engine, kvd, url))
+        await _prepare_memory(engine, client)
         publisher = await stack.enter_async_context(
             open_publisher(settings.events, settings.replay)
         )
@@ -138,6 +142,15 @@ async def run_node(
         report(url)
         await stopping.wait_until_left(settings.timeouts.leave_s)
         await request_runner.drain(settings.timeouts.drain_s)
+
+
+async def _prepare_memory(engine: Engine, client: KvdClient) -> None:
+    """Otherwise the first request would wait while a device prepares the pages."""
+    mapped: list[mmap.mmap] = []
+    client.watch_memory(mapped.append)
+    for memory in mapped:
+        await asyncio.to_thread(engine.use_memory, memory, wait_s=PREPARE_S)
+    client.watch_memory(engine.use_memory)
 
 
 @asynccontextmanager

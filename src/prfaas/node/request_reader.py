@@ -12,8 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from prfaas.contracts.kv_transfer_params import RemoteDecode, ResponseParams, decode, encode
-from prfaas.engine.api import Engine, EngineJob, Sampling, check_job
+from prfaas.contracts.kv_transfer_params import (
+    Reference,
+    RemoteDecode,
+    RequestedTransfer,
+    ResponseParams,
+    decode,
+    decode_reference,
+    encode,
+)
+from prfaas.engine.api import Engine, EngineJob, Sampling, check_cuts, check_job
 from prfaas.errors import InputError
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import TokenizedRequest
@@ -66,8 +74,16 @@ class ReadRequest(NamedTuple):
             prompt=self.prompt,
             sampling=self.sampling,
             salt=self.asked.cache_salt,
-            transfer=decode(self.asked.kv_transfer_params, len(self.prompt)),
+            transfer=self._transfer(),
         )
+
+    def _transfer(self) -> RequestedTransfer | Reference | None:
+        params = self.asked.kv_transfer_params
+        reference = decode_reference(params)
+        if reference is None:
+            return decode(params, len(self.prompt))
+        check_cuts(reference.cut_tokens, len(self.prompt), "kv_transfer_params.cut_tokens")
+        return reference
 
 
 class RequestReader:
@@ -147,12 +163,11 @@ class RequestReader:
             raise InputError(
                 "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
             )
-        handed_off = None
-        if isinstance(tokenized.transfer, RemoteDecode):
+        transfer, handed_off = tokenized.transfer, None
+        if isinstance(transfer, RemoteDecode):
             handed_off = encode(
                 ResponseParams(
-                    transfer_id=tokenized.transfer.grant.transfer_id,
-                    handoff_tokens=tokenized.transfer.handoff_tokens,
+                    transfer_id=transfer.grant.transfer_id, handoff_tokens=transfer.handoff_tokens
                 )
             )
         return ResponseBuilder(
@@ -164,6 +179,8 @@ class RequestReader:
             return_token_ids=asked.return_token_ids,
             answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
             transfer=handed_off,
+            report_cuts=isinstance(transfer, Reference)
+            or (transfer is not None and transfer.report_cuts),
         )
 
     def _rest_tokens(self, prompt: list[int]) -> int:

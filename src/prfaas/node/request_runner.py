@@ -160,7 +160,6 @@ class RequestRunner:
             prepared = await self._in_thread(self._builder.prepare, request)
         finally:
             self._preparing -= 1
-        self._on_prompt(request.prompt, prepared.hashes, request.salt)
         if prepared.hashes and prepared.lease is None:
             self._metrics.unpooled.inc()
         inbox: asyncio.Queue[Event | _Lost] = asyncio.Queue()
@@ -168,6 +167,8 @@ class RequestRunner:
             if active.ended_by is not None:
                 return Finished("cancelled")
             self._submit(active, prepared, inbox)
+            # After the submission, because a long prompt takes milliseconds here.
+            self._on_prompt(request.prompt, prepared.hashes, request.salt)
             return await self._pass_on(active, prepared, inbox)
         finally:
             await self._in_thread(prepared.end)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from prfaas.contracts.openai import ErrorBody
-from prfaas.engine.api import Finished, Prefilled
+from prfaas.engine.api import MAX_CUTS, Finished, Prefilled
 from prfaas.text import AnswerText
 
 DONE = b"data: [DONE]\n\n"
@@ -59,9 +59,18 @@ class ResponseBuilder:
     cached_tokens: int = 0
     finish_reason: str | None = None
     transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the response
+    report_cuts: bool = False  # there
 
     def prefilled(self, event: Prefilled) -> None:
         self.cached_tokens = event.resumed_tokens
+        if self.report_cuts:
+            resumed = (event.resumed_tokens,) if event.resumed_tokens else ()
+            cuts = (*resumed, *event.cut_tokens)
+            # Without a computed token the cached state is all there is. Otherwise no cuts mean that
+            # the engine does not report them.
+            known = bool(event.cut_tokens) or not event.computed_tokens
+            if known and len(cuts) <= MAX_CUTS:
+                self.transfer = {**(self.transfer or {}), "cut_tokens": cuts}
 
     def token(self, token: int) -> str:
         """Adds a token and returns the text that is final now. A stop string ends the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
-    def make(**options: int) -> Engine:
+    def make(**options: Any) -> Engine:
         made.append(HFEngine(loaded, **options))
         return made[-1]
 

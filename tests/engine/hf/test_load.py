@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from transformers import BertConfig, Qwen3Config, Qwen3ForCausalLM
 
 from prfaas.engine.api import EngineJob, Sampling
-from prfaas.engine.hf import load_model
+from prfaas.engine.hf import load, load_model
+from prfaas.engine.hf.shapes import layer_shapes
 from prfaas.engine.runner import run
 from prfaas.errors import InputError
 from prfaas.kvspec import build_spec
@@ -101,3 +103,89 @@ def test_the_spec_is_the_configs_own(arch: str) -> None:
     config = read_hf_config(models.checkpoint(arch))
     expected = build_spec(config.geometries, kv_dtype="float32", state_dtype=config.state_dtype)
     assert models.loaded(arch).spec == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "gemma3"))
+def test_weights_that_go_straight_to_a_device_are_the_same(arch: str, dtype: str) -> None:
+    """Kimi Linear has experts to merge, Gemma has output weights that are its embeddings."""
+    path, on = models.checkpoint(arch), torch.device("cpu")
+    through_host = load._from_pretrained(path, on, load.DTYPES[dtype])
+    straight = load._onto_device(path, on, load.DTYPES[dtype])
+    expected, found = through_host.state_dict(), straight.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), name
+    buffers = dict(straight.named_buffers())
+    assert all(torch.equal(one, buffers[name]) for name, one in through_host.named_buffers())
+    tied = through_host.get_input_embeddings().weight is through_host.get_output_embeddings().weight
+    assert tied == (arch == "gemma3")
+    assert tied == (
+        straight.get_input_embeddings().weight is straight.get_output_embeddings().weight
+    )
+    assert not straight.training
+
+
+def test_a_device_map_needs_no_other_package() -> None:
+    """And the check for that package is as it was afterwards."""
+    required = load.device_maps.is_accelerate_available
+    load._onto_device(models.checkpoint("qwen3"), torch.device("cpu"), torch.float32)
+    assert load.device_maps.is_accelerate_available is required
+
+
+def test_a_damaged_checkpoint_that_goes_straight_to_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(models.checkpoint("kimi-linear"), broken)
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    monkeypatch.setattr(load, "_from_pretrained", load._onto_device)
+    for damaged in (whole[:1000], whole[:-1000], b"\xff" * 1000):
+        weights.write_bytes(damaged)
+        assert "cannot load the checkpoint" in refused(broken, device="cpu")
+    weights.unlink()
+    assert "cannot load the checkpoint" in refused(broken, device="cpu")
+
+
+def test_a_device_without_memory_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+    monkeypatch.setattr(load, "_from_pretrained", full)
+    message = refused(models.checkpoint("qwen3"), device="cpu")
+    assert "device: cpu has too little memory for the weights in float32" in message
+
+
+def test_a_library_that_needs_more_loads_through_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def needs_more(*_: object) -> None:
+        raise ImportError("no accelerate")
+
+    monkeypatch.setattr(load, "_onto_device", needs_more)
+    elsewhere = torch.device("meta")
+    model = load._from_pretrained(models.checkpoint("qwen3"), elsewhere, torch.float32)
+    assert model.device == elsewhere
+    assert "the weights go through the host's memory" in caplog.text
+
+
+def test_the_shapes_are_those_of_a_tuned_model() -> None:
+    """A GPU runs a longer prompt first, which tunes its kernels. What is cached is the same."""
+    loaded = models.loaded("kimi-linear")
+    wire = load.DTYPES[loaded.state_dtype]
+    found = layer_shapes(loaded.model, loaded.spec, wire, first_tokens=70, where="here")
+    assert found == loaded.shapes
+
+
+def test_every_phase_of_the_load_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load_model(models.checkpoint("qwen3"), device="cpu")
+    phases = [record.getMessage() for record in caplog.records if "start: " in record.getMessage()]
+    assert [re.sub(r" in [0-9.]+ s$", "", phase) for phase in phases] == [
+        "start: read the config",
+        "start: imported the model's code",
+        "start: loaded the weights onto cpu",
+        "start: ran the model once",
+        "start: read the weights' fingerprint",
+    ]

@@ -10,6 +10,7 @@ work begins when the work before it was due to end (`schedule.py`).
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,9 @@ class EmulatedEngine:
                 timing=self._schedule.timing,
             )
 
+    def use_memory(self, memory: mmap.mmap, *, wait_s: float = 0.0) -> None:
+        pass  # no device reads it
+
     def close(self) -> None:
         self._queue.close()
         self._thread.join(CLOSE_S)
@@ -201,7 +205,7 @@ class EmulatedEngine:
                 sequence.emit(JobFailed(as_ours(error)))
                 continue
             with self._queue.changed:
-                if self._rides(sequence):
+                if _rides(sequence, self._limits):
                     self._running.append(sequence)
                 else:
                     self._prefilling = sequence
@@ -212,17 +216,14 @@ class EmulatedEngine:
                 return None
             sequence = self._queue.waiting[0]
             busy = len(self._running) + int(self._prefilling is not None)
-            will_run = sequence.job.sampling.max_tokens > 1 or self._rides(sequence)
+            will_run = sequence.job.sampling.max_tokens > 1 or _rides(sequence, self._limits)
             if will_run and busy >= self._limits.max_running:
                 return None
-            if self._prefilling is not None and not self._rides(sequence):
+            if self._prefilling is not None and not _rides(sequence, self._limits):
                 return None
             if not busy:
                 self._schedule.start_after(sequence.submitted_s)
             return self._queue.waiting.popleft()
-
-    def _rides(self, sequence: EmulatedSequence) -> bool:
-        return sequence.rides and self._limits.max_running > 0
 
     def _guarded_chunk(self, sequence: EmulatedSequence) -> None:
         try:
@@ -235,9 +236,14 @@ class EmulatedEngine:
         job = sequence.job
         if sequence.ends is None:
             tokens, chunk = len(job.prompt), self._chunk_tokens
-            sequence.ends = chunk_ends(
-                sequence.resumed, tokens, chunk_tokens=chunk, export=job.export
+            sequence.cuts = chunk_ends(
+                sequence.resumed,
+                tokens,
+                chunk_tokens=chunk,
+                export=job.export,
+                cuts=job.cut_tokens,
             )
+            sequence.ends = iter(sequence.cuts)
         start, stop = sequence.tokens, next(sequence.ends)
         begin_s = self._schedule.add(self._pace.prefill_s(sequence.resumed, start, stop))
         layer_s = (self._schedule.free_s - begin_s) / self._layers
@@ -293,3 +299,7 @@ class EmulatedEngine:
                 self._running = [one for one in self._running if one not in ended]
         for sequence, finished in ended.items():
             sequence.emit(finished)
+
+
+def _rides(sequence: EmulatedSequence, limits: EngineLimits) -> bool:
+    return sequence.rides and limits.max_running > 0

@@ -23,6 +23,7 @@ class EmulatedSequence:
         self.resumed = job.resume.tokens if job.resume is not None else 0
         self.tokens = self.resumed  # tokens whose state exists
         self.ends: Iterator[int] | None = None  # of chunks; None before the first
+        self.cuts: tuple[int, ...] = (len(job.prompt),)  # all of them; a step has one chunk
         self._spec = spec
         self._content = Content(spec, job.prompt)
         self._plan = ExportPlan(spec, job.export) if job.export is not None else None
@@ -60,7 +61,8 @@ class EmulatedSequence:
 
     def prefilled(self, vocab_size: int) -> Finished | None:
         self.tokens = len(self.job.prompt)
-        self.emit(Prefilled(self.resumed, self.tokens - self.resumed, self._exported_bytes))
+        computed = self.tokens - self.resumed
+        self.emit(Prefilled(self.resumed, computed, self._exported_bytes, self.cuts))
         sampling = self.job.sampling
         if not sampling.max_tokens:
             return Finished("length")

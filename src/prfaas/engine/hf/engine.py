@@ -8,13 +8,16 @@ sequence, so a long prefill delays a running sequence by one chunk at most.
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from prfaas.device import PagePins, PinsAhead, StagingRing
 from prfaas.engine.api import (
     Emit,
     EngineJob,
@@ -39,8 +42,13 @@ REPRODUCIBLE_ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+MAX_RUNNING = 16
 # Long enough to fill the device, short enough to interleave.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+# Staging on the device: 16 layers of 8,192 tokens with 4 KiB each. The bus empties it faster than
+# any model fills it.
+RING_BYTES = 512 << 20
+RING_SHARE = 8  # at most this part of the device's free memory
 
 
 class HFEngine:
@@ -50,14 +58,20 @@ class HFEngine:
         *,
         block_tokens: int = 64,
         chunk_tokens: int | None = None,
-        max_running: int = 16,
+        max_running: int | None = None,
         max_waiting: int = 256,
+        staging: tuple[StagingRing, PagePins] | None = None,
     ) -> None:
+        """`staging`: made for the device by default, none on a CPU. The engine closes it."""
         self._loaded = loaded
         self._compat = loaded.compat(block_tokens)
-        self._limits = EngineLimits(loaded.max_tokens, loaded.vocab_size, max_running, max_waiting)
+        running = MAX_RUNNING if max_running is None else max_running
+        self._limits = EngineLimits(loaded.max_tokens, loaded.vocab_size, running, max_waiting)
         self._chunk_tokens = chunk_tokens or CHUNK_TOKENS[loaded.device.type]
-        self._side = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
+        if staging is None and loaded.device.type == "cuda":
+            staging = _staging(loaded.device)
+        self._ring = staging[0] if staging is not None else None
+        self._ahead = PinsAhead(staging[1]) if staging is not None else None
         self._slots = SlotCache(
             loaded.shapes,
             loaded.model.config.get_text_config().num_hidden_layers,
@@ -102,9 +116,19 @@ class HFEngine:
                 kv_tokens=sum(sequence.tokens for sequence in held),
             )
 
+    def use_memory(self, memory: mmap.mmap, *, wait_s: float = 0.0) -> None:
+        if self._ahead is not None:
+            self._ahead.use(memory)
+            self._ahead.wait(wait_s)
+
     def close(self) -> None:
         self._queue.close()
         self._thread.join(CLOSE_S)
+        if self._ahead is not None:
+            self._ahead.stop()
+        # A thread that is still computing may also still copy.
+        if self._ring is not None and not self._thread.is_alive():
+            self._ring.close()
 
     # The engine's thread --------------------------------------------------------------------------
 
@@ -155,13 +179,14 @@ class HFEngine:
         job = sequence.job
         cache = sequence.cache
         if cache is None:
-            cache = sequence.start(self._loaded, self._side, self._chunk_tokens)
+            cache = sequence.start(self._loaded, self._ring, self._chunk_tokens)
         start, stop = sequence.tokens, next(sequence.ends)
         cache.begin(start, stop)
-        ids = torch.tensor([job.prompt[start:stop]], device=self._loaded.device)
+        ids = _on_device(job.prompt[start:stop], self._loaded.device)[None]
         positions = torch.arange(start, stop, device=self._loaded.device)[None]
         logits = _forward(self._loaded.model, ids, past_key_values=cache, position_ids=positions)
         cache.end()
+        sequence.limit_launched(self._loaded.device)
         sequence.tokens = stop
         if stop == len(job.prompt):
             self._prefilled(sequence, logits[0])
@@ -173,8 +198,10 @@ class HFEngine:
         if self._loaded.device.type == "cuda":
             # Wait until the kernels have run.
             torch.cuda.current_stream(self._loaded.device).synchronize()
+        sequence.finish_loads()
         resumed = job.resume.tokens if job.resume is not None else 0
-        sequence.emit(Prefilled(resumed, len(job.prompt) - resumed, cache.exported_bytes))
+        computed = len(job.prompt) - resumed
+        sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts))
         ended = (
             sequence.accept(sequence.sampler.pick(logits), logits, self._loaded.eos_token_ids)
             if job.sampling.max_tokens
@@ -194,11 +221,14 @@ class HFEngine:
     def _drop_prefilling(self) -> HFSequence:
         sequence = self._prefilling
         assert sequence is not None
-        if sequence.cache is not None:
-            sequence.cache.abort()
+        try:
+            if sequence.cache is not None:
+                sequence.cache.abort()
+            sequence.finish_loads()
+        finally:
             sequence.cache = None
-        with self._queue.changed:
-            self._prefilling = None
+            with self._queue.changed:
+                self._prefilling = None
         return sequence
 
     # Decode ---------------------------------------------------------------------------------------
@@ -240,6 +270,19 @@ class HFEngine:
             self._running[row] = self._running[last]
             self._running.pop()
         return sequence
+
+
+def _on_device(tokens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64. From pinned memory, because a copy from other memory waits for the stream."""
+    ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
+def _staging(device: torch.device) -> tuple[StagingRing, PagePins]:
+    free, _ = torch.cuda.mem_get_info(device)
+    pins = PagePins(device)
+    ring_bytes = min(RING_BYTES, free // RING_SHARE)
+    return StagingRing(device, ring_bytes=ring_bytes, pins=pins), pins
 
 
 def _forward(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:

@@ -7,11 +7,15 @@ file fills a cache, and it sets everything that a layer of each kind reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from prfaas.device import StagingRing
+from prfaas.device.page_pins import Pages, nbytes_of
 from prfaas.engine.api import Resume
 from prfaas.engine.chunks import resume_segments
 from prfaas.engine.hf import rows
@@ -20,37 +24,78 @@ from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.shapes import StateShape
 from prfaas.errors import EngineError
 from prfaas.kvspec import LinearState, Segment, segment_bytes
+from prfaas.kvspec.mapped import MappedSource
 
 
-def import_state(loaded: LoadedModel, cache: ExportingCache, resume: Resume) -> None:
+def import_state(
+    loaded: LoadedModel, cache: ExportingCache, resume: Resume, ring: StagingRing | None = None
+) -> None:
     """Fills a fresh cache with the state after exactly `resume.tokens` tokens. EngineError when a
-    segment is missing or has another size than this model's."""
-    filled = 0
-    for segment in resume_segments(loaded.spec, resume.tokens):
-        layer, shape = cache.layers[segment.layer], loaded.shapes[segment.layer]
-        if isinstance(loaded.spec[segment.group], LinearState):
-            assert shape.state is not None
-            _fill_state(layer, shape.state, _read(loaded, resume, segment, 1))
-        else:
-            assert shape.tokens is not None
-            read = _read(loaded, resume, segment, segment.stop - segment.start)
-            _fill_tokens(layer, *rows.as_tokens(read, shape.tokens, loaded.dtype), resume.tokens)
-        filled += 1
+    segment is missing or has another size than this model's. With staging, the device may still
+    read the source's memory afterwards: the current stream waits for it, and so does
+    `ring.finish_loads`."""
+    segments = list(resume_segments(loaded.spec, resume.tokens))
     expected = sum(
         (shape.tokens is not None) + (shape.state is not None) for shape in loaded.shapes.values()
     )
-    assert filled == expected, f"{filled} of {expected} layers were filled"
+    assert len(segments) == expected, f"{len(segments)} of {expected} layers would be filled"
+    if ring is None:
+        filled = [_gathered(loaded, resume, segment) for segment in segments]
+    else:
+        # All of them before the first copy begins: a copy waits for what was queued before.
+        filled = [_empty(loaded, segment, ring.device) for segment in segments]
+        ring.copy_to(_loads(resume, segments, filled))
+    for segment, read in zip(segments, filled, strict=True):
+        layer, shape = cache.layers[segment.layer], loaded.shapes[segment.layer]
+        if isinstance(loaded.spec[segment.group], LinearState):
+            assert shape.state is not None
+            _fill_state(layer, shape.state, read)
+        else:
+            assert shape.tokens is not None
+            _fill_tokens(layer, *rows.as_tokens(read, shape.tokens, loaded.dtype), resume.tokens)
 
 
-def _read(loaded: LoadedModel, resume: Resume, segment: Segment, count: int) -> torch.Tensor:
+def _loads(
+    resume: Resume, segments: Sequence[Segment], targets: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, Pages]]:
+    source = resume.source
+    for segment, target in zip(segments, targets, strict=True):
+        with _named(segment):
+            pages: Pages
+            if isinstance(source, MappedSource):
+                pages = source.mapped_views(segment)
+            else:
+                pages = source.views(segment)
+            found = nbytes_of(pages)
+            if found != target.nbytes:
+                raise EngineError(f"{found} bytes of state instead of {target.nbytes}")
+        yield target, pages
+
+
+def _empty(loaded: LoadedModel, segment: Segment, device: torch.device) -> torch.Tensor:
+    count = _rows_of(loaded, segment)
     width = segment_bytes(loaded.spec, segment) // count
-    on_cuda = loaded.device.type == "cuda"
+    return torch.empty((count, width), dtype=torch.uint8, device=device)
+
+
+def _gathered(loaded: LoadedModel, resume: Resume, segment: Segment) -> torch.Tensor:
+    count = _rows_of(loaded, segment)
+    width = segment_bytes(loaded.spec, segment) // count
+    with _named(segment):
+        return rows.gather(resume.source.views(segment), count, width)
+
+
+def _rows_of(loaded: LoadedModel, segment: Segment) -> int:
+    linear = isinstance(loaded.spec[segment.group], LinearState)
+    return 1 if linear else segment.stop - segment.start
+
+
+@contextmanager
+def _named(segment: Segment) -> Iterator[None]:
     try:
-        views = resume.source.views(segment)
-        host = rows.gather(views, count, width, pinned=on_cuda)
+        yield
     except EngineError as error:
         raise EngineError(f"segment {segment.name}: {error}") from error
-    return host.to(loaded.device, non_blocking=True) if on_cuda else host
 
 
 def _fill_tokens(layer: Any, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:

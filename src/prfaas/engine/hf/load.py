@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.integrations import accelerate as device_maps
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from prfaas.catalog.hf_file import read_hf_config
 from prfaas.engine.fingerprint import fingerprint
+from prfaas.engine.hf import tuning
 from prfaas.engine.hf.attention import without_stored_masks
 from prfaas.engine.hf.shapes import LayerShape, layer_shapes
+from prfaas.engine.start_phases import start_phase
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
 from prfaas.types import Compat
 
+_LOG = logging.getLogger(__name__)
+# Kernels are tuned by their first run, so that run must look like one that matters: long enough to
+# fill a device, short enough for its memory.
+TUNED_TOKENS = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,14 +76,31 @@ def load_model(
         raise InputError(
             f"unknown dtype {dtype_name!r}", where="dtype", fix=f"use one of: {', '.join(DTYPES)}"
         )
-    config = _config(path)
-    geometry = read_hf_config(path)
+    with start_phase("read the config"):
+        config = _config(path)
+        geometry = read_hf_config(path)
     spec = build_spec(geometry.geometries, kv_dtype=dtype_name, state_dtype=geometry.state_dtype)
-    model = _model(path, config, torch_device, DTYPES[dtype_name], random_weights)
+    with start_phase("imported the model's code"):  # and the kernels' libraries
+        _import_code(path, config)
+    with start_phase(f"loaded the weights onto {torch_device}"):
+        model = _model(path, config, torch_device, DTYPES[dtype_name], random_weights)
+    text_config = model.config.get_text_config()
+    first_tokens = 0
     if torch_device.type == "cuda":
         without_stored_masks(model)
-    shapes = layer_shapes(model, spec, DTYPES[geometry.state_dtype], where=str(path))
-    text_config = model.config.get_text_config()
+        first_tokens = min(TUNED_TOKENS, text_config.max_position_embeddings)
+        if not tuning.speed_up():
+            _LOG.info("start: no Triton, or an old one: kernels are tuned one after the other")
+    with start_phase("ran the model once"):
+        shapes = layer_shapes(
+            model,
+            spec,
+            DTYPES[geometry.state_dtype],
+            first_tokens=first_tokens,
+            where=str(path),
+        )
+    with start_phase("read the weights' fingerprint"):
+        revision = "random" if random_weights else fingerprint(path)
     return LoadedModel(
         model=model,
         spec=spec,
@@ -82,7 +108,7 @@ def load_model(
         device=torch_device,
         dtype=DTYPES[dtype_name],
         state_dtype=geometry.state_dtype,
-        revision="random" if random_weights else fingerprint(path),
+        revision=revision,
         max_tokens=text_config.max_position_embeddings,
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos(model.generation_config),
@@ -143,6 +169,17 @@ def _config(path: Path) -> Any:
     return config
 
 
+def _import_code(path: Path, config: Any) -> None:
+    try:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (ImportError, RuntimeError, OSError) as error:
+        raise InputError(
+            f"transformers cannot import the model's code: {_first_line(error)}",
+            file=path,
+            fix="install what the message names",
+        ) from error
+
+
 def _model(
     path: Path, config: Any, device: torch.device, dtype: torch.dtype, random_weights: bool
 ) -> Any:
@@ -153,14 +190,54 @@ def _model(
             model.config.architectures = [type(model).__name__]
         return model.eval()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
+        model = _from_pretrained(path, device, dtype)
+    except torch.OutOfMemoryError:
+        raise InputError(
+            f"{device} has too little memory for the weights in {_dtype_name(dtype)}",
+            file=path,
+            where="device",
+            fix="use a device with more free memory, or --device cpu",
+        ) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"transformers cannot load the checkpoint: {_first_line(error)}",
             file=path,
             fix="check that every weights file is present and complete",
         ) from error
-    return model.eval().to(device)
+    return model.eval()
+
+
+def _from_pretrained(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """On a GPU, every tensor goes from the file to the device, and experts are merged there. That
+    is several times as fast as a whole model in the host's memory that is moved afterwards."""
+    if device.type == "cpu":
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
+    try:
+        return _onto_device(path, device, dtype)
+    except (ImportError, AttributeError, NameError, TypeError) as error:
+        # Of a version of transformers that needs more of accelerate than this host has.
+        _LOG.warning("start: the weights go through the host's memory: %r", error)
+        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
+        return model.to(device)
+
+
+def _onto_device(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    with _device_map_of_one():
+        return AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, dtype=dtype, device_map={"": device}
+        )
+
+
+@contextmanager
+def _device_map_of_one() -> Iterator[None]:
+    """transformers requires the accelerate package for every device map. It uses the package to
+    spread a model over several devices, and fills a map with one device by itself."""
+    required = device_maps.is_accelerate_available
+    device_maps.is_accelerate_available = lambda *args, **more: True
+    try:
+        yield
+    finally:
+        device_maps.is_accelerate_available = required
 
 
 def _eos(generation: GenerationConfig) -> frozenset[int]:

@@ -10,12 +10,13 @@ form tokens before heads; the copy transposes in the same pass, so that each pag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from prfaas.device.row_pages import gather_bytes, scatter_bytes
 from prfaas.engine.hf.shapes import StateShape, TokenShape
 from prfaas.errors import EngineError
 
@@ -37,7 +38,7 @@ def state_rows(layer: Any, shape: StateShape) -> Rows:
 
 
 def row_bytes(rows: Rows) -> int:
-    return sum(part[0].numel() for part in rows)
+    return sum(map(_width, rows))
 
 
 def write(rows: Rows, buffers: Sequence[memoryview]) -> None:
@@ -49,40 +50,45 @@ def write(rows: Rows, buffers: Sequence[memoryview]) -> None:
         for view in buffers:
             count = view.nbytes // width
             target = torch.frombuffer(view, dtype=torch.uint8).view(count, width)
-            _fill(target, tuple(part[first : first + count] for part in rows))
+            fill(target, tuple(part[first : first + count] for part in rows))
             first += count
     else:
-        scatter(pack(rows), buffers)
+        scatter_bytes(pack(rows).view(-1), buffers)
 
 
 def pack(rows: Rows) -> torch.Tensor:
     """One contiguous [n, row_bytes], on the tensors' device."""
     packed = torch.empty((len(rows[0]), row_bytes(rows)), dtype=torch.uint8, device=rows[0].device)
-    _fill(packed, rows)
+    fill(packed, rows)
     return packed
 
 
-def scatter(packed: torch.Tensor, buffers: Sequence[memoryview]) -> None:
-    """Copies into the buffers. numpy copies without the GIL, so that the thread that launches
-    kernels does not wait."""
-    source = packed.numpy().reshape(-1)
+def _width(part: torch.Tensor) -> int:
+    """Bytes of one row. Without a view of it, which takes longer than small copies."""
+    return math.prod(part.shape[1:])
+
+
+def fill(target: torch.Tensor, rows: Rows) -> None:
+    """Copies into [n, row_bytes] of uint8, in the widest elements that fit."""
     at = 0
-    for view in buffers:
-        np.frombuffer(view, dtype=np.uint8)[:] = source[at : at + view.nbytes]
-        at += view.nbytes
+    for part in rows:
+        width = _width(part)
+        to, source = target[:, at : at + width].view(part.shape), part
+        for wide in (torch.int64, torch.int32, torch.int16):
+            if _fits(to, wide.itemsize) and _fits(source, wide.itemsize):
+                to, source = to.view(wide), source.view(wide)
+                break
+        to.copy_(source)
+        at += width
 
 
-def gather(views: Sequence[memoryview], count: int, width: int, *, pinned: bool) -> torch.Tensor:
+def gather(views: Sequence[memoryview], count: int, width: int) -> torch.Tensor:
     """[count, width] bytes of `count` rows, copied once."""
-    packed = torch.empty((count, width), dtype=torch.uint8, pin_memory=pinned)
-    target = packed.numpy().reshape(-1)
+    packed = torch.empty((count, width), dtype=torch.uint8)
     found = sum(view.nbytes for view in views)
-    if found != target.nbytes:
-        raise EngineError(f"{found} bytes of state instead of {target.nbytes}")
-    at = 0
-    for view in views:
-        target[at : at + view.nbytes] = np.frombuffer(view, dtype=np.uint8)
-        at += view.nbytes
+    if found != packed.nbytes:
+        raise EngineError(f"{found} bytes of state instead of {packed.nbytes}")
+    gather_bytes(views, packed.view(-1))
     return packed
 
 
@@ -113,12 +119,15 @@ def as_state(row: torch.Tensor, shape: StateShape) -> tuple[torch.Tensor, torch.
     return state, conv
 
 
-def _fill(target: torch.Tensor, rows: Rows) -> None:
-    at = 0
-    for part in rows:
-        width = part[0].numel()
-        target[:, at : at + width].view(part.shape).copy_(part)
-        at += width
+def _fits(tensor: torch.Tensor, size: int) -> bool:
+    """Whether bytes can be viewed as elements of `size` bytes."""
+    return (
+        tensor.shape[-1] % size == 0
+        and tensor.stride(-1) == 1
+        and all(stride % size == 0 for stride in tensor.stride()[:-1])
+        and tensor.storage_offset() % size == 0
+        and tensor.data_ptr() % size == 0
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from prfaas.device import StagingRing
 from prfaas.engine.api import Emit, EngineJob, Finished, Token
 from prfaas.engine.chunks import chunk_ends
 from prfaas.engine.hf.exporter import ExportingCache
@@ -19,26 +20,51 @@ class HFSequence:
         self.job = job
         self.emit = emit
         self.cache: ExportingCache | None = None
-        self.ends: Iterator[int] = iter(())  # of chunks
+        self.cuts: tuple[int, ...] = ()  # ends of chunks
+        self.ends: Iterator[int] = iter(())  # those that are not computed yet
         self.tokens = 0  # in the cache
+        self._loads: StagingRing | None = None  # that reads the state to resume from
+        self._launched: torch.cuda.Event | None = None  # the latest chunk
         self.generated = 0
         self.last_token = 0
         self.sampler: Sampler | None = None
 
     def start(
-        self, loaded: LoadedModel, side: torch.cuda.Stream | None, chunk_tokens: int
+        self, loaded: LoadedModel, ring: StagingRing | None, chunk_tokens: int
     ) -> ExportingCache:
         """Makes the cache and reads the state to resume from."""
         job = self.job
-        self.cache = ExportingCache(loaded, job.export, side)
+        self.cache = ExportingCache(loaded, job.export, ring)
         self.sampler = Sampler(job.sampling, loaded.device)
         if job.resume is not None:
-            import_state(loaded, self.cache, job.resume)
+            self._loads = ring
+            import_state(loaded, self.cache, job.resume, ring)
             self.tokens = job.resume.tokens
-        self.ends = chunk_ends(
-            self.tokens, len(job.prompt), chunk_tokens=chunk_tokens, export=job.export
+        self.cuts = chunk_ends(
+            self.tokens,
+            len(job.prompt),
+            chunk_tokens=chunk_tokens,
+            export=job.export,
+            cuts=job.cut_tokens,
         )
+        self.ends = iter(self.cuts)
         return self.cache
+
+    def finish_loads(self) -> None:
+        """Returns when the device reads the job's source no more."""
+        if self._loads is not None:
+            self._loads.finish_loads()
+            self._loads = None
+
+    def limit_launched(self, device: torch.device) -> None:
+        """Lets the host launch one chunk ahead of the device: the device need not wait for the
+        host, and a cancellation waits for one chunk."""
+        if device.type == "cuda":
+            launched = torch.cuda.Event(blocking=True)
+            launched.record(torch.cuda.current_stream(device))
+            if self._launched is not None:
+                self._launched.synchronize()
+            self._launched = launched
 
     def accept(
         self, token: int, logits: torch.Tensor, eos_token_ids: frozenset[int]

@@ -73,14 +73,20 @@ class LayerShape:
 
 
 def layer_shapes(
-    model: Any, spec: KVSpec, state_dtype: torch.dtype, *, where: str
+    model: Any, spec: KVSpec, state_dtype: torch.dtype, *, first_tokens: int = 0, where: str
 ) -> Mapping[int, LayerShape]:
-    """Runs one token through the model. InputError when a layer's cache cannot be transferred."""
+    """Runs one token through the model. InputError when a layer's cache cannot be transferred.
+
+    With `first_tokens`, as many tokens run before that one: a GPU's kernels are tuned by their
+    first run, and one token would tune them badly.
+    """
     cache = DynamicCache(config=model.config)
     _require_supported(cache, where)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
+            if first_tokens:
+                _run_first(model, first_tokens)
             model(token, past_key_values=cache, use_cache=True, position_ids=token)
     except (AttributeError, TypeError) as error:
         raise InputError(
@@ -100,6 +106,14 @@ def layer_shapes(
             fix="use a model with one window size: transformers masks all window layers alike",
         )
     return cached
+
+
+def _run_first(model: Any, tokens: int) -> None:
+    positions = torch.arange(tokens, device=model.device)[None]
+    # Different tokens, because equal ones would all use the same experts.
+    ids = positions % model.config.get_text_config().vocab_size
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True, position_ids=positions, logits_to_keep=1)
 
 
 def _require_supported(cache: DynamicCache, where: str) -> None:
