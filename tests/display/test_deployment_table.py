@@ -35,6 +35,13 @@ def test_a_node_in_use_and_others() -> None:
     assert node_row("pd", {**NODE, "incompatible": ["model"]})[1] == "incompatible: model"
 
 
+def test_a_node_with_two_forms() -> None:
+    pools = {"canonical": {"cache": {"used_bytes": 1 << 20}}, "native": {"cache": NODE["cache"]}}
+    assert node_row("pd", {**NODE, "forms": pools})[-1] == "canonical 1.0 MiB, native 3.0 MiB"
+    one = {"native": {"cache": NODE["cache"]}}
+    assert node_row("pd", {**NODE, "forms": one})[-1] == "3.0 MiB"
+
+
 def test_a_node_that_changes_its_role() -> None:
     going = {**NODE, "becomes": "prefill", "draining": False}
     assert node_row("pd", going)[1] == "pd decode, copies to become prefill"
@@ -62,8 +69,9 @@ def test_the_whole_view() -> None:
     outcomes = RequestOutcomes()
     outcomes.read_line(line())
     outcomes.read_line(line("r2", outcome="cancelled"))
+    outcomes.read_line(line("r3", form="native"))
     screen = Console(width=100, record=True, file=io.StringIO())
     screen.print(live_view(STATE, outcomes))
     shown = screen.export_text()
     assert "threshold 19,412 tokens" in shown and "1 cancelled" in shown and "0.500" in shown
-    assert "cached: 80 of 200 prompt tokens (40%)" in shown
+    assert "cached: 120 of 300 prompt tokens (40%)" in shown and "1 native" in shown

@@ -18,11 +18,17 @@ from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.types import Compat, LinkStats, NodeId
 
 SPEC = KVSpec((FullAttention("full", (0, 1), 64), LinearState("state", (2, 3), 256)))
+NATIVE_SPEC = KVSpec((FullAttention("blocks", (0, 1), 80), LinearState("slots", (2, 3), 320)))
+NATIVE_BLOCK = 16
 IDLE = Load(0, 0)
 
 
 def compat(revision: str = "1") -> Compat:
     return Compat("m", revision, "float32", "float32", 64, "canonical")
+
+
+def native_compat(layout: str = "vllm-a", revision: str = "1") -> Compat:
+    return Compat("m", revision, "float32", "float32", NATIVE_BLOCK, layout, 2)
 
 
 def report(
@@ -34,7 +40,9 @@ def report(
     links: tuple[LinkStats, ...] = (),
     registered: bool = True,
     late_s: float = 0.0,
+    native: str | None = None,
 ) -> KvdReport:
+    """`native`: the layout of a second pool, whose engine hands over in both forms."""
     pool = PoolReport(
         compat=compat(revision),
         groups=shapes_of(SPEC),
@@ -43,6 +51,16 @@ def report(
         occupancy=Occupancy(100, 0, 0, 0, 0),
         bytes_by_group={},
         counters=PoolCounters(),
+    )
+    second = PoolReport(
+        compat=native_compat(native or "", revision),
+        groups=shapes_of(NATIVE_SPEC),
+        block_tokens=NATIVE_BLOCK,
+        page_bytes=8192,
+        occupancy=Occupancy(100, 3, 1, 0, 0),
+        bytes_by_group={},
+        counters=PoolCounters(),
+        name=f"{name}/native",
     )
     return KvdReport(
         node=NodeId(name),
@@ -58,7 +76,16 @@ def report(
         links=links,
         next_seq={},
         late_s=late_s,
+        more_pools=(second,) if native is not None and registered else (),
     )
+
+
+def add_native(fleet: Fleet, *nodes: NodeId, layout: str = "vllm-a") -> None:
+    """The engines of these nodes register their native form as well."""
+    for node in nodes:
+        member = fleet.members.named(node)
+        assert member is not None
+        fleet.record_report(member, report(str(node), native=layout))
 
 
 def appear(fleet: Fleet, member: Member, name: str, now_s: float) -> None:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from prfaas.config.deployment import Deployment
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.http_client.client import Exchange, HttpClient
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 from tests.gateway.backends import (
@@ -119,8 +121,26 @@ async def test_requests_still_under_way_are_cut_off(
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
+@pytest.fixture
+def opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The URLs of the requests for grants that have been written to a connection."""
+    written_to: list[str] = []
+    send = HttpClient.send
+
+    async def send_and_record(
+        self: HttpClient, method: str, url: str, *body: Any, **more: Any
+    ) -> Exchange:
+        exchange = await send(self, method, url, *body, **more)
+        if method == "POST" and url.endswith("/v1/open"):
+            written_to.append(url)
+        return exchange
+
+    monkeypatch.setattr(HttpClient, "send", send_and_record)
+    return written_to
+
+
 async def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(
-    emulated: Hosts,
+    emulated: Hosts, opens: list[str]
 ) -> None:
     def failed() -> int:
         return sum(int(host.stats(check=False)["incoming"]["failed"]) for host in emulated.home)
@@ -134,13 +154,13 @@ async def test_a_grant_that_comes_after_its_request_was_cut_off_is_given_back(
                 asyncio.create_task(enter(backend, one, trace))
                 for one, trace in zip(questions("being opened"), traces, strict=True)
             ]
-            await until(lambda: all(trace.routed_s is not None for trace in traces))
+            await until(lambda: len(opens) == AT_ONCE)
             leaving = asyncio.create_task(stack.aclose())
             await asyncio.wait(answering)
         await leaving
         assert all(trace.granted_s is None for trace in traces)
-        # The kvds have made the grants once they could, and every grant has been aborted. A request
-        # that was cut off before it was sent has no grant.
+        # The kvds have made the grants once they could, and every grant has been aborted. An open
+        # that a kvd has read after its abort was refused, and has no grant.
         await until(lambda: reserved(emulated) == 0)
         assert before < failed() <= before + AT_ONCE
     await asyncio.to_thread(emulated.wait_until_idle)

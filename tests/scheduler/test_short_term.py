@@ -65,7 +65,12 @@ def test_no_route_uses_a_lost_node_or_a_link_that_is_down(
     assert seen.links[OUT].up or not way.offloaded
     for copy in way.copies:
         assert copy.source in usable and copy.target == way.prefill
-        assert (copy.source in LOCAL) == (copy.target in LOCAL) or seen.links[OUT].up
+        near = (copy.source in LOCAL) == (copy.target in LOCAL)
+        assert near or seen.links[OUT].up
+        found = seen.cached[copy.source]
+        within = found.tokens if found.pool_tokens is None else found.pool_tokens
+        across = within if found.remote_pool_tokens is None else found.remote_pool_tokens
+        assert copy.tokens == (within if near else across), "what the engine itself has stays there"
     assert 0 <= way.cached_tokens < request.prompt_tokens
     assert 0 <= way.transfer_tokens <= request.prompt_tokens
 
@@ -141,6 +146,25 @@ def test_a_prefix_is_copied_from_a_busy_node_to_a_free_one() -> None:
     way = routed(Request(1, 700), seen, state("paper"))
     assert way.prefill == LOCAL[1] and way.cached_tokens == 640
     assert way.copies[0].source == LOCAL[0]
+
+
+def test_an_engines_own_cache_is_used_where_it_is_and_not_copied() -> None:
+    """The engine has 1280 tokens; its pool has 640 for its cluster, and none for others."""
+    seen = view({LOCAL[0]: Hit(1280, 640, 640, 0)}, free_at_s={LOCAL[0]: 130.0})
+    way = routed(Request(1, 1300), seen, state("paper"))
+    assert way.prefill == LOCAL[1] and way.cached_tokens == 640
+    assert [(copy.source, copy.tokens) for copy in way.copies] == [(LOCAL[0], 640)]
+    free = routed(Request(1, 1300), view(seen.cached), state("paper"))  # type: ignore[arg-type]
+    assert free.prefill == LOCAL[0] and free.cached_tokens == 1280 and not free.copies
+    far = routed(Request(1, 1280 + THRESHOLD + 1), seen, state("paper"))
+    assert far.offloaded and far.cached_tokens == 0 and not far.copies
+
+
+def test_what_a_prefill_node_of_the_pd_cluster_has_itself_counts_against_the_threshold() -> None:
+    request = Request(1, 640 + THRESHOLD)
+    prefills, decodes = LOCAL[0], LOCAL[3]
+    assert not routed(request, view({prefills: Hit(640, 0, 0)}), state("paper")).offloaded
+    assert routed(request, view({decodes: Hit(640, 0, 0)}), state("paper")).offloaded
 
 
 def test_the_holder_is_preferred_while_it_is_free() -> None:

@@ -31,6 +31,8 @@ PLAN: Plan = first_plan(PROBLEM, LOCAL, SchedulerSection().replan)
 class Hit(NamedTuple):
     tokens: int
     attention_tokens: int
+    pool_tokens: int | None = None
+    remote_pool_tokens: int | None = None
 
 
 def node(name: NodeId, role: str, *, usable: bool = True, free_at_s: float = 0.0) -> NodeView:
@@ -74,10 +76,18 @@ def state(policy: str, verdict: LinkVerdict = LinkVerdict.CLEAR) -> ShortTermSta
     return ShortTermState(rules, {OUT: known, BACK: known})
 
 
+pooled = st.none() | st.integers(0, 60).map(lambda blocks: blocks * 64)
 hits = st.builds(
-    lambda tokens, more: Hit(tokens * 64, (tokens + more) * 64),
+    lambda tokens, more, pool, remote: Hit(
+        tokens * 64,
+        (tokens + more) * 64,
+        None if pool is None else min(pool, tokens * 64),
+        None if remote is None else min(remote, tokens * 64),
+    ),
     st.integers(1, 60),
     st.integers(0, 10),
+    pooled,
+    pooled,
 )
 caches = st.dictionaries(st.sampled_from(LOCAL + REMOTE), hits)
 some_dead = st.frozensets(st.sampled_from(LOCAL + REMOTE))

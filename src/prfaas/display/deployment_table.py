@@ -57,7 +57,6 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
         return [name, "not alive", "", "", "", ""]
     if node["incompatible"]:
         return [name, f"incompatible: {', '.join(node['incompatible'])}", "", "", "", ""]
-    cache = node.get("cache")
     role = f"{cluster} {node.get('role', 'not in use')}"
     if node.get("becomes") is not None:
         role += f", {'drains' if node['draining'] else 'copies'} to become {node['becomes']}"
@@ -67,13 +66,23 @@ def node_row(cluster: str, node: Mapping[str, Any]) -> list[str]:
         f"{node.get('running', 0):.0f}",
         f"{node.get('waiting', 0):.0f}",
         f"{node.get('wait_s', 0.0):.1f}",
-        "" if cache is None else f"{cache['used_bytes'] / 2**20:.1f} MiB",
+        held(node),
     ]
+
+
+def held(node: Mapping[str, Any]) -> str:
+    """The KV that the node's pools hold, by form where it has several."""
+    forms = node.get("forms") or {}
+    if len(forms) > 1:
+        used = {form: pool["cache"]["used_bytes"] / 2**20 for form, pool in forms.items()}
+        return ", ".join(f"{form} {mib:.1f} MiB" for form, mib in used.items())
+    cache = node.get("cache")
+    return "" if cache is None else f"{cache['used_bytes'] / 2**20:.1f} MiB"
 
 
 def routes_table(outcomes: RequestOutcomes) -> Table:
     table = Table()
-    for column in ("route", "completed", "not completed", "TTFT p50 (s)", "p90 (s)"):
+    for column in ("route", "completed", "not completed", "TTFT p50 (s)", "p90 (s)", "hand-offs"):
         table.add_column(column, justify="left" if column == "route" else "right")
     for route, what in (("local", "prefilled locally"), ("remote", "offloaded")):
         ends = {o: n for (r, o), n in outcomes.counts.items() if r == route}
@@ -81,7 +90,9 @@ def routes_table(outcomes: RequestOutcomes) -> Table:
         others = ", ".join(f"{count} {outcome}" for outcome, count in sorted(ends.items()))
         ttfts = outcomes.ttfts_s(route)
         p50, p90 = (f"{q:.3f}" for q in np.quantile(ttfts, (0.5, 0.9))) if ttfts else ("-", "-")
-        table.add_row(what, str(completed), others, p50, p90)
+        forms = {form: n for (r, form), n in outcomes.forms.items() if r == route}
+        handed = ", ".join(f"{count} {form}" for form, count in sorted(forms.items()))
+        table.add_row(what, str(completed), others, p50, p90, handed)
     return table
 
 

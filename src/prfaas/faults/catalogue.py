@@ -12,7 +12,7 @@ import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
@@ -147,9 +147,13 @@ async def arenas_full(deployment: FaultDeployment, name: str) -> Mend:
     taken: list[tuple[str, str]] = []
 
     async def fill(decode: str) -> None:
-        pool = (await deployment.stats(decode))["pool"]
-        if pool is None:
+        stats = await deployment.stats(decode)
+        if stats["pool"] is None:
             raise PeerError(f"{decode}: no engine has registered with the kvd yet")
+        for pool in (stats["pool"], *stats["more_pools"]):
+            await fill_pool(decode, pool)
+
+    async def fill_pool(decode: str, pool: dict[str, Any]) -> None:
         size = pool["block_tokens"]
         while True:
             ids = [len(taken)] * FILLER_TOKENS  # a prompt that no client sends

@@ -46,10 +46,9 @@ def idle(report: Any) -> bool:
     """Whether a kvd has no leases and no transfers, and every used page is an evictable prefix."""
     if report["pool"] is None:
         return False
-    occupancy = report["pool"]["occupancy"]
+    pools = [pool["occupancy"] for pool in (report["pool"], *report["more_pools"])]
     return bool(
-        occupancy["leases"] == 0
-        and occupancy["used_pages"] == occupancy["idle_pages"]
+        all(pool["leases"] == 0 and pool["used_pages"] == pool["idle_pages"] for pool in pools)
         and report["held_leases"] == 0
         and report["incoming"]["granted"] == report["incoming"]["committed"] == 0
         and report["outgoing"] == {"writing": 0, "sending": 0}

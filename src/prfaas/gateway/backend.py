@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
+from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
@@ -44,7 +45,7 @@ from prfaas.planner.problem import Problem
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.supervision import repeat
-from prfaas.types import ClusterId
+from prfaas.types import ClusterId, Form, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,15 @@ class GatewayBackend:
     def explain(self, request: GatewayRequest) -> dict[str, Any]:
         prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
         routed = routed_request(request, 0, self._clock.now())
-        return explanation_json(self.router.explain(routed, prompt))
+        return explanation_json(self.router.explain(routed, prompt), self._form_between)
+
+    def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
+        """None: the nodes cannot hand over, or no hand-off is needed."""
+        one, other = self.fleet.members.named(prefill), self.fleet.members.named(decode)
+        if one is None or other is None or one is other:
+            return None
+        compat = choose_compat(one.compats, other.compats)
+        return None if compat is None else compat.form
 
     def unready_reason(self) -> str:
         return self._status.unready_reason()

@@ -114,7 +114,10 @@ def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermStat
             for cluster in (view.local, *view.remotes)
         ],
         links=[_Link(*one, view.links.get(one), state.links.get(one)) for one in link_ids],
-        cached={n: NodeMatch(c.tokens, c.attention_tokens) for n, c in view.cached.items()},
+        cached={
+            n: NodeMatch(c.tokens, c.attention_tokens, c.pool_tokens, c.remote_pool_tokens)
+            for n, c in view.cached.items()
+        },
         held=dict(view.held),
         threshold_tokens=plan.threshold_tokens,
         roles=dict(plan.roles),

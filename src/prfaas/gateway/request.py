@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.types import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class RequestTrace:
     offloaded: bool = False
     reason: str = ""
     cached_tokens: int = 0
+    form: Form | Literal[""] = ""  # of the hand-off's state; empty: no hand-off, or none granted
     nbytes: int = 0  # of the hand-off, as the route expects; the kvd counts what it sends
     attempts: int = 0
     waited_s: float = 0.0  # until its prefill began; 0 without a hand-off

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prfaas.clock import Clock
+from prfaas.contracts.kvd_api import PoolReport
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
@@ -140,7 +141,13 @@ class GatewayStatus:
 
     def _moves(self) -> dict[str, Any]:
         under_way = [
-            {"why": copy.why, "from": copy.source, "to": copy.target, "tokens": copy.tokens}
+            {
+                "why": copy.why,
+                "from": copy.source,
+                "to": copy.target,
+                "tokens": copy.tokens,
+                "form": None if copy.compat is None else copy.compat.form,
+            }
             for copy in self._copies.under_way
         ]
         totals: dict[str, Any] = {
@@ -187,15 +194,9 @@ class GatewayStatus:
         report = member.report
         if report is not None:
             found |= {"epoch": report.role.epoch, "data_address": report.data_address}
+            found["forms"] = {pool.compat.form: _form(pool, fleet, member) for pool in report.pools}
             if report.pool is not None:
-                pool = report.pool
-                used, idle = pool.occupancy.used_pages, pool.occupancy.idle_pages
-                found["cache"] = {
-                    "block_tokens": pool.block_tokens,
-                    "used_bytes": used * pool.page_bytes,
-                    "evictable_bytes": idle * pool.page_bytes,
-                    "capacity_bytes": (pool.occupancy.capacity_pages or 0) * pool.page_bytes,
-                }
+                found["cache"] = _cache(report.pool)
         return found
 
     def _set(self, nodes: Collection[NodeId]) -> dict[str, Any]:
@@ -233,6 +234,29 @@ class GatewayStatus:
         plan = self._router.plan
         wanted = None if plan is None else plan.roles.get(node)
         return None if wanted == self._fleet.roles.of(node) else wanted
+
+
+def _cache(pool: PoolReport) -> dict[str, int]:
+    used = pool.occupancy
+    return {
+        "block_tokens": pool.block_tokens,
+        "used_bytes": used.used_pages * pool.page_bytes,
+        "evictable_bytes": used.idle_pages * pool.page_bytes,
+        "capacity_bytes": (used.capacity_pages or 0) * pool.page_bytes,
+    }
+
+
+def _form(pool: PoolReport, fleet: Fleet, member: Member) -> dict[str, Any]:
+    """One form in which a node hands over."""
+    compat = pool.compat
+    return {
+        "layout": compat.layout,
+        "block_tokens": compat.block_tokens,
+        "kv_dtype": compat.kv_dtype,
+        "state_dtype": compat.state_dtype,
+        "indexed": fleet.members.formats.has_indexed_blocks(member, compat),
+        "cache": _cache(pool),
+    }
 
 
 def tenant_metrics(tenants: Tenants) -> Iterator[Metric]:
@@ -277,14 +301,20 @@ def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:
     }
 
 
-def explanation_json(found: Explanation | None) -> dict[str, Any]:
+def explanation_json(
+    found: Explanation | None, form_between: Callable[[NodeId, NodeId], str | None]
+) -> dict[str, Any]:
+    """`form_between` returns the form in which one node hands over to another."""
     if found is None:
         return {"chosen": {"wait": True, "reason": "no node decodes yet"}, "alternatives": []}
     if isinstance(found.chosen, Hold):
         hold = found.chosen
+        decode = None
         chosen: dict[str, Any] = {"wait": True, "reason": hold.reason, "for": hold.cluster}
     else:
+        decode = found.chosen.decode
         chosen = {"wait": False, **found.chosen._asdict()}
+        chosen["form"] = form_between(found.chosen.prefill, decode)
         chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {
         "chosen": chosen,
@@ -295,6 +325,8 @@ def explanation_json(found: Explanation | None) -> dict[str, Any]:
                 "node": option.node,
                 "cached_tokens": option.cached_tokens,
                 "copies": len(option.copies),
+                # To the decode node of the chosen route; another set has other decode nodes.
+                "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,
                 **option.forecast._asdict(),
             }

@@ -40,23 +40,38 @@ class Option(NamedTuple):
         return self.start_s + self.prefill_s
 
 
-def longest_hit(cluster: ClusterView, view: View) -> tuple[int, NodeId | None]:
-    """The longest prefix that a usable node of the cluster, of any role, can resume from (the
-    paper's l_pd and l_prfaas)."""
+def longest_pooled(
+    cluster: ClusterView, view: View, *, remote: bool = False
+) -> tuple[int, NodeId | None]:
+    """The longest prefix that can be copied from a usable node of the cluster, of any role, and the
+    node (the paper's l_pd and l_prfaas). `remote`: to a node of another cluster."""
     best, holder = 0, None
     cached = view.cached
     for node in cluster.nodes:
         found = cached.get(node.node)
         if found is not None and found.tokens > best and node.usable:
-            best, holder = found.tokens, node.node
+            tokens = found.pool_tokens
+            if remote and found.remote_pool_tokens is not None:
+                tokens = found.remote_pool_tokens
+            if tokens is None:
+                tokens = found.tokens
+            if tokens > best:
+                best, holder = tokens, node.node
     return best, holder
+
+
+def longest_own(cluster: ClusterView, view: View) -> int:
+    """The longest prefix that a usable prefill node of the cluster can resume from without a
+    copy."""
+    found = [view.cached.get(n.node) for n in cluster.nodes if n.usable and n.role == "prefill"]
+    return max((held.tokens for held in found if held is not None), default=0)
 
 
 def prefix_within(cluster: ClusterView, view: View) -> PrefixSource | None:
     """The longest prefix that the cluster itself holds, to be copied over its fabric."""
     if not view.cached:
         return None
-    tokens, holder = longest_hit(cluster, view)
+    tokens, holder = longest_pooled(cluster, view)
     if holder is None:
         return None
     return PrefixSource(tokens, holder, view.costs.fabric_bps(cluster.cluster), 0.0, False)
@@ -70,7 +85,7 @@ def prefix_across(
     link = view.links.get(link_id)
     if link is None or not link.up or not view.cached:
         return None
-    tokens, holder = longest_hit(source, view)
+    tokens, holder = longest_pooled(source, view, remote=True)
     if holder is None:
         return None
     return PrefixSource(tokens, holder, estimated_bps(link_id, link, state), link.rtt_s, True)

@@ -19,6 +19,7 @@ from prfaas.scheduler.options import (
     Option,
     PrefixSource,
     best_option,
+    longest_own,
     make_route,
     prefix_across,
     prefix_within,
@@ -142,7 +143,7 @@ def _count_prefixes(
             best = _longer(best, prefix_across(remote, home, view, state))
         prefixes[remote.cluster] = _prefix_at(remote, view, state, abundant=abundant)
     prefixes[home.cluster] = best
-    return 0 if best is None else best.tokens
+    return max(0 if best is None else best.tokens, longest_own(home, view))
 
 
 def _prefix_at(

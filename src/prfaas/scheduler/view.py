@@ -30,6 +30,15 @@ class CachedPrefix(Protocol):
     def attention_tokens(self) -> int:
         """Growing KV of this many tokens is present: a hand-off to this node can omit it."""
 
+    @property
+    def pool_tokens(self) -> int | None:
+        """Other nodes of its cluster can copy this many tokens from it. None: all of `tokens`. An
+        engine's own cache counts in `tokens`, and no other node can copy from it."""
+
+    @property
+    def remote_pool_tokens(self) -> int | None:
+        """The same for nodes of other clusters. None: as `pool_tokens`."""
+
 
 class NodeView(NamedTuple):
     """One node. Every node can prefill and decode; its role decides which work it gets."""

@@ -44,6 +44,8 @@ class _UniformPrefix:
     """A prefix that every node holds, as workloads state it."""
 
     __slots__ = ("attention_tokens", "tokens")
+    pool_tokens: int | None = None
+    remote_pool_tokens: int | None = None
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,8 +16,9 @@ import pytest
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.credentials import REGISTER, TenantKey
-from prfaas.gateway.request import GatewayRequest, Upstream
+from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.security.shared_key import SharedKey
+from prfaas.types import Form
 from tests.gateway.api.api_server import ApiServer, OneNode, api_server
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -69,7 +71,36 @@ async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     assert (good["id"], good["outcome"], good["output_tokens"]) == ("good", "completed", 2)
     assert good["prompt_tokens"] == 3 and good["total_s"] >= good["ttft_s"] > 0
     assert (bad["id"], bad["outcome"], bad["route"]) == ("bad", "rejected", "none")
+    assert (good["form"], bad["form"]) == ("", ""), "neither was handed off"
     assert "n" in bad["error"]
+
+
+async def test_the_form_of_a_hand_off_is_logged_and_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only hand-offs that have committed count."""
+    forms: list[tuple[Form, float | None]] = [("native", 1.0), ("canonical", 1.0), ("native", None)]
+    found = iter(forms)
+    plain = OneNode.answer
+
+    @asynccontextmanager
+    async def handed_off(
+        self: OneNode, request: GatewayRequest, trace: RequestTrace
+    ) -> AsyncIterator[Upstream]:
+        trace.form, trace.committed_s = next(found)
+        async with plain(self, request, trace) as answer:
+            yield answer
+
+    monkeypatch.setattr(OneNode, "answer", handed_off)
+    with caplog.at_level(logging.INFO, "prfaas.gateway.requests"):
+        async with api_server() as server:
+            for _ in forms:
+                assert (await server.post("/v1/completions", GOOD))[0] == 200
+            page = (await server.get("/metrics"))[1].decode()
+    lines = [json.loads(record.getMessage()) for record in caplog.records]
+    assert [line["form"] for line in lines] == [form for form, _ in forms]
+    for form in ("native", "canonical"):
+        assert f'prfaas_gateway_handoffs_total{{form="{form}",route="local"}} 1.0' in page
 
 
 @pytest.mark.parametrize(

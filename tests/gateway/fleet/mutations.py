@@ -21,7 +21,7 @@ _LINKS = (
 _HASHES = tuple(PROMPT.at(64)[:3])
 REPORT: dict[str, Any] = msgspec.to_builtins(
     msgspec.structs.replace(
-        report(NAME, links=_LINKS),
+        report(NAME, links=_LINKS, native="vllm-a"),
         engines=(EngineReport("e", "http://127.0.0.1:1", 1),),
         next_seq={NodeId(NAME): 3, NodeId("e"): 1},
         incoming={"granted": 1},

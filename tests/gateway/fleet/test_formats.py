@@ -6,9 +6,11 @@ import asyncio
 from collections import Counter
 
 import msgspec
+import pytest
 
 from prfaas.config.gateway import DEFAULTS
 from prfaas.contracts.kvd_api import KvdReport
+from prfaas.errors import MalformedResponse
 from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.formats import LEAST_BLOCK_TOKENS, MOST_BLOCK_SIZES, NO_PD_MEMBER
@@ -30,7 +32,14 @@ from tests.gateway.fleets import (
     place,
     placement,
 )
-from tests.gateway.reports import IDLE, load, report
+from tests.gateway.reports import (
+    IDLE,
+    NATIVE_BLOCK,
+    add_native,
+    load,
+    native_compat,
+    report,
+)
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -269,6 +278,47 @@ def test_the_sizes_of_blocks_that_prompts_are_hashed_at_are_bounded() -> None:
     assert len(subject.block_sizes()) == MOST_BLOCK_SIZES and 64 in subject.block_sizes()
 
 
+def test_prompts_are_hashed_at_the_block_sizes_of_second_pools_as_well() -> None:
+    subject, members = pd_members(6)
+    poll(subject, members, "1" * 7, 10.0)
+    subject.record_report(members[0], report("n0", native="vllm-a"), 10.0)
+    poll(subject, members, "-" * 7, 10.0)
+    assert subject.block_sizes() == {64, NATIVE_BLOCK}
+    assert subject.formats.has_indexed_blocks(members[0], native_compat())
+
+
+def test_second_pools_do_not_displace_the_block_sizes_of_first_pools() -> None:
+    subject, members = pd_members(6)
+    poll(subject, members, "1" * 7, 10.0)
+    sizes = [1000, 1001, 1002]
+    for number, member in enumerate(members):
+        found = report(f"n{number}", instance="x", native="vllm-a")
+        if number < len(sizes):
+            found = changed(found, block_tokens=sizes[number])
+        subject.record_report(member, found, 10.0)
+    poll(subject, members, "-" * 7, 10.0)
+    assert subject.block_sizes() == {64, *sizes}, "four are the most"
+
+
+def test_a_second_form_may_appear_and_does_not_change() -> None:
+    subject, members = pd_members(2)
+    poll(subject, members, "11-", 10.0)
+    subject.record_report(members[0], report("n0", native="vllm-a"), 10.0)
+    assert [compat.form for compat in members[0].compats] == ["canonical", "native"]
+    with pytest.raises(MalformedResponse, match="another format"):
+        subject.record_report(members[0], report("n0", native="vllm-b"), 10.0)
+
+
+def test_an_engine_with_two_forms_is_of_the_set_of_its_first() -> None:
+    clock = FakeClock()
+    fleet, _ = fleet_and_router(clock)
+    add_native(fleet, A, B)
+    add_native(fleet, F, layout="vllm-b")
+    assert fleet.sets == ({A, B, C, F},)
+    names = {pool.name for pool in fleet.pools()}
+    assert names == {A, B, C, F, "a/native", "b/native", "f/native"}
+
+
 # Roles, copies, routes ----------------------------------------------------------------------------
 
 
@@ -330,13 +380,12 @@ async def test_an_attempt_may_go_to_another_set() -> None:
     assert (await place(router, placement(LONG, clock, C)))[1] == B
 
 
-def test_prefixes_are_copied_within_a_set_only() -> None:
+def test_every_pool_has_its_own_format() -> None:
     clock = FakeClock()
     fleet, _ = fleet_and_router(clock)
     restart(fleet, B, "2", clock)
-    assert set(fleet.pools(like=A)) == {A, C, F}
-    assert set(fleet.pools(like=B)) == {B}
-    assert set(fleet.pools()) == {A, B, C, F}
+    formats = {pool.name: pool.compat.revision for pool in fleet.pools()}
+    assert formats == {A: "1", B: "2", C: "1", F: "1"}
 
 
 def test_a_set_disappears_with_its_last_member() -> None:

@@ -167,6 +167,7 @@ def link(**fields: Any) -> dict[str, Any]:
 
 
 POOL = msgspec.to_builtins(report("bad").pool)
+SECOND = msgspec.to_builtins(report("bad", native="vllm-a").more_pools[0])
 REPORTS: dict[str, dict[str, Any]] = {
     "a name with spaces": {"node": "b a d"},
     "no name": {"node": ""},
@@ -199,6 +200,7 @@ REPORTS: dict[str, dict[str, Any]] = {
             "occupancy": {**POOL["occupancy"], "used_pages": 2**50},
         }
     },
+    "a second pool of another member": {"more_pools": [{**SECOND, "name": "a/native"}]},
     "many event names": {"next_seq": {f"n{n}": 0 for n in range(50_000)}},
 }
 
@@ -252,6 +254,18 @@ async def test_a_member_cannot_speak_for_another_members_cache(claimed: str) -> 
         await bad.script(EVENTS, page("a", 0, snapshot=empty))
         await bad.requested(EVENTS, len(bad.bodies[EVENTS]) + 2)
         assert fleet.manager.match(PROMPT).node_tokens(NodeId("a")) == 2 * 64
+        await one.check_alive()
+
+
+async def test_a_member_with_a_bad_second_pool_keeps_nothing_in_the_index() -> None:
+    """A second pool that is honest is followed; the member is out of use when it turns hostile."""
+    async with gateway() as one:
+        whole = msgspec.to_builtins(report("bad", native="vllm-a"))
+        await one.hostile.kvd.script(STATS, whole)
+        await until(lambda: set(one.state("bad")["forms"]) == {"canonical", "native"})
+        assert one.state("bad")["in_use"] and len(one.backend.fleet.sets) == 1
+        await one.hostile.kvd.script(STATS, {**whole, "pool": None})
+        await until(lambda: "more_pools" in one.state("bad")["problems"].get("kvd", ""))
         await one.check_alive()
 
 

@@ -25,7 +25,7 @@ from prfaas.types import ClusterId, HashEvent, NodeId
 from tests.gateway.backends import FAR, prompt, until
 from tests.gateway.fleets import fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
-from tests.gateway.reports import report
+from tests.gateway.reports import NATIVE_BLOCK, report
 from tests.waiting import PATIENCE_S
 
 TIMEOUTS = DEFAULTS.timeouts
@@ -153,6 +153,24 @@ async def test_after_a_restart_of_the_kvd_a_snapshot_replaces_everything() -> No
         assert one.cached_tokens() == 2 * 64, "events of another process need a snapshot first"
         await one.kvd.script(EVENTS, page(3, instance="second", snapshot={"full": [], "state": []}))
         await until(lambda: one.cached_tokens() == 0)
+
+
+async def test_a_second_pool_is_followed_under_its_own_name() -> None:
+    """With its own groups and block size; it is dropped when the pool is gone."""
+    name = NodeId("n/native")
+    chain = PROMPT.at(NATIVE_BLOCK)[:7]
+    async with polled() as one:
+        await answer(one)
+        await until(lambda: one.is_usable)
+        await one.kvd.script(STATS, report(N, native="vllm-a"))
+        held = {"blocks": chain, "slots": chain[-1:]}
+        await one.kvd.script(EVENTS, {**page(4, snapshot=held), "node": name})
+        await until(lambda: one.fleet.manager.match(PROMPT).node_tokens(name) == 7 * NATIVE_BLOCK)
+        asked = {query["node"] for query in one.kvd.queries[EVENTS]}
+        assert asked == {N, name}
+        assert one.fleet.prefixes.by_node(one.fleet.manager.match(PROMPT))[N].tokens == 112
+        await one.kvd.script(STATS, report(N))
+        await until(lambda: not one.fleet.manager.match(PROMPT).nodes)
 
 
 async def test_a_member_that_has_expired_is_not_polled_any_more() -> None:

@@ -33,7 +33,7 @@ from tests.gateway.backends import (
 )
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
-from tests.gateway.reports import report
+from tests.gateway.reports import add_native, native_compat, report
 
 BLOCK = 64
 
@@ -103,8 +103,18 @@ async def test_one_for_all_and_a_rest_after_a_failure() -> None:
         assert await tried(copy._replace(source=C)), "but between others"
         assert not await tried(copy._replace(source=NodeId("unknown")))
         assert not await tried(copy._replace(hashes=()))
+        native = copy._replace(compat=native_compat())
+        clock.advance(REST_S)
+        assert not await tried(native), "neither has such a pool"
+        add_native(fleet, A)
+        assert not await tried(native), "the source has no such pool"
+        add_native(fleet, A, B)
+        first, second = copies.start(copy, 5.0), copies.start(native, 5.0)
+        assert first is not None and second is not None and first is not second
+        await asyncio.wait([first, second])
+        assert tally.failed == 4
         fleet.record_report(member_of(fleet, C), report("c", instance="second", revision="2"))
         clock.advance(REST_S)
         assert not await tried(copy._replace(source=C)), "another KV format"
-        assert await tried(copy) and (tally.made, tally.failed) == (0, 3)
+        assert await tried(copy) and (tally.made, tally.failed) == (0, 5)
         assert copies.under_way == []

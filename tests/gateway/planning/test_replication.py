@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
@@ -21,12 +22,13 @@ from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
-from prfaas.types import HashEvent, LinkStats
+from prfaas.types import HashEvent, LinkStats, NodeId
 from tests.gateway.backends import is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
-from tests.gateway.reports import IDLE, report
+from tests.gateway.peers import peer
+from tests.gateway.reports import IDLE, NATIVE_BLOCK, add_native, native_compat, report
 
 
 async def test_a_saturated_holder_gets_company(
@@ -150,6 +152,42 @@ async def test_no_prefix_is_copied_to_a_node_with_another_format() -> None:
         fleet.record_load(member_of(fleet, A), IDLE, leaving=True, asked_s=clock.now(), own=0)
         fleet.drain(C)  # the only other node of the format
         assert await started(clock, fleet, [clock.now()]) == [0]
+
+
+@pytest.mark.parametrize("why", ["replicate", "evacuate"])
+async def test_a_prefix_of_a_second_pool_goes_to_the_second_pool_of_another_node(why: str) -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock, policy="local")
+    for node, role in ((A, "prefill"), (B, "prefill"), (C, "decode")):
+        fleet.assign_role(node, role)
+    add_native(fleet, A, B, C)
+    names = [NodeId(f"{node}/native") for node in (A, B, C)]
+    for node, name in zip((A, B, C), names, strict=True):
+        assert fleet.prefixes.add(member_of(fleet, node), name)
+        assert fleet.prefixes.add(member_of(fleet, node), node)
+    chain = PROMPTS[0].at(NATIVE_BLOCK)
+    for seq, (group, held) in enumerate({"blocks": chain, "slots": chain[-1:]}.items()):
+        event = HashEvent(seq, names[0], group, NATIVE_BLOCK, tuple(held), "stored")
+        assert fleet.manager.apply(event)
+    for _ in range(5):
+        fleet.manager.observe(PROMPTS[0], fleet.manager.match(PROMPTS[0]), clock.now())
+    if why == "replicate":
+        long = PromptHashes(prompt(50_000))
+        wanted = PlacementRequest(Request(0, 50_000, clock.now()), long, (B,))
+        assert (await router.place(wanted, 1.0)).route.prefill == A
+    else:
+        fleet.record_load(member_of(fleet, A), IDLE, leaving=True, asked_s=clock.now(), own=0)
+    rules = MovesSection(every_s=1.0, at_once=2)
+    async with peer() as kvd, open_client() as http, BackgroundCalls(0.0) as background_calls:
+        member_of(fleet, B).kvd_url = kvd.url
+        copies = PrefixCopies(fleet, http, background_calls, clock)
+        evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
+        Replication(fleet, copies, evacuations, clock, rules).step()
+        (asked,) = await kvd.requested("POST /v1/pull")
+        assert asked["source"] == member_of(fleet, A).kvd_url
+        assert asked["compat"] == msgspec.to_builtins(native_compat())
+        assert len(asked["hashes"]) == len(chain)
+        assert [(c.why, c.source, c.target) for c in copies.under_way] == [(why, A, B)]
 
 
 def link(backlog_bytes: int, waited_s: float) -> LinkStats:

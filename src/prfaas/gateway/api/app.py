@@ -151,6 +151,7 @@ class GatewayApi:
         record: RequestRecord,
         admitted: AdmittedRequest,
     ) -> web.StreamResponse:
+        admitted.check_body(request.content_length or 0)
         async with self._body_reader.read(request, admitted.add_bytes) as body:
             await self._start_limiter.wait()
             prepared = await self._prompts.prepare(kind, body, request[_TENANT])

@@ -59,6 +59,11 @@ class ApiMetrics:
         self._handed_bytes = self._counter(
             "handed_off_bytes", "KV bytes handed off, as the route predicted.", ("route",)
         )
+        self._handoffs = self._counter(
+            "handoffs",
+            "Hand-offs of finished requests, by the form in which the state travelled.",
+            ("route", "form"),
+        )
         self.unauthorized = self._counter("unauthorized", "Requests without a valid API key.")
         self._retries = self._counter("retries", "Retries.")
         self.in_flight = Gauge(
@@ -108,6 +113,8 @@ class ApiMetrics:
         if record.tenant:  # a tenant that has keys: their number bounds the number of series
             self._tenant_requests.labels(record.tenant, outcome).inc()
         self._retries.inc(max(0, trace.attempts - 1))
+        if trace.committed_s is not None:
+            self._handoffs.labels(route, trace.form).inc()
         if trace.first_token_s is None:
             return
         if record.stream:

@@ -77,6 +77,7 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": trace.cached_tokens,
         "output_tokens": usage.completion_tokens if usage is not None else None,
+        "form": trace.form,
         "bytes": trace.nbytes,
         "attempts": trace.attempts,
         "ttft_s": None if first_s is None else round(first_s - trace.arrived_s, 6),

@@ -20,16 +20,22 @@ class AdmittedRequest:
         self._nbytes = 0
         self._tokens = 0
 
-    def add_bytes(self, nbytes: int) -> None:
-        """So many more bytes of the body have arrived. Raises `RequestError`."""
+    def check_body(self, nbytes: int) -> None:
+        """Raises `RequestError` for a body that the tenant could not send even alone. Called with
+        the announced length, too: the first bytes of such a body may already be too many beside
+        other bodies, and the client would be told to try again."""
         limit = self._tenants.body_bytes.most(self._tenant)
-        if self._nbytes + nbytes > limit.value:
+        if nbytes > limit.value:
             raise RequestError(
                 413,
                 "body_too_large",
                 f"the request body is larger than {limit.value} bytes, which is all that tenant "
                 f"{self._tenant!r} may have in flight ({limit.setting})",
             )
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So many more bytes of the body have arrived. Raises `RequestError`."""
+        self.check_body(self._nbytes + nbytes)
         self._tenants.token_rates.charge(self._tenant, nbytes / BYTES_PER_TOKEN)
         self._tenants.body_bytes.take(self._tenant, nbytes)
         self._nbytes += nbytes

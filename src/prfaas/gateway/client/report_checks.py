@@ -14,15 +14,24 @@ from typing import Any
 import msgspec
 
 from prfaas.config.address import parse_address
-from prfaas.contracts.kvd_api import LATE_WINDOW_S, EventPage, GroupShape, KvdReport, PoolReport
+from prfaas.contracts.kvd_api import (
+    LATE_WINDOW_S,
+    MAX_GROUPS,
+    MAX_POOLS,
+    EventPage,
+    GroupShape,
+    KvdReport,
+    PoolReport,
+)
 from prfaas.errors import InputError, MalformedResponse
 from prfaas.http_client.peer_url import parse_peer_url
-from prfaas.types import NodeId
+from prfaas.types import CANONICAL, Form, NodeId
 
 LARGEST_INT = 2**53  # JSON readers in other languages have no larger exact integers
 LARGEST_FLOAT = 1e18
 LONGEST_TEXT = 512
 LONGEST_NAME = 128
+LONGEST_EVENT_NAME = LONGEST_NAME + len(f"/{CANONICAL}")  # of a node's second pool
 LONGEST_HASH = 64  # bytes
 LARGEST_BLOCK = 1 << 20  # tokens
 LARGEST_PAGE = 1 << 30  # bytes
@@ -38,7 +47,7 @@ def check_report(report: KvdReport) -> KvdReport:
         _check(report, "")
         _check_name(report.node, "node")
         for name in report.next_seq:
-            _check_name(name, "next_seq")
+            _check_name(name, "next_seq", LONGEST_EVENT_NAME)
         parse_address(report.data_address, "data_address")
         for number, engine in enumerate(report.engines):
             _check_name(engine.engine_id, f"engines.{number}.engine_id")
@@ -46,11 +55,7 @@ def check_report(report: KvdReport) -> KvdReport:
                 parse_peer_url(engine.url, f"engines.{number}.url")
         if report.late_s > 2 * LATE_WINDOW_S:
             raise InputError(f"is {report.late_s:g} of {LATE_WINDOW_S:g} seconds", where="late_s")
-        if report.pool is not None:
-            _check_block(report.pool.block_tokens, "pool.block_tokens")
-            _check_block(report.pool.compat.block_tokens, "pool.compat.block_tokens")
-            _check_groups(report.pool.groups)
-            _check_pages(report.pool)
+        _check_pools(report)
     except InputError as error:
         raise MalformedResponse(f"malformed report: {error}") from None
     return report
@@ -72,12 +77,19 @@ def check_page(page: EventPage, name: NodeId) -> EventPage:
             _check(event.group, "events.group")
             _check(event.block_tokens, "events.block_tokens")
             _check_hashes(event.hashes, "events.hashes")
+        if len(page.snapshot or {}) > MAX_GROUPS:
+            raise InputError(f"has more than {MAX_GROUPS} groups", where="snapshot")
         for group, hashes in (page.snapshot or {}).items():
             _check(group, "snapshot")
             _check_hashes(hashes, "snapshot")
     except InputError as error:
         raise MalformedResponse(f"malformed page of events: {error}") from None
     return page
+
+
+def second_pool_name(node: NodeId, form: Form) -> NodeId:
+    """The name of the cache events of a node's second pool."""
+    return NodeId(f"{node}/{form}")
 
 
 def count(value: Any, where: str, largest: int = LARGEST_INT) -> int:
@@ -125,11 +137,47 @@ def _check_size(value: Collection[Any], where: str) -> None:
         raise InputError(f"has {len(value)} entries, and at most {most} are allowed", where=where)
 
 
-def _check_name(name: str, where: str) -> None:
-    if not 0 < len(name) <= LONGEST_NAME or " " in name or not name.isprintable():
-        raise InputError(
-            f"is not a name of 1 to {LONGEST_NAME} characters without spaces", where=where
-        )
+def _check_name(name: str, where: str, longest: int = LONGEST_NAME) -> None:
+    if not 0 < len(name) <= longest or " " in name or not name.isprintable():
+        raise InputError(f"is not a name of 1 to {longest} characters without spaces", where=where)
+
+
+def _check_pools(report: KvdReport) -> None:
+    if report.pool is None:
+        if report.more_pools:
+            raise InputError("has pools, and there is no first one", where="more_pools")
+        return
+    if len(report.pools) > MAX_POOLS:
+        raise InputError(f"has more than {MAX_POOLS - 1} pools", where="more_pools")
+    if report.pool.name not in ("", report.node):
+        raise InputError(f"is not {report.node}", where="pool.name")
+    _check_pool(report.pool, "pool")
+    for number, pool in enumerate(report.more_pools):
+        where = f"more_pools.{number}"
+        _check_pool(pool, where)
+        _check_second(report.pool, pool, report.node, where)
+
+
+def _check_pool(pool: PoolReport, where: str) -> None:
+    _check_block(pool.block_tokens, f"{where}.block_tokens")
+    _check_block(pool.compat.block_tokens, f"{where}.compat.block_tokens")
+    _check_groups(pool.groups, f"{where}.groups")
+    _check_pages(pool, where)
+
+
+def _check_second(first: PoolReport, pool: PoolReport, node: NodeId, where: str) -> None:
+    """A second pool has the same model in the other form, and a name that no other member has."""
+    if pool.compat.form == first.compat.form:
+        raise InputError(f"is a second {pool.compat.form} form", where=f"{where}.compat.layout")
+    for field in ("model", "revision"):
+        mine, firsts = getattr(pool.compat, field), getattr(first.compat, field)
+        if mine != firsts:
+            raise InputError(
+                f"is {mine}, and {firsts} in the first pool", where=f"{where}.compat.{field}"
+            )
+    name = second_pool_name(node, pool.compat.form)
+    if pool.name != name:
+        raise InputError(f"is not {name}", where=f"{where}.name")
 
 
 def _check_block(tokens: int, where: str) -> None:
@@ -137,8 +185,7 @@ def _check_block(tokens: int, where: str) -> None:
         raise InputError(f"is not from 1 to {LARGEST_BLOCK}", where=where)
 
 
-def _check_groups(groups: tuple[GroupShape, ...]) -> None:
-    where = "pool.groups"
+def _check_groups(groups: tuple[GroupShape, ...], where: str) -> None:
     if not groups or len({group.name for group in groups}) < len(groups):
         raise InputError("has no groups, or two of the same name", where=where)
     for group in groups:
@@ -148,12 +195,12 @@ def _check_groups(groups: tuple[GroupShape, ...]) -> None:
             raise InputError(f"{group.name} has a window of 0 tokens", where=where)
 
 
-def _check_pages(pool: PoolReport) -> None:
+def _check_pages(pool: PoolReport, where: str) -> None:
     if pool.page_bytes > LARGEST_PAGE:
-        raise InputError(f"is more than {LARGEST_PAGE}", where="pool.page_bytes")
+        raise InputError(f"is more than {LARGEST_PAGE}", where=f"{where}.page_bytes")
     used = pool.occupancy
     if max(used.capacity_pages or 0, used.used_pages, used.idle_pages) > MOST_PAGES:
-        raise InputError(f"has more than {MOST_PAGES} pages", where="pool.occupancy")
+        raise InputError(f"has more than {MOST_PAGES} pages", where=f"{where}.occupancy")
 
 
 def _check_hashes(hashes: tuple[bytes, ...], where: str) -> None:

@@ -26,6 +26,7 @@ from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
 from prfaas.gateway.dispatch.field_checks import FieldChecks
 from prfaas.gateway.dispatch.handoff import (
+    LONG_TOKENS,
     AttemptFailed,
     DecodeNodeFull,
     HandOff,
@@ -45,7 +46,6 @@ from prfaas.types import NodeId
 
 _LOG = logging.getLogger(__name__)
 _LOST = 424  # of a decode node: the state is not there any more; the node is healthy
-_LONG_TOKENS = 8_192  # hashing more would block the event loop: a thread does it
 
 
 class Dispatcher:
@@ -140,7 +140,7 @@ class Dispatcher:
                 prompt.at(size)
             return prompt
 
-        if len(request.token_ids) < _LONG_TOKENS:
+        if len(request.token_ids) < LONG_TOKENS:
             return hashes()
         return await asyncio.to_thread(hashes)
 
@@ -156,7 +156,7 @@ class Dispatcher:
         route = booking.route
         trace.attempts += 1
         trace.routed_s = self._clock.now()
-        trace.granted_s = trace.committed_s = None
+        trace.granted_s, trace.committed_s, trace.form = None, None, ""
         trace.cluster, trace.prefill, trace.decode = route.cluster, route.prefill, route.decode
         trace.offloaded, trace.reason = route.offloaded, route.reason
         trace.cached_tokens, trace.nbytes = route.cached_tokens, route.nbytes

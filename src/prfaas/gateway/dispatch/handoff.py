@@ -8,7 +8,7 @@ reserved) or `RequestError`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
@@ -26,20 +27,23 @@ from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.fleet.formats import describe_mismatch
 from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, PrefixCopy
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
+from prfaas.scheduler.request import CacheCopy
 from prfaas.transport.grants import new_transfer_id
-from prfaas.types import Grant, NodeId, NotNow, TransferId
+from prfaas.types import BlockHash, Grant, NodeId, NotNow, TransferId
 
 # A prefill waits for its copies at most `prefix_copy_s` plus this multiple of their predicted time.
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
 _ABORT_ATTEMPTS = 3  # a transfer that is not aborted keeps its memory until its grant expires
 _INCOMPATIBLE = "incompatible"  # the error code of a kvd whose engine has another KV format
+LONG_TOKENS = 8_192  # hashing more would block the event loop: a thread does it
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
 
 
@@ -152,20 +156,24 @@ class HandOff:
     async def _carry_out(
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
     ) -> dict[str, Any]:
-        compat, card = self._decode.compat, self._prefill.card
-        if compat is None or card is None:
+        card = self._prefill.card
+        if self._decode.compat is None or card is None:
             raise AttemptFailed(
                 "a node has just left", self._route.prefill, self._route.decode, unsent=True
             )
-        if self._prefill.compat != compat:
+        compat = choose_compat(self._prefill.compats, self._decode.compats)
+        if compat is None:
             # One of the nodes has restarted with another format since the request was routed.
+            why = describe_mismatch(self._prefill, self._decode)
             raise AttemptFailed(
-                "the nodes' KV formats differ since a restart", self._route.prefill, unsent=True
+                f"the nodes' KV formats differ since a restart: {why}",
+                self._route.prefill,
+                unsent=True,
             )
         # vLLM has states at the ends of its steps only, wherever those are.
         resumable = card.ours and (request.conversation or self._route.cached_tokens > 0)
         length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
-        hashes = prompt.prefix(length.handoff_tokens).at(compat.block_tokens)
+        hashes = await self._hash(prompt, length.handoff_tokens, compat.block_tokens)
         grant = await self._obtain_grant(
             OpenTransfer(
                 tuple(hashes),
@@ -176,20 +184,33 @@ class HandOff:
             )
         )
         trace.granted_s = self._clock.now()
+        trace.form = compat.form
         await self._copy_prefixes(prompt)
+        # The prefill engine may have two forms, also where the grant of an earlier kvd names none.
+        sent = msgspec.structs.replace(grant, form=compat.form)
         body = {
             "model": card.model,
             "prompt": request.token_ids.json(length.handoff_tokens),
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": request.salt} if request.salt else {}),
-            "kv_transfer_params": encode(RemoteDecode(grant, length.handoff_tokens)),
+            "kv_transfer_params": encode(RemoteDecode(sent, length.handoff_tokens)),
         }
         headers = {"X-Request-Id": request.id}
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
-        return encode(RemotePrefill(grant.transfer_id))
+        return encode(RemotePrefill(grant.transfer_id, grant.form))
+
+    async def _hash(
+        self, prompt: PromptHashes, tokens: int, block_tokens: int
+    ) -> Sequence[BlockHash]:
+        """Prompts are hashed when they arrive, at the sizes that the index uses. The block size of
+        this pair may be another one."""
+        known = block_tokens in self._fleet.members.block_sizes()
+        if known or prompt.tokens < LONG_TOKENS:
+            return prompt.prefix(tokens).at(block_tokens)
+        return await asyncio.to_thread(lambda: prompt.prefix(tokens).at(block_tokens))
 
     async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
         # Leaving the hand-off aborts this id. That releases the memory also when the answer is
@@ -214,6 +235,12 @@ class HandOff:
             self._abort(answer.transfer_id)
             problem = "its kvd has granted another transfer than the one that was requested"
             raise AttemptFailed(f"{self._route.decode}: {problem}", self._route.decode)
+        if answer.form not in (None, transfer.compat.form):
+            problem = f"its kvd has granted the {answer.form} form"
+            raise AttemptFailed(
+                f"{self._route.decode}: {problem}, and not the {transfer.compat.form} one",
+                self._route.decode,
+            )
         relay = self._fleet.links.relay_between(self._prefill, self._decode)
         return answer if relay is None else msgspec.structs.replace(answer, data_address=relay)
 
@@ -236,23 +263,33 @@ class HandOff:
     async def _copy_prefixes(self, prompt: PromptHashes) -> None:
         """Copies the prefixes that the prefill is to resume from. Without them the prefill takes
         longer, and nothing else changes."""
-        compat = self._prefill.compat
-        if not self._route.copies or compat is None:
+        if not self._route.copies:
             return
         bound_s = self._timeouts.prefix_copy_s + _COPY_TIMES * max(
             copy.seconds for copy in self._route.copies
         )
         under_way = []
         for planned in self._route.copies:
-            hashes = prompt.at(compat.block_tokens)[: planned.tokens // compat.block_tokens]
-            copy = PrefixCopy(
-                "route", planned.source, planned.target, tuple(hashes), planned.tokens
-            )
-            copying = self._prefix_copies.start(copy, bound_s)
+            copy = self._copy_of(planned, prompt)
+            copying = None if copy is None else self._prefix_copies.start(copy, bound_s)
             if copying is not None:
                 under_way.append(copying)
         if under_way:
             await asyncio.wait(under_way, timeout=bound_s)
+
+    def _copy_of(self, planned: CacheCopy, prompt: PromptHashes) -> PrefixCopy | None:
+        """A planned copy, in the format in which the two nodes can copy most of it."""
+        members = self._fleet.members
+        source, target = members.named(planned.source), members.named(planned.target)
+        if source is None or target is None:
+            return None
+        match = self._fleet.manager.match(prompt)
+        chosen = self._fleet.prefixes.choose_copy(source, target, match, planned.tokens)
+        if chosen is None:
+            return None
+        compat, tokens = chosen
+        hashes = prompt.at(compat.block_tokens)[: tokens // compat.block_tokens]
+        return PrefixCopy("route", planned.source, planned.target, tuple(hashes), tokens, compat)
 
     async def _prefill_and_commit(
         self,

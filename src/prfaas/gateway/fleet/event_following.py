@@ -36,7 +36,9 @@ class EventFollower:
         """Waits for one page of events and applies it. Returns when the next page may be requested.
         Raises `PeerError`."""
         fleet, timeouts = self._fleet, self._fleet.timeouts
-        if not fleet.members.formats.has_indexed_blocks(self._member):
+        pool = self._member.second_pool(self._name)
+        compat = None if pool is None else pool.compat
+        if not fleet.members.formats.has_indexed_blocks(self._member, compat):
             # No request can use these blocks, and prompts need not be hashed for them.
             self._restart()
             await asyncio.sleep(timeouts.node_poll_s)

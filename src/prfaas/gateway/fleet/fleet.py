@@ -18,7 +18,7 @@ from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PeerError, Unreachable
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
-from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes
+from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes, Pool, pools_of
 from prfaas.gateway.fleet.formats import sets_of
 from prfaas.gateway.fleet.link_monitor import LinkMonitor
 from prfaas.gateway.fleet.link_reports import LinkReports
@@ -224,6 +224,7 @@ class Fleet:
             if self.members.named(node) is None:
                 self._remove_from_board(node)
         self.sets = sets_of(used)
+        self.prefixes.use(used)
         if changed:
             self.changed.set()
             self._on_change()
@@ -241,19 +242,16 @@ class Fleet:
         self.roles.remove(node)
         self.prefixes.remove(node)
 
-    def pools(self, like: NodeId | None = None) -> list[NodeId]:
-        """Nodes whose kvd answers, whatever their engines do: prefixes can be copied from there.
-        With `like`, only those with the KV format of that node."""
+    def pools(self) -> list[Pool]:
+        """The pools of nodes whose kvd answers, whatever their engines do: prefixes can be copied
+        from there."""
         now = self._clock.now()
-        wanted = None if like is None else self.members.format_of(like)
         return [
-            m.node
+            pool
             for m in self.members
-            if m.node is not None
-            and m.node in self.board
-            and m.is_kvd_alive(now)
-            and (like is None or m.compat == wanted)
-            and self.members.formats.has_indexed_blocks(m)
+            if m.node is not None and m.node in self.board and m.is_kvd_alive(now)
+            for pool in pools_of(m)
+            if self.members.formats.has_indexed_blocks(m, pool.compat)
         ]
 
     def prefill_waits_s(self) -> dict[NodeId, float | None]:

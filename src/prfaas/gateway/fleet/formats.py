@@ -1,9 +1,11 @@
 """The sets of members with equal KV formats, and the model that all of them serve.
 
-A hand-off needs two engines with the same format (`types.Compat`). Engines are upgraded one after
-the other, and an upgraded engine may have another format: another model revision, another memory
-layout. Members with equal formats are a *set*. All sets of the model in use serve side by side, so
-that no member is shut out because of another:
+A hand-off needs two engines with the same format (`types.Compat`). An engine may hand over in two
+forms; the format of its first one counts here, and each hand-off uses the better form that both
+engines have (`contracts/forms.py`). Engines are upgraded one after the other, and an upgraded
+engine may have another format: another model revision, another memory layout. Members with equal
+formats are a *set*. All sets of the model in use serve side by side, so that no member is shut out
+because of another:
 
     formats    11111    ->   21111    ->   22111    ->  ...  ->   22222
     sets       {11111}       {2} {1111}    {22} {111}             {22222}
@@ -69,9 +71,10 @@ class Formats:
             return NO_PD_MEMBER
         return None
 
-    def has_indexed_blocks(self, member: Member) -> bool:
-        """Whether prompts are compared with what this member has cached."""
-        compat = member.compat
+    def has_indexed_blocks(self, member: Member, compat: Compat | None = None) -> bool:
+        """Whether prompts are compared with what this member has cached. `compat`: of one of its
+        pools; None: of the first."""
+        compat = compat or member.compat
         if compat is None or (self.model is not None and member.model != self.model):
             return False
         return compat.block_tokens in self.block_sizes
@@ -120,12 +123,19 @@ class Formats:
             log.warning("the model in use has changed from %s to %s", before, self.model)
 
     def _update_block_sizes(self, members: Sequence[Member]) -> None:
-        sizes = Counter(
-            m.compat.block_tokens
-            for m in members
-            if m.compat is not None and (self.model is None or m.model == self.model)
-        )
-        order = sorted(sizes, key=lambda size: (-sizes[size], -size))
+        """Every member has a first pool, and hand-offs of every pair can use it: the sizes of
+        second pools do not take the place of these."""
+        first, second = Counter[int](), Counter[int]()
+        for member in members:
+            report = member.report
+            if report is None or report.pool is None:
+                continue
+            if self.model is None or member.model == self.model:
+                first[report.pool.compat.block_tokens] += 1
+                for pool in report.more_pools:
+                    second[pool.compat.block_tokens] += 1
+        sizes = set(first) | set(second)
+        order = sorted(sizes, key=lambda size: (-first[size], -second[size], -size))
         kept = [size for size in order[1:] if size >= LEAST_BLOCK_TOKENS]
         self.block_sizes = frozenset([*order[:1], *kept[: MOST_BLOCK_SIZES - 1]])
 
@@ -141,6 +151,21 @@ def sets_of(members: Sequence[Member]) -> tuple[frozenset[NodeId], ...]:
         if member.compat is not None and member.node is not None:
             by_format.setdefault(member.compat, set()).add(member.node)
     return tuple(sorted(map(frozenset, by_format.values()), key=len, reverse=True))
+
+
+def describe_mismatch(one: Member, other: Member) -> str:
+    """Why two members have no format in common: what differs in each form that both have."""
+    found = [
+        f"{ours.form}: {difference}"
+        for ours in one.compats
+        for theirs in other.compats
+        if ours.form == theirs.form
+        for difference in ours.differences(theirs)
+    ]
+    if found:
+        return ", ".join(found)
+    forms = [" and ".join(c.form for c in member.compats) or "no form" for member in (one, other)]
+    return f"{forms[0]} here, {forms[1]} there"
 
 
 def _all_listed_answer(members: Sequence[Member], now_s: float) -> bool:

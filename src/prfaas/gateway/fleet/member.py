@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from prfaas.config.gateway import GatewayTimeouts
-from prfaas.contracts.kvd_api import KvdReport
+from prfaas.contracts.forms import compats_of
+from prfaas.contracts.kvd_api import KvdReport, PoolReport
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
@@ -154,8 +155,19 @@ class Member:
 
     @property
     def compat(self) -> Compat | None:
+        """Of its first pool, which decides which members it works with."""
         pool = None if self.report is None else self.report.pool
         return None if pool is None else pool.compat
+
+    def second_pool(self, name: str) -> PoolReport | None:
+        """The pool beside the first one whose events have this name."""
+        more = () if self.report is None else self.report.more_pools
+        return next((pool for pool in more if pool.name == name), None)
+
+    @property
+    def compats(self) -> tuple[Compat, ...]:
+        """Of all its pools, one for each form in which its engine hands over."""
+        return compats_of(self.report)
 
     @property
     def model(self) -> str | None:

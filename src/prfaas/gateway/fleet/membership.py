@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 
 from prfaas.config import Deployment
+from prfaas.contracts.forms import compats_of
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.formats import Formats
@@ -196,7 +197,5 @@ class Membership:
 
 
 def _changes_format(known: KvdReport, report: KvdReport) -> bool:
-    """A kvd has the format of its first engine until it exits."""
-    if known.pool is None or report.pool is None:
-        return False
-    return known.pool.compat != report.pool.compat
+    """A kvd has the formats of its first engine until it exits. A second one may appear later."""
+    return any(a != b for a, b in zip(compats_of(known), compats_of(report), strict=False))

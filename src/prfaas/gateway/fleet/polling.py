@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import KvdReport
@@ -25,14 +25,14 @@ from prfaas.gateway.fleet.liveness import CHECK_S, PROBE_S
 from prfaas.gateway.fleet.member import Contact, Member
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import repeat
-from prfaas.types import NodeId
+from prfaas.types import Compat, NodeId
 
 log = logging.getLogger(__name__)
 
 # A stream that has begun is asked for only where the usual polls do not.
 _PROBE_BEGUN_S = 2.0
 _MOST_PROBES = 3  # of one process at the same time: one of them may meet a lossy path
-MOST_FOLLOWED = 32  # event names of one member: its kvd's pool and the engines beside it
+MOST_FOLLOWED = 32  # event names of one member: its kvd's pools and the engines beside it
 
 
 class Poller:
@@ -210,6 +210,11 @@ class _Probes:
             del self._under_way[url], self._started_s[url]
 
 
+class _Followed(NamedTuple):
+    name: NodeId
+    second: Compat | None = None  # of a second pool; an engine may have had the name before
+
+
 class _Following:
     """One task for each event name of one member."""
 
@@ -220,23 +225,26 @@ class _Following:
         self._member = member
         self._kvd = kvd
         self._group = group
-        self._tasks: dict[NodeId, tuple[EventFollower, asyncio.Task[None]]] = {}
+        self._tasks: dict[_Followed, tuple[EventFollower, asyncio.Task[None]]] = {}
 
     def follow(self, report: KvdReport | None) -> None:
-        """Follows the kvd's pool and the engines that are registered with it now, and no other
+        """Follows the kvd's pools and the engines that are registered with it now, and no other
         name: an engine that has exited has no cache."""
-        names: list[NodeId] = []
+        names: list[_Followed] = []
         if report is not None:
+            second = [_Followed(NodeId(pool.name), pool.compat) for pool in report.more_pools]
+            pools = {report.node, *(pool.name for pool in second)}
             engines = sorted({NodeId(engine.engine_id) for engine in report.engines})
-            named = [name for name in engines if name in report.next_seq and name != report.node]
-            names = [report.node, *named][:MOST_FOLLOWED]
-        for name in set(self._tasks) - set(names):
-            follower, task = self._tasks.pop(name)
+            named = [name for name in engines if name in report.next_seq and name not in pools]
+            own = [_Followed(name) for name in named]
+            names = [_Followed(report.node), *second, *own][:MOST_FOLLOWED]
+        for followed in set(self._tasks) - set(names):
+            follower, task = self._tasks.pop(followed)
             task.cancel()
             follower.stop()
-        for name in names:
-            if name not in self._tasks:
-                self._tasks[name] = self._start(name)
+        for followed in names:
+            if followed not in self._tasks:
+                self._tasks[followed] = self._start(followed.name)
 
     def _start(self, name: NodeId) -> tuple[EventFollower, asyncio.Task[None]]:
         follower = EventFollower(self._fleet, self._member, self._kvd, name)

@@ -7,13 +7,14 @@ copies.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.fleet.cached_prefixes import Pool
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, copy_of
 from prfaas.types import NodeId
@@ -51,9 +52,11 @@ class Evacuations:
         if not self._rules.evacuate_s:
             return None
         fleet = self._fleet
-        pools = set(fleet.pools(like=node))
-        waits_s = {n: wait_s for n, wait_s in fleet.prefill_waits_s().items() if n in pools}
-        proposals = fleet.manager.evacuations(node, self._clock.now(), pools, waits_s)
+        pools = fleet.pools()
+        waits_s = wait_at_pools(pools, fleet.prefill_waits_s())
+        living = {pool.name for pool in pools}
+        own = [pool.name for pool in pools if pool.node == node]
+        proposals = fleet.manager.evacuations(own, self._clock.now(), living, waits_s)
         if not proposals:
             return None
         until_s = self._clock.now() + self._rules.evacuate_s
@@ -69,6 +72,13 @@ class Evacuations:
             under_way = [task for task in tasks if task is not None]
             if under_way:
                 await asyncio.wait(under_way)
+
+
+def wait_at_pools(
+    pools: Iterable[Pool], waits_s: Mapping[NodeId, float | None]
+) -> dict[NodeId, float | None]:
+    """How long a prefill would wait at the node of each pool, of those in use."""
+    return {pool.name: waits_s[pool.node] for pool in pools if pool.node in waits_s}
 
 
 def batched(proposals: Sequence[CopyProposal], size: int) -> Iterator[Sequence[CopyProposal]]:

@@ -27,12 +27,13 @@ from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import one_line
-from prfaas.types import BlockHash, NodeId, NotNow
+from prfaas.types import BlockHash, Compat, NodeId, NotNow
 
 log = logging.getLogger(__name__)
 
 REST_S = 10.0  # after a failed copy, none is made between the same two kvds for this long
 Why: TypeAlias = Literal["route", "replicate", "evacuate"]
+_Key: TypeAlias = tuple[NodeId, Compat, BlockHash]  # a copy's target, format and last block
 
 
 class PrefixCopy(NamedTuple):
@@ -41,13 +42,24 @@ class PrefixCopy(NamedTuple):
     target: NodeId
     hashes: tuple[BlockHash, ...]
     tokens: int
+    compat: Compat | None = None  # of the pools that are meant; None: of the target's first one
 
     def __str__(self) -> str:
-        return f"{self.why}: prefix of {self.tokens} tokens from {self.source} to {self.target}"
+        form = "" if self.compat is None else f" in the {self.compat.form} form"
+        return (
+            f"{self.why}: prefix of {self.tokens} tokens from {self.source} to {self.target}{form}"
+        )
 
 
 def copy_of(why: Why, proposal: CopyProposal) -> PrefixCopy:
-    return PrefixCopy(why, proposal.source, proposal.target, proposal.hashes, proposal.tokens)
+    return PrefixCopy(
+        why,
+        proposal.source,
+        proposal.target,
+        proposal.hashes,
+        proposal.tokens,
+        proposal.compat,
+    )
 
 
 @dataclass(slots=True)
@@ -68,7 +80,7 @@ class PrefixCopies:
         self._http = http
         self._background_calls = background_calls
         self._clock = clock
-        self._under_way: dict[tuple[NodeId, BlockHash], tuple[PrefixCopy, asyncio.Future[Any]]] = {}
+        self._under_way: dict[_Key, tuple[PrefixCopy, asyncio.Future[Any]]] = {}
         self._rests_until_s: dict[tuple[NodeId, NodeId], float] = {}
         self.tallies: dict[Why, Tally] = {why: Tally() for why in get_args(Why)}
 
@@ -88,15 +100,16 @@ class PrefixCopies:
         target = self._fleet.members.named(copy.target)
         if source is None or target is None or not copy.hashes:
             return None
-        if source.compat != target.compat:
+        compat = copy.compat or target.compat
+        if compat is None or not (compat in source.compats and compat in target.compats):
             return None  # equal hashes name the same tokens, and not the same state
-        key = (copy.target, copy.hashes[-1])
+        key = (copy.target, compat, copy.hashes[-1])
         if key in self._under_way:
             return self._under_way[key][1]
         if self._clock.now() < self._rests_until_s.get((copy.source, copy.target), -math.inf):
             return None
         within_s = min(within_s, PULL_S)
-        copying = self._make(copy, source, target, within_s)
+        copying = self._make(copy._replace(compat=compat), source, target, within_s)
         timeout_s = within_s + self._fleet.timeouts.kvd_call_s
         task: asyncio.Future[Any] = self._background_calls.run(copying, timeout_s)
         self._under_way[key] = (copy, task)
@@ -108,7 +121,7 @@ class PrefixCopies:
     ) -> None:
         began_s = self._clock.now()
         relay = self._fleet.links.relay_between(source, target)
-        pull = PullPrefix(source.kvd_url, copy.hashes, relay, within_s)
+        pull = PullPrefix(source.kvd_url, copy.hashes, relay, within_s, copy.compat)
         tally = self.tallies[copy.why]
         try:
             async with asyncio.timeout(within_s):

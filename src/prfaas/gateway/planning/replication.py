@@ -10,16 +10,17 @@ all requests with the prefix would wait at its holder for as long as a copy take
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
 from prfaas.contracts.kvd_api import PULL_S, KvdReport
+from prfaas.gateway.fleet.cached_prefixes import Pool
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.evacuation import Evacuations, wait_at_pools
 from prfaas.gateway.planning.prefix_copies import PrefixCopies, copy_of
 from prfaas.supervision import repeat
-from prfaas.types import BlockHash, NodeId
+from prfaas.types import BlockHash, Compat, NodeId
 
 LONGEST_WAIT_S = 0.5  # a sender whose bytes have waited longer gets no more copies
 STEP_EVERY_S = 0.25
@@ -42,7 +43,7 @@ class Replication:
         self._clock = clock
         self._rules = rules
         self._started_s = -math.inf  # the latest copy
-        self._copied_s: dict[tuple[NodeId, BlockHash], float] = {}
+        self._copied_s: dict[tuple[NodeId, Compat | None, BlockHash], float] = {}
         self._evacuated: set[NodeId] = set()  # nodes whose engine is gone
 
     async def run(self) -> None:
@@ -66,40 +67,31 @@ class Replication:
         if now < self._started_s + rules.every_s or len(under_way) >= rules.at_once:
             return
         self._copied_s = {key: at for key, at in self._copied_s.items() if now < at + AGAIN_S}
-        waits_s, calm = self._fleet.prefill_waits_s(), self._calm_pools()
-        for nodes in self._fleet.sets:
-            # The same hashes name other state in another set.
-            waits = {node: wait_s for node, wait_s in waits_s.items() if node in nodes}
-            living = {node for node in calm if self._has_format_of(node, nodes)}
-            if self._start_one(now, living, waits):
-                return
+        pools = self._fleet.pools()
+        waits_s = wait_at_pools(pools, self._fleet.prefill_waits_s())
+        self._start_one(now, self._calm(pools), waits_s)
 
     def _start_one(
         self, now: float, living: set[NodeId], waits_s: Mapping[NodeId, float | None]
-    ) -> bool:
+    ) -> None:
         proposals = self._fleet.manager.replications(
             now, living, waits_s, saturated_s=self._rules.saturated_s
         )
         for proposal in proposals:
-            key = (proposal.target, proposal.hashes[-1])
+            key = (proposal.target, proposal.compat, proposal.hashes[-1])
             if key in self._copied_s or proposal.crosses_clusters:
                 continue
             if self._copies.start(copy_of("replicate", proposal), PULL_S) is not None:
                 self._copied_s[key] = self._started_s = now
-                return True
-        return False
+                return
 
-    def _has_format_of(self, node: NodeId, nodes: Collection[NodeId]) -> bool:
-        """Whether the node is of this set, also when only its kvd answers."""
-        found = self._fleet.members.format_of(node)
-        return found == self._fleet.members.format_of(next(iter(nodes)))
-
-    def _calm_pools(self) -> set[NodeId]:
+    def _calm(self, pools: Iterable[Pool]) -> set[NodeId]:
+        """The names of the pools whose kvds may be asked for more."""
         found = set()
-        for node in self._fleet.pools():
-            member = self._fleet.members.named(node)
+        for pool in pools:
+            member = self._fleet.members.named(pool.node)
             if member is not None and member.report is not None and is_calm(member.report):
-                found.add(node)
+                found.add(pool.name)
         return found
 
     def _evacuate_leaving(self) -> None:
@@ -107,7 +99,7 @@ class Replication:
         kvd's pool may be gone soon."""
         now, fleet = self._clock.now(), self._fleet
         self._evacuated = {n for n in self._evacuated if fleet.members.named(n) is not None}
-        for node in fleet.pools():
+        for node in dict.fromkeys(pool.node for pool in fleet.pools()):
             member = fleet.members.named(node)
             if member is None or member.is_alive(now):
                 self._evacuated.discard(node)
