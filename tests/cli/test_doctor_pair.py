@@ -88,7 +88,7 @@ def test_each_difference_has_its_fix_and_the_exit_code_is_1(prfaas: Run) -> None
     assert shown.code == found.code == 1
     assert "After the changes below they can, in the canonical form." in shown.out
     assert "vllm 0.32 cpu blocks 12" in shown.out
-    fix = f'set "form": "canonical" in kv_connector_extra_config of {b}'
+    fix = f'set "form": "auto" in kv_connector_extra_config of {b}'
     assert found.json["fixes"] == [fix]
     assert f"- {fix}" in shown.out.replace("\n", " ")
     assert {one["field"] for one in found.json["differences"]} == {"layout", "block_tokens"}

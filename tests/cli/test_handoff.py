@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from prfaas.clock import MonotonicClock
 from prfaas.contracts.readiness import NodeReady
@@ -53,7 +57,96 @@ def test_each_step_is_shown_with_its_time_and_bytes(prfaas: Run, urls: list[str]
     assert "prompt of 500 tokens, 448 handed off" in shown.out
     for step in ("grant", "prefill", "commit", "decode", "compare"):
         assert step in shown.out
-    assert "The prefill node computes the same answer." in shown.out
+    assert "answer equals the prefill node" in shown.out
+
+
+def test_the_reference_has_the_cuts_of_the_hand_off(prfaas: Run, urls: list[str]) -> None:
+    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "5", "--compare", "--json"]
+    for _ in range(2):  # the second one resumes from nothing either: its salt is new
+        report = prfaas(*arguments).json
+        assert report["comparison"] == {
+            **{"rule": "same_cuts", "same": True, "first_difference": None, "reason": ""},
+            **{"largest_rounding": None, "margin": None, "cut_tokens": [448, 500]},
+        }
+        assert report["expected"] == report["answer"] and report["prefill_cached"] == 0
+
+
+def test_a_given_salt_is_used_and_cached_state_is_no_bit_for_bit_reference(
+    prfaas: Run, urls: list[str]
+) -> None:
+    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "6", "--salt", "mine"]
+    first, second = (prfaas(*arguments, "--compare", "--json").json for _ in range(2))
+    assert first["comparison"]["rule"] == "same_cuts"
+    assert second["prefill_cached"] == 448
+    found = second["comparison"]
+    assert found["rule"] == "every_token" and found["same"] and found["cut_tokens"] is None
+    assert "cached state was resumed from" in found["reason"]
+
+
+@asynccontextmanager
+async def like_vllm(url: str, shift: float | None) -> AsyncIterator[tuple[str, str]]:
+    """(URL, URL of its kvd) of a server with the node's answers, which has log-probabilities that
+    are larger by `shift` (None: it refuses to report them), and does not report cuts."""
+    async with aiohttp.ClientSession() as http:
+
+        async def models(request: web.Request) -> web.Response:
+            async with http.get(f"{url}/v1/models") as answer:
+                found = await answer.json()
+            kvds.append(found["data"][0].pop("prfaas")["kvd_url"])
+            return web.json_response(found)
+
+        async def complete(request: web.Request) -> web.Response:
+            body = await request.json()
+            wanted = body.pop("logprobs", None)
+            if wanted is not None and shift is None:
+                return web.json_response({"error": {"message": "no logprobs"}}, status=400)
+            assert body.pop("return_tokens_as_token_ids", None) is (True if wanted else None)
+            assert "do_reference" not in body.get("kv_transfer_params", {})
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                found = await answer.json()
+            (found.get("kv_transfer_params") or {}).pop("cut_tokens", None)
+            for choice in found.get("choices", ()) if wanted else ():
+                near = [
+                    {f"token_id:{token}": -0.1 + (shift or 0.0)} for token in choice["token_ids"]
+                ]
+                choice["logprobs"] = {
+                    "top_logprobs": [{**one, "token_id:-1": -3.0} for one in near]
+                }
+            return web.json_response(found, status=answer.status)
+
+        kvds: list[str] = []
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        app.router.add_post("/v1/completions", complete)
+        async with TestServer(app) as server:
+            address = str(server.make_url("")).rstrip("/")
+            async with http.get(f"{address}/v1/models") as answer:
+                assert answer.status == 200
+            yield address, kvds[0]
+
+
+@pytest.mark.parametrize(
+    ("shift", "rule", "same"),
+    [
+        (0.01, "log_probabilities", True),
+        (0.9, "log_probabilities", False),
+        (None, "every_token", True),
+    ],
+)
+async def test_servers_that_do_not_report_cuts_are_compared_by_log_probabilities(
+    urls: list[str], shift: float | None, rule: str, same: bool
+) -> None:
+    none = None if shift is None else 0.0
+    async with like_vllm(urls[0], none) as prefill, like_vllm(urls[1], shift) as decode:
+        pair = NodePair(prefill[0], decode[0], prefill[1], decode[1])
+        ids = [40 + at % 50 for at in range(200)]
+        report = await run_handoff(pair, HandoffRequest(ids, 4, compare=True), MonotonicClock())
+    found = report.comparison
+    assert found is not None and (found.rule, found.same) == (rule, same)
+    assert "does not report where it cuts a prompt" in found.reason
+    assert found.first_difference is None and report.answer == report.expected
+    if shift is not None:
+        assert found.largest_rounding == pytest.approx(shift)
 
 
 def test_a_second_hand_off_sends_nothing(prfaas: Run, urls: list[str]) -> None:

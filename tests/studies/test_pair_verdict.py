@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ LINK = PairLink(gbps=8.0, rtt_s=0.02)  # 10^9 bytes per second
 TOKENS = 1_000
 
 
-def side(name: str, compat: Compat = FORMAT, spec: KVSpec = SPEC, **more: int) -> EngineSide:
+def side(name: str, compat: Compat = FORMAT, spec: KVSpec = SPEC, **more: Any) -> EngineSide:
     return EngineSide(name, compat, spec, **more)
 
 
@@ -79,6 +81,33 @@ def test_the_block_size_to_compare_with_and_the_time_to_convert() -> None:
     assert own.costs[1].block_tokens == 128 and own.costs[1].exact
 
 
+def both(name: str, native: Compat = NATIVE, canonical: Compat = FORMAT) -> EngineSide:
+    return side(name, canonical, other=side(name, native))
+
+
+def test_engines_with_both_forms_use_the_native_one_where_they_are_equal() -> None:
+    found = judge(both("A"), both("B"), tokens=TOKENS, link=LINK)
+    assert (found.form, found.differences) == ("native", ())
+    assert all(cost.exact for cost in found.costs)
+    found = judge(both("A"), side("B", NATIVE), tokens=TOKENS, link=LINK)
+    assert found.form == "native"
+
+
+def test_engines_with_both_forms_use_the_canonical_one_where_they_are_not() -> None:
+    other = changed(NATIVE, tensor_parallel=4, layout="vllm 0.32 cpu blocks 99")
+    found = judge(both("A"), both("B", other), tokens=TOKENS, link=LINK)
+    assert (found.form, found.differences) == ("canonical", ())
+    assert judge(side("A"), both("B"), tokens=TOKENS, link=LINK).form == "canonical"
+
+
+def test_unlike_engines_are_compared_in_the_form_in_which_they_differ_least() -> None:
+    other = changed(NATIVE, tensor_parallel=4, kv_dtype="bfloat16")
+    cast = changed(FORMAT, kv_dtype="bfloat16")
+    found = judge(both("A"), both("B", other, cast), tokens=TOKENS, link=LINK)
+    assert found.form is None and found.possible_form == "canonical"
+    assert [one.field for one in found.differences] == ["kv_dtype"]
+
+
 # What does not ------------------------------------------------------------------------------------
 
 
@@ -120,7 +149,7 @@ def test_a_native_server_and_a_node_need_the_canonical_form_at_the_server_only()
     found = verdict(FORMAT, NATIVE)
     assert found.form is None and found.possible_form == "canonical"
     assert {one.field for one in found.differences} == {"block_tokens", "layout"}
-    assert found.fixes == ('set "form": "canonical" in kv_connector_extra_config of B',)
+    assert found.fixes == ('set "form": "auto" in kv_connector_extra_config of B',)
     assert [cost.exact for cost in found.costs] == [True, True]
 
 
@@ -133,7 +162,7 @@ def test_two_unlike_servers_need_the_canonical_form_at_both() -> None:
         "layout",
         "tensor_parallel",
     }
-    assert found.fixes == ('set "form": "canonical" in kv_connector_extra_config of A and B',)
+    assert found.fixes == ('set "form": "auto" in kv_connector_extra_config of A and B',)
 
 
 def test_an_emulated_engine_cannot_convert() -> None:

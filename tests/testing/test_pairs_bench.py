@@ -48,11 +48,12 @@ def test_the_default_pairs_start_each_server_once() -> None:
 
 
 def test_lengths_are_checked() -> None:
-    assert pairs.parse_lengths("2, 65") == (2, 65)
+    assert pairs.parse_lengths("2, 65", pairs.MOST_TOKENS) == (2, 65)
     for wrong in ("", "1", "x", "2048", "65,,2"):
         with pytest.raises(InputError, match="--lengths"):
-            pairs.parse_lengths(wrong)
-    assert pairs.parse_lengths(",".join(map(str, pairs.LENGTHS))) == pairs.LENGTHS
+            pairs.parse_lengths(wrong, pairs.MOST_TOKENS)
+    given = ",".join(map(str, pairs.LENGTHS))
+    assert pairs.parse_lengths(given, pairs.MOST_TOKENS) == pairs.LENGTHS
 
 
 def test_bytes_of_each_form() -> None:

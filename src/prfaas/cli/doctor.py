@@ -238,8 +238,13 @@ def _pair_json(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> d
 
 
 def _side_json(side: EngineSide) -> dict[str, Any]:
-    compat: dict[str, Any] = msgspec.to_builtins(side.compat)
-    return {"url": side.name, "form": side.form, "compat": compat}
+    """`form` and `compat` are those that count for routing; `forms` has all that the engine has."""
+    return {
+        "url": side.name,
+        "form": side.form,
+        "compat": msgspec.to_builtins(side.compat),
+        "forms": {one.form: msgspec.to_builtins(one.compat) for one in side.forms},
+    }
 
 
 def _show_pair(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> None:
@@ -247,8 +252,11 @@ def _show_pair(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> N
     for label, side in (("A", report.a), ("B", report.b)):
         compat = side.compat
         line = f"{label}  {side.name}: {compat.model} {compat.revision}, {compat.kv_dtype}"
-        blocks = f"blocks of {compat.block_tokens} tokens"
-        out.print(f"{line}, {blocks}, layout {compat.layout}", markup=False)
+        layouts = [
+            f"blocks of {one.compat.block_tokens} tokens, layout {one.compat.layout}"
+            for one in side.forms
+        ]
+        out.print(f"{line}, {' or '.join(layouts)}", markup=False)
     out.print(_summary(verdict), markup=False)
     if verdict.differences:
         table = Table(title="differences", title_justify="left")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.table import Table
@@ -16,6 +17,7 @@ from prfaas.display.console import console, print_json
 from prfaas.errors import InputError, PeerError
 from prfaas.security.tls import load_identity
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
+from prfaas.types import Form
 
 DEFAULT_MAX_TOKENS = 16
 # Generated prompts use ids that every vocabulary has, and that are text in a byte-level one.
@@ -48,11 +50,21 @@ _GENERATED_IDS = range(32, 127)
     show_default=True,
     help="Maximum number of tokens to generate.",
 )
-@click.option("--salt", default="", help="Cache salt of the tenant.")
+@click.option(
+    "--salt",
+    default="",
+    help="Cache salt of the tenant.  [default: none; with --compare an unused one]",
+)
+@click.option(
+    "--form",
+    type=click.Choice(get_args(Form)),
+    help="Form in which the state travels.  [default: native between equal engines, or canonical]",
+)
 @click.option(
     "--compare",
     is_flag=True,
-    help="Let the prefill node also compute the whole answer, and fail where the answers differ.",
+    help="Let the prefill node also compute the whole answer, with the prompt cut at the same "
+    "lengths, and fail when the hand-off has changed the answer.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def handoff(
@@ -69,6 +81,7 @@ def handoff(
     tls_key: str | None,
     max_tokens: int,
     salt: str,
+    form: Form | None,
     compare: bool,
     as_json: bool,
 ) -> None:
@@ -99,7 +112,7 @@ def handoff(
         read_key(member_key_file),
         load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls"),
     )
-    request = HandoffRequest(sent, max_tokens, salt, compare)
+    request = HandoffRequest(sent, max_tokens, salt, compare, form=form)
     try:
         report = asyncio.run(run_handoff(pair, request, MonotonicClock()))
     except PeerError as error:
@@ -108,13 +121,15 @@ def handoff(
         print_json(report.as_dict())
     else:
         _show(report)
-    if compare and report.expected != report.answer:
-        raise click.ClickException("the answers of the decode node and the prefill node differ")
+    if report.comparison is not None and not report.comparison.same:
+        raise click.ClickException("the hand-off changed the answer")
 
 
 def _show(report: HandoffReport) -> None:
     screen = console()
     title = f"prompt of {report.prompt_tokens:,} tokens, {report.handoff_tokens:,} handed off"
+    if report.form is not None:
+        title += f" in the {report.form} form"
     table = Table(title=title, title_justify="left")
     table.add_column("step")
     for column in ("began (ms)", "took (ms)", "bytes"):
@@ -127,8 +142,5 @@ def _show(report: HandoffReport) -> None:
         )
     screen.print(table)
     screen.print(f"answer: {report.text!r}", markup=False)
-    if report.expected is not None:
-        same = report.expected == report.answer
-        screen.print(
-            "The prefill node computes " + ("the same answer." if same else "ANOTHER one.")
-        )
+    if report.comparison is not None:
+        screen.print(str(report.comparison), markup=False)

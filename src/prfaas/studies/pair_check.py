@@ -52,14 +52,17 @@ async def _ask(http: HttpClient, url: str) -> EngineSide:
         if error.status not in _NOT_SERVED:
             raise
         report = await KvdClient(http, await _kvd_of(http, url)).stats()
-    pool = report.pool
-    if pool is None:
+    if report.pool is None:
         raise InputError(
             "no engine has registered with this kvd", where=url, fix="start its engine first"
         )
-    pages = pool.occupancy.capacity_pages
-    capacity = None if pages is None else pages * pool.page_bytes
-    return EngineSide(url, pool.compat, spec_of(pool.groups), capacity)
+    side: EngineSide | None = None
+    for pool in reversed(report.pools):
+        pages = pool.occupancy.capacity_pages
+        capacity = None if pages is None else pages * pool.page_bytes
+        side = EngineSide(url, pool.compat, spec_of(pool.groups), capacity, side)
+    assert side is not None
+    return side
 
 
 async def _kvd_of(http: HttpClient, url: str) -> str:

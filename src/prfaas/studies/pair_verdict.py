@@ -6,6 +6,7 @@ equal formats; in a native form the engine's own blocks travel, and only twins h
 
     KV formats          form now     form that is possible    because
     equal               theirs       theirs
+    equal in one form   that one     that one                 native is preferred where both are
     another model       none         none                     the bytes mean something else
     another layout      none         canonical                every engine involved can convert
     another dtype       none         canonical                with a cast that an operator allows
@@ -15,31 +16,35 @@ Pure. `pair_check.py` asks the two kvds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from prfaas.contracts.forms import choose_compat
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
-from prfaas.types import Compat
+from prfaas.types import CANONICAL, Compat, Form
 
-Form: TypeAlias = Literal["canonical", "native"]
-CANONICAL: Final = "canonical"
 _VLLM: Final = "vllm "  # layouts of the connector's native form begin with it
 _SETTINGS: Final = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """One engine of a pair, as its kvd reports it."""
+    """One engine of a pair, as its kvd reports it, in one form."""
 
     name: str  # in messages, for example a URL
     compat: Compat
     spec: KVSpec
     capacity_bytes: int | None = None  # of the kvd's pool; None: the kvd does not report it
+    other: EngineSide | None = None  # the same engine in its other form, if it has one
 
     @property
     def form(self) -> Form:
-        return "canonical" if self.compat.layout == CANONICAL else "native"
+        return self.compat.form
+
+    @property
+    def forms(self) -> tuple[EngineSide, ...]:
+        return (self,) if self.other is None else (self, self.other)
 
     @property
     def is_convertible(self) -> bool:
@@ -106,17 +111,31 @@ def judge(
 ) -> PairVerdict:
     """The verdict for a hand-off of `tokens` tokens. `native_block_tokens` is the block size of an
     engine's native form where neither engine reports one; by default it is the KV format's."""
-    differences = tuple(_differences(a, b))
-    costs = _costs(a, b, tokens, link, native_block_tokens)
+    compared, with_which = _compared(a, b)
+    differences = tuple(_differences(compared, with_which))
+    costs = _costs((*a.forms, *b.forms), tokens, link, native_block_tokens)
     if not differences:
-        form: Form | None = a.form
+        form: Form | None = compared.form
         possible = form
     else:
         form = None
         possible = None if any(one.final for one in differences) else "canonical"
     used = possible or "canonical"
     (nbytes,) = [cost.nbytes for cost in costs if cost.form == used]
-    return PairVerdict(form, possible, differences, costs, tuple(_warnings(a, b, nbytes)))
+    warnings = tuple(_warnings(compared, with_which, nbytes))
+    return PairVerdict(form, possible, differences, costs, warnings)
+
+
+def _compared(a: EngineSide, b: EngineSide) -> tuple[EngineSide, EngineSide]:
+    """Both engines in the form in which they hand over. Where they do not: in the canonical form if
+    they have it, because there they differ in the least."""
+    chosen = choose_compat([one.compat for one in a.forms], [one.compat for one in b.forms])
+    if chosen is not None:
+        (mine,) = [one for one in a.forms if one.compat == chosen]
+        (others,) = [one for one in b.forms if one.compat == chosen]
+        return mine, others
+    canonical = [[one for one in side.forms if one.form == CANONICAL] for side in (a, b)]
+    return (canonical[0][0], canonical[1][0]) if all(canonical) else (a, b)
 
 
 def whole_block_bytes(spec: KVSpec, tokens: int, block_tokens: int, skip_tokens: int = 0) -> int:
@@ -172,7 +191,7 @@ def _fix(field: str, a: EngineSide, b: EngineSide, *, both_canonical: bool) -> t
         return f"use an engine that has the canonical form instead of {' and '.join(stuck)}", True
     if not both_canonical:
         native = [side.name for side in (a, b) if side.form == "native"]
-        return f'set "form": "canonical" in {_SETTINGS} of {" and ".join(native)}', False
+        return f'set "form": "auto" in {_SETTINGS} of {" and ".join(native)}', False
     if field == "block_tokens":
         return (
             f'set one size: "block_tokens" in {_SETTINGS} of a vLLM server, '
@@ -226,16 +245,19 @@ def _described(group: Group | None) -> str:
 
 
 def _costs(
-    a: EngineSide, b: EngineSide, tokens: int, link: PairLink, native_block_tokens: int | None
+    sides: Sequence[EngineSide], tokens: int, link: PairLink, native_block_tokens: int | None
 ) -> tuple[FormCost, FormCost]:
     return (
-        _canonical_cost(a, b, tokens, link),
-        _native_cost(a, b, tokens, link, native_block_tokens),
+        _canonical_cost(_with_form(sides, CANONICAL), tokens, link),
+        _native_cost(_with_form(sides, "native"), tokens, link, native_block_tokens),
     )
 
 
-def _canonical_cost(a: EngineSide, b: EngineSide, tokens: int, link: PairLink) -> FormCost:
-    side = a if a.form == "canonical" or b.form != "canonical" else b
+def _with_form(sides: Sequence[EngineSide], form: Form) -> EngineSide:
+    return next((side for side in sides if side.form == form), sides[0])
+
+
+def _canonical_cost(side: EngineSide, tokens: int, link: PairLink) -> FormCost:
     nbytes = side.spec.kv_bytes(tokens)
     rate = link.convert_bytes_per_s
     return FormCost(
@@ -249,9 +271,8 @@ def _canonical_cost(a: EngineSide, b: EngineSide, tokens: int, link: PairLink) -
 
 
 def _native_cost(
-    a: EngineSide, b: EngineSide, tokens: int, link: PairLink, block_tokens: int | None
+    side: EngineSide, tokens: int, link: PairLink, block_tokens: int | None
 ) -> FormCost:
-    side = a if a.form == "native" or b.form != "native" else b
     is_native = side.form == "native"
     size = side.compat.block_tokens if is_native or block_tokens is None else block_tokens
     if is_native and not side.compat.layout.startswith(_VLLM):

@@ -14,6 +14,7 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import WireError
@@ -51,7 +52,7 @@ class ReadyGate:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def __enter__(self) -> ReadyGate:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,11 +88,11 @@ class ReadyGate:
         frames = FrameReader()
         with suppress(OSError, WireError):
             while data := engine.recv(_READ_BYTES):
-                passing = [self._filter(decode_call(body)) for body in frames.feed(data)]
+                passing = [self._filter(engine, decode_call(body)) for body in frames.feed(data)]
                 kvd.sendall(b"".join(passing))
         _end(kvd)
 
-    def _filter(self, numbered: NumberedCall) -> bytes:
+    def _filter(self, engine: socket.socket, numbered: NumberedCall) -> bytes:
         """Returns the bytes to forward: of this message, and of messages held before it."""
         call = numbered.call
         if isinstance(call, Ready) and self.holding:
@@ -115,6 +116,7 @@ class ReadyGate:
                 data, descriptors, _, _ = socket.recv_fds(kvd, _READ_BYTES, 1)
                 if not data:
                     break
+                self._watch(engine, data, descriptors)
                 if descriptors:
                     sent = socket.send_fds(engine, [data], descriptors)
                     data = data[sent:]
@@ -122,6 +124,9 @@ class ReadyGate:
                         os.close(descriptor)
                 engine.sendall(data)
         _end(engine)
+
+    def _watch(self, engine: socket.socket, data: bytes, descriptors: list[int]) -> None:
+        """Sees what the kvd answers, before the engine sees it. The caller closes `descriptors`."""
 
 
 def _end(sock: socket.socket) -> None:
