@@ -2,7 +2,7 @@
 
 \b
     prfaas bench pairs --python .venv-vllm/bin/python [--models falcon-h1] [--pairs node:tp2]
-                       [--lengths 65,129] [--directions there] [--gateway] [--form native]
+                       [--lengths 65,129] [--directions there] [--gateway] [--form canonical]
 
 The engines are `prfaas node` (`node`: transformers) and vLLM servers on the CPU in float32:
 
@@ -70,15 +70,23 @@ from _engine_rack import (
     post,
     say,
 )
+from _vllm_options import (
+    lengths_option,
+    logs_option,
+    models_option,
+    parse_lengths,
+    python_option,
+)
 from prfaas.catalog.hf_file import read_hf_config
 from prfaas.clock import MonotonicClock
+from prfaas.contracts.forms import choose_compat, compats_of
 from prfaas.contracts.kvd_api import spec_of
 from prfaas.display.console import print_json, run_benchmark
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, build_spec
 from prfaas.scheduler.handoff import choose_handoff
-from prfaas.studies.pair_verdict import CANONICAL, whole_block_bytes
+from prfaas.studies.pair_verdict import whole_block_bytes
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
 from prfaas.testing.vllm_configurations import (
     MAX_TOKENS,
@@ -88,6 +96,7 @@ from prfaas.testing.vllm_configurations import (
     configuration_named,
 )
 from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE
+from prfaas.types import CANONICAL
 
 # Around blocks of 32 to 256, a window, the convolution's columns, and chunks of 256.
 LENGTHS = (
@@ -99,6 +108,7 @@ PAIRS = (
     *("node:tp1", "tp1:tp2", "node:tp2", "tp2:tp4", "node:tp4", "tp4:pp2"),
     *("node:pp2", "pp2:b64", "node:b64", "b64:b256", "node:b256"),
 )
+MOST_TOKENS = MAX_TOKENS - NEW_TOKENS  # of a prompt
 TURNS = (385, 700, 1000)  # tokens of the prompts of one conversation
 CONVERSATIONS = 2
 MOST_FAILURES = 12  # that a direction's result lists
@@ -263,7 +273,7 @@ class Direction:
 
     def run(self, plan: Plan) -> dict[str, Any]:
         began_s = time.monotonic()
-        found: dict[str, Any] = self._lengths(plan)
+        found: dict[str, Any] = {"form": self._wire.form, **self._lengths(plan)}
         if plan.conversations:
             found["turns"] = self._conversations(plan)
         if plan.with_gateway:
@@ -449,21 +459,6 @@ def parse_pair(text: str) -> tuple[str, str]:
     return (one, f"{two}#2" if one == two else two)
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        lengths = ()
-    most = MAX_TOKENS - NEW_TOKENS
-    if not lengths or not all(2 <= length <= most for length in lengths):
-        raise InputError(
-            f"{text!r} is not a list of numbers from 2 to {most}",
-            where="--lengths",
-            fix="give numbers like 65,129",
-        )
-    return lengths
-
-
 def refused(pair: tuple[str, str], served: ServedModel) -> str | None:
     """Why vLLM does not run this pair with this model; None when it does."""
     found = [VLLM_CONFIGURATIONS[base(name)].refusal(served) for name in pair if base(name) != NODE]
@@ -473,10 +468,9 @@ def refused(pair: tuple[str, str], served: ServedModel) -> str | None:
 class Grid:
     """Every pair of one model, one after the other."""
 
-    def __init__(self, rack: Rack, served: ServedModel, model: Path, form: str, plan: Plan) -> None:
+    def __init__(self, rack: Rack, served: ServedModel, model: Path, plan: Plan) -> None:
         self._rack = rack
         self._served = served
-        self._form = form
         self._plan = plan
         self._answers = Answers()
         config = read_hf_config(model)
@@ -488,7 +482,7 @@ class Grid:
         """The results of the pair's directions."""
         ways = {"there": [pair], "back": [pair[::-1]], "both": [pair, pair[::-1]]}[directions]
         for source, target in ways:
-            found = {"model": self._served.arch, "from": source, "to": target, "form": self._form}
+            found = {"model": self._served.arch, "from": source, "to": target}
             reason = refused(pair, self._served)
             if reason is not None:
                 yield {**found, "skipped": reason}
@@ -508,16 +502,18 @@ class Grid:
         names = [*pair] if NODE in pair else [*pair, NODE]
         engines = dict(zip(names, self._rack.get(names), strict=True))
         ends = engines[source], engines[pair[1] if source == pair[0] else pair[0]]
-        return Direction(
-            *ends, engines[NODE], self._served, self._wire(ends[0]), self._answers
-        ).run(self._plan)
+        return Direction(*ends, engines[NODE], self._served, self._wire(*ends), self._answers).run(
+            self._plan
+        )
 
-    def _wire(self, source: Engine) -> Wire:
-        pool = source.report().pool
-        if pool is None:
-            raise Failed(f"{source.name} has not registered with its kvd")
-        spec = self._spec if self._form == CANONICAL else spec_of(pool.groups)
-        return Wire(self._form, spec, pool.compat.block_tokens)
+    def _wire(self, source: Engine, target: Engine) -> Wire:
+        pools = source.report().pools
+        compat = choose_compat([pool.compat for pool in pools], compats_of(target.report()))
+        if compat is None:
+            raise Failed(f"{source.name} and {target.name} have no form in common")
+        (pool,) = [pool for pool in pools if pool.compat == compat]
+        spec = self._spec if compat.form == CANONICAL else spec_of(pool.groups)
+        return Wire(compat.form, spec, compat.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,7 +535,7 @@ def run_model(
     make_checkpoint(model, arch, served.size, force=True)
     rack = Rack(setup.python, model, served, setup.form)
     try:
-        grid = Grid(rack, served, model, setup.form, plan)
+        grid = Grid(rack, served, model, plan)
         for pair in pairs:
             if time.monotonic() > setup.until_s:
                 found = {"model": arch, "from": pair[0], "to": pair[1]}
@@ -555,19 +551,8 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--python",
-    default=sys.executable,
-    type=click.Path(exists=True, path_type=Path),
-    help="Python interpreter with vLLM and prfaas.  [default: this one]",
-)
-@click.option(
-    "--models",
-    multiple=True,
-    type=click.Choice(list(SERVED_MODELS)),
-    default=list(SERVED_MODELS),
-    help="Model to serve; repeatable.  [default: all]",
-)
+@python_option
+@models_option(list(SERVED_MODELS), list(SERVED_MODELS))
 @click.option(
     "--pairs",
     multiple=True,
@@ -575,12 +560,7 @@ def _interrupt(*_: object) -> NoReturn:
     default=PAIRS,
     help="Pair of engines, see above; repeatable.  [default: " + " ".join(PAIRS) + "]",
 )
-@click.option(
-    "--lengths",
-    default=",".join(map(str, LENGTHS)),
-    show_default=True,
-    help="Tokens of the prompts, comma-separated.",
-)
+@lengths_option(LENGTHS)
 @click.option(
     "--directions",
     type=click.Choice(["both", "there", "back"]),
@@ -604,17 +584,13 @@ def _interrupt(*_: object) -> NoReturn:
 @click.option("--gateway/--no-gateway", "with_gateway", help="Also send prompts to a gateway.")
 @click.option(
     "--form",
-    type=click.Choice(["canonical", "native"]),
-    default="canonical",
+    type=click.Choice(["auto", "canonical", "native"]),
+    default="auto",
     show_default=True,
     help="Form of the vLLM servers. In the native form only twins hand over, such as tp1:tp1.",
 )
 @click.option("--minutes", default=240.0, show_default=True, help="No pair starts after this time.")
-@click.option(
-    "--logs",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for models and logs, which are kept.  [default: a temporary one]",
-)
+@logs_option
 def main(
     python: Path,
     models: tuple[str, ...],
@@ -633,7 +609,7 @@ def main(
         raise InputError(
             f"{conversations} is out of range", where="--conversations", fix="give 0 to 100"
         )
-    plan = Plan(parse_lengths(lengths), conversations, with_gateway, handoffs)
+    plan = Plan(parse_lengths(lengths, MOST_TOKENS), conversations, with_gateway, handoffs)
     results: list[dict[str, Any]] = []
     complete = False
     signal.signal(signal.SIGTERM, _interrupt)  # so that servers are stopped
