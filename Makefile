@@ -2,6 +2,7 @@
 # make up          set up and serve the demo's deployment until Ctrl-C
 # make test        set up and run the tests, without those marked slow or grid
 # make test-slow   the tests marked slow: every fault, and real models with the gateway
+# make test-gpu    the tests marked gpu, on a machine with one, without a network (docs/gpu.md)
 # make test-vllm   the connector against real vLLM servers, in its own environment
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
@@ -30,7 +31,7 @@ SIDE_BY_SIDE := --dist loadfile --numprocesses
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak agree test test-slow test-grid test-long test-vllm bench-vllm check lint \
+.PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
   types format docs bench fuzz clean FORCE
 
 setup: $(READY)
@@ -69,10 +70,20 @@ up: setup
 	$(BIN)/prfaas up
 
 test: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid and not gpu'
 
 test-slow: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow
+
+# Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
+# the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not
+# have (docs/gpu.md). pytest's plugins may be missing there, so neither their settings nor the
+# fixtures that use them apply.
+GPU_PACKAGES ?=
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu\b' tests --include='test_*.py' | grep -v '^tests/vllm/' | sort)
+test-gpu:
+	PYTHONPATH=src:.$(if $(GPU_PACKAGES),:$(GPU_PACKAGES)) $(PYTHON) -m pytest -m gpu -ra \
+	  -c /dev/null --rootdir=. --noconftest -p no:cacheprovider $(GPU_TESTS)
 
 test-grid: setup $(VLLM_READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m grid
@@ -128,7 +139,8 @@ docs: setup
 	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# Not included: `prfaas bench policies` (half an hour) and `prfaas bench episode` (five minutes).
+# Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and
+# `prfaas bench gpu` and `prfaas bench full_size`, which need a GPU.
 bench: setup
 	$(BIN)/prfaas bench planner
 	$(BIN)/prfaas bench transport --rounds 3

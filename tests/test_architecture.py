@@ -17,7 +17,7 @@ ROWS = [
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
         *("catalog", "text", "listening", "supervision", "service"),
     },
-    {"planner", "scheduler", "cache", "security"},
+    {"planner", "scheduler", "cache", "security", "device"},
     {"transport", "engine", "http_client", "wan"},
     {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure"},
     {"studies"},
@@ -53,7 +53,7 @@ WITHIN_ROW = {
 }
 # Library -> the only parts that may import it.
 ROOMS = {
-    "torch": {"engine", "integrations"},
+    "torch": {"device", "engine", "integrations"},
     "transformers": {"engine", "integrations"},
     "vllm": {"integrations"},
     "matplotlib": {"display"},
@@ -105,12 +105,16 @@ def test_imports_point_down(path: Path) -> None:
             assert library not in IMPURE_MODULES, f"{part} is pure, yet imports {library}"
 
 
-def test_conversions_are_of_no_engine() -> None:
-    """An engine's connector uses them; they have torch and the bytes' description, no more."""
-    for path in sorted((SOURCE / "integrations" / "canonical").glob("*.py")):
+def test_conversions_and_device_copies_are_of_no_engine() -> None:
+    """Engines use them; they have torch and the bytes' description, no more."""
+    conversions = ["integrations", "canonical"]
+    shared = [*(SOURCE / "device").glob("*.py"), *SOURCE.joinpath(*conversions).glob("*.py")]
+    for path in sorted(shared):
         for name in imports(path):
             library, *rest = name.split(".")
-            own = rest[:1] in (["errors"], ["kvspec"]) or rest[:2] == ["integrations", "canonical"]
+            own = rest[:1] in (["errors"], ["kvspec"], ["device"])
+            if part_of(path) == "integrations":
+                own = own or rest[:2] == conversions
             assert library not in ("vllm", "transformers"), f"{path.name} imports {name}"
             assert library != "prfaas" or own, f"{path.name} imports {name}"
 

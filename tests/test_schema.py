@@ -11,7 +11,7 @@ from prfaas.schema import prepare
 sys.setswitchinterval(1e-6)
 limited = Annotated[int, msgspec.Meta(ge=0)] | None
 fields = [(f"field_{k}", limited, None) for k in range(12)]
-for round in range(3000):
+for round in range(1000):
     kind = msgspec.defstruct(f"Kind{round}", fields)
     prepare(kind)
     together = threading.Barrier(3)
