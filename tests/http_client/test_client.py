@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
 from prfaas.http_client.client import HttpClient, open_client
+from prfaas.http_client.connection import PAUSED_S
 from prfaas.security.shared_key import SharedKey
 from tests.gateway.backends import until
 from tests.waiting import PATIENCE_S
@@ -213,11 +214,46 @@ def test_silence_is_bounded_and_a_stream_is_not() -> None:
                     assert await exchange.read_some() == b"a"
                     loop.move(0.6 * bound_s)
                     taken.set()
-                loop.move(bound_s)
+                # Not beyond the bound by far: that would be a pause of this process.
+                loop.move(0.4 * bound_s + 0.5 * PAUSED_S)
                 with pytest.raises(ConnectionLost, match="no response in time"):
                     await exchange.read_some()
 
     # Not an async test: this test needs an event loop of another class.
+    with asyncio.Runner(loop_factory=MovedLoop) as runner:
+        runner.run(main())
+
+
+def test_a_peer_gets_its_time_again_after_a_pause_of_this_process() -> None:
+    """The request may not have been sent before the pause."""
+    bound_s = 100.0
+    may_respond = asyncio.Event()
+
+    async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_respond.wait()
+        writer.write(HELLO)
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MovedLoop)
+        async with serving(respond) as url, open_client() as http:
+            for responds in (True, False):
+                exchange = await http.send("GET", url, total_s=bound_s, silence_s=bound_s)
+                async with exchange:
+                    loop.move(bound_s + 2 * PAUSED_S)
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # the timers that are due have run
+                    if responds:
+                        may_respond.set()
+                        await exchange.check_status()
+                        assert await exchange.read_rest() == b"hello"
+                        continue
+                    loop.move(bound_s + 0.5 * PAUSED_S)
+                    with pytest.raises(ConnectionLost, match="no response in time"):
+                        await exchange.check_status()
+
     with asyncio.Runner(loop_factory=MovedLoop) as runner:
         runner.run(main())
 

@@ -8,6 +8,7 @@ part of a request's CPU cost (bench/gateway.py). This module does not know which
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import cast
@@ -20,6 +21,10 @@ from prfaas.http_client.paced_writer import PacedWriter, RequestBody
 _HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
 _HEADER_BYTES = 1 << 16  # of a response: its status line, headers and trailers
 _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster than two buffers
+# A timer that is later than this shows that this process was stopped, not that the peer is slow.
+PAUSED_S = 1.0
+# uvloop runs timers before it reads. A timer that is due after this time comes after a read.
+_READ_FIRST_S = 0.01
 
 
 class Connection(PacedWriter):
@@ -56,9 +61,8 @@ class Connection(PacedWriter):
         self._header_bytes = 0  # as the parser has reported them
         self._unparsed_bytes = 0  # received since the latest byte of the body
         self._paused = False
-        self._received_s = self._loop.time()
-        self._deadline_s = None if total_s is None else self._received_s + total_s
-        self._silence_s = silence_s
+        self._total_s, self._silence_s = total_s, silence_s
+        self._begun_s = self._received_s = self._loop.time()
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -145,17 +149,34 @@ class Connection(PacedWriter):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _watch(self) -> None:
-        """Checks the timeouts and sets a timer for the next check; arriving bytes set no timers."""
-        bounds = [] if self._deadline_s is None else [self._deadline_s]
+    def _due_s(self) -> float:
+        """When the response is late, unless bytes arrive before."""
+        bounds = [math.inf]
+        if self._total_s is not None:
+            bounds.append(self._begun_s + self._total_s)
         if self._silence_s is not None:
             bounds.append(self._received_s + self._silence_s)
-        if not bounds:
+        return min(bounds)
+
+    def _watch(self) -> None:
+        """Checks the timeouts and sets a timer for the next check; arriving bytes set no timers."""
+        due_s, now_s = self._due_s(), self._loop.time()
+        if due_s == math.inf:
             return
-        if min(bounds) <= self._loop.time():
-            self.close("no response in time")
+        if now_s < due_s:
+            self._timer = self._loop.call_at(due_s, self._watch)
+        elif now_s < due_s + PAUSED_S:
+            self._timer = self._loop.call_later(_READ_FIRST_S, self._expire)
         else:
-            self._timer = self._loop.call_at(min(bounds), self._watch)
+            # The response may have arrived in the pause, and the request may not have been sent.
+            self._begun_s = self._received_s = now_s
+            self._watch()
+
+    def _expire(self) -> None:
+        if self._due_s() <= self._loop.time():
+            self.close("no response in time")
+        else:  # bytes have arrived since
+            self._watch()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

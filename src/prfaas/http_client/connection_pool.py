@@ -12,15 +12,12 @@ from urllib.parse import urlsplit
 
 from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import ConnectionLost, Unreachable
-from prfaas.http_client.connection import Connection
+from prfaas.http_client.connection import PAUSED_S, Connection
 
 CONNECT_S = DEFAULTS.timeouts.connect_s
 # Shorter than common servers keep an idle connection (uvicorn: 5 s). A request on a connection that
 # the server is just closing fails, and the client cannot tell whether the server acted on it.
 IDLE_S = 4.0
-# A timeout that comes later than this shows that this process was stopped, not that the peer is
-# slow.
-_PAUSED_S = 1.0
 # Called for each connection, because a process may replace its certificates.
 ClientTls: TypeAlias = Callable[[], ssl.SSLContext]
 
@@ -62,7 +59,7 @@ class ConnectionPool:
             try:
                 connection = await self._connect()
             except TimeoutError:
-                if time.monotonic() - began_s < self._connect_s + _PAUSED_S:
+                if time.monotonic() - began_s < self._connect_s + PAUSED_S:
                     raise
                 connection = await self._connect()
         except TimeoutError:
