@@ -39,6 +39,24 @@ class TlsFiles:
     client_key: Path
 
 
+@dataclass(frozen=True, slots=True)
+class TlsContents:
+    """The contents of the files, as they were when they were read."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+    client_cert: bytes
+    client_key: bytes
+
+    @classmethod
+    def read(cls, files: TlsFiles) -> TlsContents:
+        paths = (files.ca, files.cert, files.key, files.client_cert, files.client_key)
+        for path in paths:
+            _check_readable(path)
+        return cls(*(path.read_bytes() for path in paths))
+
+
 class TlsIdentity:
     """The certificates of one process. `reload` reads the files again: new connections use the new
     certificates and the new CA, open connections go on."""
@@ -53,6 +71,7 @@ class TlsIdentity:
         server = server_context(files.ca, files.cert, files.key)
         client = client_context(files.ca, files.client_cert, files.client_key)
         public = public_server_context(files.cert, files.key)
+        self._contents = TlsContents.read(files)
         self._server, self._client, self._public = server, client, public
 
     def server(self) -> ssl.SSLContext:
@@ -62,6 +81,11 @@ class TlsIdentity:
     def client(self) -> ssl.SSLContext:
         """For opening the next connection."""
         return self._client
+
+    def contents(self) -> TlsContents:
+        """For processes that open and accept connections for this one. Every reload makes a new
+        object."""
+        return self._contents
 
     def member_http(self) -> ssl.SSLContext:
         """For an HTTP server that runs across reloads and serves members only: it refuses clients

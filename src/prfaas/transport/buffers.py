@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from prfaas.errors import InputError
 
+DISCARDED = -1  # instead of a descriptor: bytes that are received and dropped
+
 
 class FileSlice(NamedTuple):
     """Memory that maps a file, such as a kvd's arena. The kernel can send it without a copy."""

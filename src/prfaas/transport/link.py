@@ -23,7 +23,14 @@ from itertools import islice
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
 from prfaas.config.host import KvdSection
-from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFailed, WireError
+from prfaas.errors import (
+    ConnectionLost,
+    InputError,
+    PeerError,
+    PrfaasError,
+    TransferFailed,
+    WireError,
+)
 from prfaas.lateness import LateSince, never_late
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.channel import TICK_S, Channel, connect
@@ -59,11 +66,15 @@ from prfaas.transport.wire import (
     Frame,
     Kind,
     auth_of,
-    encode_data,
+    encode_data_head,
     encode_message,
     parse_progress,
     parse_sequences,
+    seal,
 )
+from prfaas.transport.workers.channel import WorkerChannel
+from prfaas.transport.workers.messages import Serve
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Grant, LinkStats
 
 log = logging.getLogger(__name__)
@@ -186,12 +197,14 @@ class TransferLink:
         options: LinkOptions | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
         budget: ConnectionBudget | None = None,
+        workers: WorkerPool | None = None,
         clock: Clock | None = None,
         late_since: LateSince = never_late,
     ) -> None:
         """`tls` returns the context of the next handshake: new certificates count for connections
-        that are opened later. `late_since` returns how late this process was. The link subtracts
-        that from its report about the path."""
+        that are opened later. With `workers`, these processes move the bytes, and make the
+        handshakes with their own credentials. `late_since` returns how late this process was. The
+        link subtracts that from its report about the path."""
         self.address = address
         self.options = options or LinkOptions()
         self.clock = clock or MonotonicClock()
@@ -206,6 +219,7 @@ class TransferLink:
             abort_s=self.options.abort_s,
         )
         self._tls = tls
+        self._workers = workers
         self.checksums = self.options.checksums and tls is None
         self._budget = budget or ConnectionBudget(self.options.connections - 1)
         self._meter = Meter(str(Address(*address)), self.clock.now())
@@ -327,9 +341,11 @@ class TransferLink:
             alive = any(thread.is_alive() for thread in self._threads)
         return self.closing.is_set() and not alive
 
-    def connect(self, abandoned: Callable[[], bool]) -> Channel:
+    def connect(self, abandoned: Callable[[], bool]) -> Channel | WorkerChannel:
+        worker = self._workers.take() if self._workers is not None else None
         try:
-            context = self._tls() if self._tls is not None else None
+            in_this_process = self._tls is not None and worker is None
+            context = self._tls() if self._tls is not None and in_this_process else None
         except (PrfaasError, OSError) as error:
             raise ConnectionLost(f"{Address(*self.address)}: TLS: {error}") from None
         sock = connect(
@@ -341,7 +357,20 @@ class TransferLink:
             buffer_bytes=self.options.buffer_bytes,
             abandoned=abandoned,
         )
-        return Channel(sock, self.clock, self.options.silence_s)
+        if worker is None or self._workers is None:
+            return Channel(sock, self.clock, self.options.silence_s)
+        serve = Serve(
+            side="sender",
+            tls=None if self._tls is None else "client",
+            server_name=self.options.tls_name or self.address[0],
+            handshake_s=self.options.connect_s,
+            silence_s=self.options.silence_s,
+        )
+        try:
+            return WorkerChannel(self._workers, worker, sock, serve, self.clock)
+        except PeerError as error:
+            sock.close()
+            raise ConnectionLost(f"{Address(*self.address)}: {error}") from None
 
     def mark_established(self, connection: _SenderConnection) -> None:
         """The receiver has answered on this connection."""
@@ -447,9 +476,10 @@ class _SenderConnection:
         self.extra = extra
         self.idle = False
         self.established = False  # the receiver has answered
-        self.channel: Channel | None = None
+        self.channel: Channel | WorkerChannel | None = None
         self._sent: dict[tuple[bytes, int, Kind], Work] = {}  # not answered yet
-        # Frames sent from a file and not answered: the kernel may still read those pages.
+        # Frames sent from a file and not answered: the kernel, or a worker process, may still read
+        # those pages.
         self._in_kernel: set[tuple[bytes, int]] = set()
         # Transfers that have ended and have frames in `_sent`: when this was first seen.
         self._ended_s: dict[bytes, float] = {}
@@ -521,7 +551,7 @@ class _SenderConnection:
             self._link.closing.wait(min(left_s, TICK_S))
             left_s -= TICK_S
 
-    def _handshake(self, channel: Channel) -> None:
+    def _handshake(self, channel: Channel | WorkerChannel) -> None:
         hello = encode_message(Kind.HELLO, encode(HELLO))
         channel.send([memoryview(hello)], len(hello))
         decoder = Decoder()
@@ -539,7 +569,7 @@ class _SenderConnection:
                     decode(frame.body, Hello)
                     return
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: Channel | WorkerChannel) -> None:
         """Sends and receives until the connection has been idle for a while. Raises ConnectionLost
         or WireError."""
         clock, options = self._link.clock, self._link.options
@@ -578,12 +608,12 @@ class _SenderConnection:
             elif now - self._received_s >= options.silence_s:
                 raise ConnectionLost(f"the peer did not answer for {options.silence_s:g} s")
 
-    def _receive_responses(self, channel: Channel) -> None:
+    def _receive_responses(self, channel: Channel | WorkerChannel) -> None:
         for frame in self._decoder.feed(channel.receive_available()):
             self._handle_response(frame)
         self._received_s = self._link.clock.now()
 
-    def _send(self, channel: Channel, work: Work) -> None:
+    def _send(self, channel: Channel | WorkerChannel, work: Work) -> None:
         transfer = work.transfer
 
         def receive_meanwhile() -> None:
@@ -602,22 +632,11 @@ class _SenderConnection:
             match work:
                 case SendFrame(_, frame):
                     self._sent[transfer.transfer_id, frame.sequence, Kind.ACK] = work
-                    head = encode_data(
-                        frame.pieces,
-                        frame.views,
-                        sequence=frame.sequence,
-                        transfer_id=transfer.transfer_id,
-                        auth=transfer.auth,
-                        checked=self._link.checksums,
-                    )
                     by_file = bool(frame.ranges) and channel.can_send_files
-                    began_s = self._link.clock.now()
                     if by_file:
                         self._in_kernel.add((transfer.transfer_id, frame.sequence))
-                        channel.send_files(memoryview(head), frame.ranges, receive_meanwhile)
-                    else:
-                        views = [memoryview(head), *frame.views]
-                        channel.send(views, len(head) + frame.nbytes, receive_meanwhile)
+                    began_s = self._link.clock.now()
+                    self._send_frame(channel, work, receive_meanwhile)
                     self._frame_size.record(frame.nbytes, self._link.clock.now() - began_s)
                 case SendOpen():
                     self._sent[transfer.transfer_id, 0, Kind.OPENED] = work
@@ -632,6 +651,28 @@ class _SenderConnection:
         finally:
             if not by_file:
                 self._transfers.release(transfer)
+
+    def _send_frame(
+        self, channel: Channel | WorkerChannel, work: SendFrame, meanwhile: Callable[[], None]
+    ) -> None:
+        transfer, frame, checked = work.transfer, work.frame, self._link.checksums
+        head = encode_data_head(
+            frame.pieces,
+            sequence=frame.sequence,
+            transfer_id=transfer.transfer_id,
+            auth=transfer.auth,
+            checked=checked,
+        )
+        if isinstance(channel, WorkerChannel) and frame.ranges:
+            channel.send_frame(head, frame.ranges, checked=checked, meanwhile=meanwhile)
+            return
+        if checked:
+            seal(head, frame.views)
+        if isinstance(channel, Channel) and frame.ranges and channel.can_send_files:
+            channel.send_files(memoryview(head), frame.ranges, meanwhile)
+        else:
+            views = [memoryview(head), *frame.views]
+            channel.send(views, len(head) + frame.nbytes, meanwhile)
 
     def _handle_response(self, frame: Frame) -> None:
         header, now = frame.header, self._link.clock.now()

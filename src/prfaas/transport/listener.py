@@ -28,6 +28,7 @@ from itertools import chain
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost, InputError, PeerError, PrfaasError, WireError
+from prfaas.transport.buffers import DISCARDED
 from prfaas.transport.channel import (
     TICK_S,
     Channel,
@@ -54,6 +55,9 @@ from prfaas.transport.wire import (
     parse_header,
     parse_table,
 )
+from prfaas.transport.workers.channel import WorkerChannel
+from prfaas.transport.workers.messages import Serve
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Grant, TransferId
 
 log = logging.getLogger(__name__)
@@ -90,12 +94,15 @@ class Listener:
         *,
         options: ListenerOptions | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
+        workers: WorkerPool | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`tls` returns the context of the next handshake: new certificates count for connections
-        that are accepted later. The host "::" accepts IPv4 connections, too."""
+        that are accepted later. With `workers`, these processes move the bytes, and make the
+        handshakes with their own credentials. The host "::" accepts IPv4 connections, too."""
         self._options = options or ListenerOptions()
         self._tls = tls
+        self._workers = workers
         self._clock = clock or MonotonicClock()
         self._transfers = ReceiverTransfers(self._clock)
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
@@ -189,13 +196,10 @@ class Listener:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
 
     def _serve(self, slot: _Slot, peer: str) -> None:
+        channel: Channel | WorkerChannel | None = None
         try:
             set_options(slot.sock, None, self._options.buffer_bytes)
-            if self._tls is not None:
-                wrapped = slot.use_tls(self._tls())
-                seconds = slot.accepted_s + self._options.unproven_s - self._clock.now()
-                shake_hands(wrapped, TimeLimit(seconds, self._clock, self._closing.is_set))
-            channel = Channel(slot.sock, self._clock, self._options.silence_s)
+            channel = self._open_channel(slot)
             _ReceiverConnection(
                 channel, slot, self._transfers, self._measure, self._options, self._clock
             ).run(self._closing)
@@ -207,8 +211,28 @@ class Listener:
             self._warnings.log(f"closed the connection of {peer}: {error}")
         finally:
             self._slots.remove(slot)
+            if channel is not None:
+                channel.close()
             shut_down(slot.sock)
             slot.sock.close()
+
+    def _open_channel(self, slot: _Slot) -> Channel | WorkerChannel:
+        """Returns after the TLS handshake, if there is one."""
+        seconds = slot.accepted_s + self._options.unproven_s - self._clock.now()
+        worker = self._workers.take() if self._workers is not None else None
+        if worker is not None and self._workers is not None:
+            serve = Serve(
+                side="receiver",
+                tls=None if self._tls is None else "server",
+                server_name="",
+                handshake_s=max(0.0, seconds),
+                silence_s=self._options.silence_s,
+            )
+            return WorkerChannel(self._workers, worker, slot.sock, serve, self._clock)
+        if self._tls is not None:
+            wrapped = slot.use_tls(self._tls())
+            shake_hands(wrapped, TimeLimit(seconds, self._clock, self._closing.is_set))
+        return Channel(slot.sock, self._clock, self._options.silence_s)
 
 
 class _Warnings:
@@ -351,7 +375,7 @@ class _ReceiverConnection:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Channel | WorkerChannel,
         slot: _Slot,
         transfers: ReceiverTransfers,
         measure: _MeasureBudget,
@@ -446,7 +470,8 @@ class _ReceiverConnection:
         table = memoryview(bytearray(header.pieces * PIECE_BYTES))
         self._channel.receive([table], table.nbytes)
         pieces = parse_table(table, header)
-        claims = self._transfers.claim(transfer, pieces)
+        in_files = isinstance(self._channel, WorkerChannel) and transfer.on_file
+        claims = self._transfers.claim(transfer, pieces, in_files=in_files)
         if claims is not None:
             self._receive_payload(header, transfer, table, pieces, claims)
             return
@@ -468,13 +493,15 @@ class _ReceiverConnection:
         began_s = self._clock.now()
         self._ended_s = None
         try:
-            views = self._targets(pieces, claims)
-            self._channel.receive(
-                views,
-                header.body_bytes - table.nbytes,
-                partial(self._report_progress, header, transfer),
-            )
-            verified = intact(self._head, header, table, views)
+            meanwhile = partial(self._report_progress, header, transfer)
+            if isinstance(self._channel, WorkerChannel) and transfer.on_file:
+                discarded = (part.nbytes for part in claims.files if part.fd == DISCARDED)
+                self._transfers.count_duplicate(sum(discarded))
+                verified = self._channel.receive_payload(claims.files, meanwhile)
+            else:
+                views = self._targets(pieces, claims)
+                self._channel.receive(views, header.body_bytes - table.nbytes, meanwhile)
+                verified = intact(self._head, header, table, views)
         finally:
             result = self._transfers.settle(transfer, claims, verified=verified)
         if result is not None:

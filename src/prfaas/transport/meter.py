@@ -11,11 +11,10 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prfaas.errors import ConnectionLost
 from prfaas.lateness import LateSince
-from prfaas.transport.channel import Channel
 from prfaas.transport.delivery import DeliveryReport
 from prfaas.types import LinkStats
 
@@ -27,13 +26,19 @@ _SND_MSS, _RTT_US, _CWND, _TOTAL_RETRANS = 8 + 2, 8 + 15, 8 + 18, 8 + 23
 _DSACK_DUPS = 8 + 24 + 4 + 6 + 4 + 2 + 2
 
 
+class HasOptions(Protocol):
+    """A connection whose socket options can be read: a `Channel` or a `WorkerChannel`."""
+
+    def option(self, level: int, name: int, nbytes: int) -> bytes: ...
+
+
 class TcpInfo(NamedTuple):
     rtt_s: float
     retransmitted_segments: int  # since the connection began, without needless ones
     congestion_window_bytes: int
 
 
-def tcp_info(channel: Channel) -> TcpInfo | None:
+def tcp_info(channel: HasOptions) -> TcpInfo | None:
     """None where the platform does not report it, or the connection is gone."""
     if not sys.platform.startswith("linux"):
         return None
@@ -65,7 +70,7 @@ class Meter:
     def report(
         self,
         now: float,
-        connections: Iterable[Channel],
+        connections: Iterable[HasOptions],
         *,
         delivery: DeliveryReport,
         backlog_bytes: int,

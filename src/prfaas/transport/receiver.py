@@ -99,11 +99,15 @@ class ReceiverTransfers:
             return "the receiver has no valid buffers for this manifest"
         return None
 
-    def claim(self, transfer: ReceiverTransfer, pieces: Sequence[SegmentPiece]) -> Claims | None:
+    def claim(
+        self, transfer: ReceiverTransfer, pieces: Sequence[SegmentPiece], *, in_files: bool = False
+    ) -> Claims | None:
         """Claims the missing pieces; the caller must `settle` the claims. Returns None when the
         transfer is not open."""
         with self._lock:
-            return transfer.claim(pieces) if transfer.state is TransferState.OPEN else None
+            if transfer.state is not TransferState.OPEN:
+                return None
+            return transfer.claim(pieces, in_files=in_files)
 
     def settle(self, transfer: ReceiverTransfer, claims: Claims, *, verified: bool) -> Ended | None:
         """The caller no longer writes to the transfer's buffers. Returns the result if the transfer

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from prfaas.errors import WireError
-from prfaas.transport.buffers import BufferSequence
+from prfaas.transport.buffers import DISCARDED, BufferSequence, FileRange, FileSlice
 from prfaas.transport.messages import Ended, Manifest
 from prfaas.transport.wire import SegmentPiece
 from prfaas.types import Grant
@@ -26,9 +26,10 @@ class BufferOwner(Protocol):
     """The owner of the memory that a transfer writes to. The listener's threads call it and hold
     no lock during the call. Its methods must not block for long."""
 
-    def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview]] | str:
+    def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview | FileSlice]] | str:
         """Returns, for each segment, writable byte views of exactly the segment's size in total; or
-        the reason for refusing the transfer."""
+        the reason for refusing the transfer. A worker process writes to the files of `FileSlice`s
+        without the help of this process."""
 
     def committed(self) -> None:
         """Every byte of every segment is in place and verified. No connection writes any more."""
@@ -49,6 +50,7 @@ class Claims(NamedTuple):
     quanta: list[int]  # quanta that this frame writes
     nbytes: int  # size of those quanta
     targets: list[list[memoryview] | None]  # per piece: where to write; None: discard
+    files: list[FileRange]  # the same in files, instead of `targets`; see `DISCARDED`
     busy: bool  # another connection is writing some piece: the sender must resend this frame
 
 
@@ -65,6 +67,7 @@ class ReceiverTransfer:
         self.manifest: Manifest | None = None
         self.received_bytes = 0  # verified
         self._buffers: Sequence[BufferSequence] = ()
+        self.on_file = False  # all bytes lie in files
         self._first_quantum: list[int] = []
         self._states = bytearray()
         self._missing = 0
@@ -85,13 +88,14 @@ class ReceiverTransfer:
             return "segment names are not unique"
         return None
 
-    def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview]]) -> None:
+    def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview | FileSlice]]) -> None:
         """Raises an error, and changes nothing, when the buffers do not fit the manifest."""
         placed = [
             BufferSequence(segment.name, segment.nbytes, views)
             for segment, views in zip(manifest.segments, buffers, strict=True)
         ]
         self.manifest, self._buffers = manifest, placed
+        self.on_file = all(one.on_file for one in placed)
         quantum = manifest.quantum_bytes
         counts = [-(-segment.nbytes // quantum) for segment in manifest.segments]
         self._first_quantum = list(accumulate(counts, initial=0))
@@ -99,14 +103,16 @@ class ReceiverTransfer:
         self._states = bytearray(self._missing)
         self.state = TransferState.OPEN
 
-    def claim(self, pieces: Sequence[SegmentPiece]) -> Claims:
-        """Claims the missing pieces for the caller, which must `settle` them."""
+    def claim(self, pieces: Sequence[SegmentPiece], *, in_files: bool = False) -> Claims:
+        """Claims the missing pieces for the caller, which must `settle` them. With `in_files` the
+        claims have `files` instead of `targets`; the transfer must be `on_file` then."""
         assert self.manifest is not None
         quantum_bytes, segments = self.manifest.quantum_bytes, self.manifest.segments
         states, first_quantum = self._states, self._first_quantum
         quanta: list[int] = []
         claimed_bytes = 0
         targets: list[list[memoryview] | None] = []
+        files: list[FileRange] = []
         busy = False
         try:
             for segment, _, offset, raw_bytes, _ in pieces:
@@ -125,15 +131,21 @@ class ReceiverTransfer:
                     states[quantum] = CLAIMED
                     quanta.append(quantum)
                     claimed_bytes += raw_bytes
-                    targets.append(self._buffers[segment].slices(offset, raw_bytes))
+                    if in_files:
+                        self._buffers[segment].add_ranges(offset, raw_bytes, files)
+                    else:
+                        targets.append(self._buffers[segment].slices(offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
-                    targets.append(None)
+                    if in_files:
+                        files.append(FileRange(DISCARDED, 0, raw_bytes))
+                    else:
+                        targets.append(None)
         except WireError:
             self._release(quanta)
             raise
         self.writers += 1
-        return Claims(quanta, claimed_bytes, targets, busy)
+        return Claims(quanta, claimed_bytes, targets, files, busy)
 
     def settle(self, claims: Claims, *, verified: bool) -> bool:
         """The caller no longer writes to the buffers. Returns whether the transfer is complete."""

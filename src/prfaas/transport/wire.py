@@ -173,6 +173,24 @@ def encode_data(
     checked: bool,
 ) -> bytearray:
     """Header and table of a DATA frame; the payload follows them on the wire."""
+    head = encode_data_head(
+        pieces, sequence=sequence, transfer_id=transfer_id, auth=auth, checked=checked
+    )
+    if checked:
+        seal(head, payload)
+    return head
+
+
+def encode_data_head(
+    pieces: Sequence[SegmentPiece],
+    *,
+    sequence: int,
+    transfer_id: bytes,
+    auth: bytes,
+    checked: bool,
+) -> bytearray:
+    """As `encode_data`, but the checksum of a `checked` frame is not set yet: the process that
+    reads the payload sets it with `seal`."""
     table_bytes = len(pieces) * PIECE_BYTES
     body_bytes = table_bytes + sum(map(_WIRE_BYTES, pieces))
     head = bytearray(HEADER_BYTES + table_bytes)
@@ -185,10 +203,13 @@ def encode_data(
         head, 0, MAGIC, VERSION, Kind.DATA, len(pieces), body_bytes, flags, sequence,
         transfer_id, auth, 0,
     )  # fmt: skip
-    if checked:
-        digest = _digest(head, memoryview(head)[HEADER_BYTES:], payload)
-        head[_COVERED_BYTES:HEADER_BYTES] = digest.to_bytes(8, "little")
     return head
+
+
+def seal(head: bytearray, payload: Iterable[Buffer]) -> None:
+    """Sets the checksum of a checked DATA frame, which covers its payload, too."""
+    digest = _digest(head, memoryview(head)[HEADER_BYTES:], payload)
+    head[_COVERED_BYTES:HEADER_BYTES] = digest.to_bytes(8, "little")
 
 
 def encode_message(

@@ -14,6 +14,7 @@ from prfaas.errors import InputError
 from prfaas.kvd.store import Storage
 from prfaas.kvd.transfers.manifest import RequiredState, mismatch
 from prfaas.kvspec import Segment, segment_bytes
+from prfaas.transport.buffers import FileSlice
 from prfaas.transport.messages import Manifest
 
 
@@ -34,7 +35,7 @@ class PageReceiver:
         self._on_end = on_end
         self.tail = b""  # the sender's hash of the tokens after the last whole block
 
-    def buffers(self, manifest: Manifest) -> Sequence[Sequence[memoryview]] | str:
+    def buffers(self, manifest: Manifest) -> Sequence[Sequence[FileSlice]] | str:
         """For each segment of the manifest its memory; or the reason to refuse the manifest."""
         spec, arena = self._storage.spec, self._storage.arena
         try:
@@ -49,7 +50,7 @@ class PageReceiver:
             self.tail = manifest.label
             return [
                 [
-                    arena.view(start, stop)
+                    FileSlice(arena.view(start, stop), self._storage.fd, start)
                     for start, stop in segment_ranges(
                         spec, self._storage.block_tokens, arena, segment, self._table.get
                     )
