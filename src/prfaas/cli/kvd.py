@@ -152,6 +152,7 @@ def _options(section: KvdSection) -> KvdOptions:
         ),
         timeouts=section.timeouts,
         connections=section.connections,
+        workers=section.workers,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from prfaas.config.assignments import assign, set_key
-from prfaas.config.fields import Amount, AmountOrZero, Count, Port
+from prfaas.config.fields import Amount, AmountOrZero, Count, CountOrZero, Port
 from prfaas.config.strict import decode, parse_toml, read_text
 from prfaas.config.tls import PATHS as TLS_PATHS
 from prfaas.config.tls import TlsSection
@@ -86,8 +86,12 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: bool = False
     """Whether this kvd may listen on more than loopback without a member key and TLS. Then every
     process that reaches it can read and replace KV."""
-    connections: Count = 4
-    """TCP connections to each peer."""
+    connections: Count | None = None
+    """TCP connections to each peer. The default is 4, or one for each worker process where there
+    are more of them."""
+    workers: CountOrZero | None = None
+    """Processes that encrypt, check and move KV, so that this uses several cores; 0: the kvd does
+    it itself. The default is half of the cores, at most 8, and none with fewer than 4 cores."""
     tls: TlsSection = TlsSection()
     timeouts: KvdTimeouts = KvdTimeouts()
 

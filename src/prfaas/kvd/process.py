@@ -44,6 +44,7 @@ from prfaas.service.stopping import Stopping
 from prfaas.supervision import Failures, repeat
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
+from prfaas.transport.workers.pool import WorkerPool, default_workers
 from prfaas.types import NodeId
 
 SWEEP_S = 0.25
@@ -71,7 +72,8 @@ class KvdOptions:
     insecure: bool = False  # any host may be reached, and a peer, without key and TLS
     store: StoreOptions = field(default_factory=StoreOptions)
     timeouts: KvdTimeouts = _DEFAULTS.timeouts
-    connections: int = _DEFAULTS.connections  # per peer
+    connections: int | None = _DEFAULTS.connections  # per peer; None: as many as workers, or more
+    workers: int | None = _DEFAULTS.workers  # None: by the number of cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,17 @@ async def run_kvd(
     async with AsyncExitStack() as stack:
         tls, timeouts = options.tls, options.timeouts
         _refuse_exposure(options)
+        workers = WorkerPool(
+            default_workers() if options.workers is None else options.workers,
+            credentials=tls.contents if tls else None,
+        )
+        # Closed last: connections end with the help of their workers.
+        stack.callback(workers.close)
         try:
             listener = Listener(
                 *options.listen,
                 tls=tls.server if tls else None,
+                workers=workers,
                 clock=clock,
             )
         except OSError as error:
@@ -125,7 +134,7 @@ async def run_kvd(
         peers = PeerRules(options.peers, trusted=trusted)
         links = Links(
             LinkOptions(
-                connections=options.connections,
+                connections=options.connections or max(LinkOptions().connections, workers.count),
                 connect_s=timeouts.connect_s,
                 silence_s=timeouts.connection_silence_s,
                 stall_s=timeouts.transfer_stall_s,
@@ -133,6 +142,7 @@ async def run_kvd(
             ),
             tls=tls.client if tls else None,
             budget=ConnectionBudget(_CONNECTIONS),
+            workers=workers,
             peers=peers,
             late_since=lateness.since,
         )

@@ -29,6 +29,7 @@ from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.transport.listener import Listener
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Form, LinkStats
 
 T = TypeVar("T")
@@ -71,6 +72,10 @@ class Reporter:
     def committed(self) -> Mapping[Form, int]:
         """Incoming transfers by form."""
         return self._incoming.committed
+
+    @property
+    def workers(self) -> WorkerPool | None:
+        return self._listener.workers
 
     def report(self) -> KvdReport:
         pools = tuple(_pool(storage) for storage in self._store.storages)
@@ -166,6 +171,13 @@ class _Metrics(Collector):
         for form, number in self._reporter.committed.items():
             by_form.add_metric([form], number)
         yield by_form
+        if (workers := self._reporter.workers) is not None:
+            running = _gauge("workers", "Worker processes that run.")
+            running.add_metric([], len(workers.pids))
+            yield running
+            yield _counter(
+                "replaced_workers", "Worker processes that have ended.", workers.replaced
+            )
         if report.pools:
             yield from _pool_metrics(report.pools)
         yield from _link_metrics(report.links)

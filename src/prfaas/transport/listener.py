@@ -102,7 +102,7 @@ class Listener:
         handshakes with their own credentials. The host "::" accepts IPv4 connections, too."""
         self._options = options or ListenerOptions()
         self._tls = tls
-        self._workers = workers
+        self.workers = workers
         self._clock = clock or MonotonicClock()
         self._transfers = ReceiverTransfers(self._clock)
         self._measure = _MeasureBudget(self._options.measure_bytes_per_minute, self._clock)
@@ -219,8 +219,8 @@ class Listener:
     def _open_channel(self, slot: _Slot) -> Channel | WorkerChannel:
         """Returns after the TLS handshake, if there is one."""
         seconds = slot.accepted_s + self._options.unproven_s - self._clock.now()
-        worker = self._workers.take() if self._workers is not None else None
-        if worker is not None and self._workers is not None:
+        worker = self.workers.take() if self.workers is not None else None
+        if worker is not None and self.workers is not None:
             serve = Serve(
                 side="receiver",
                 tls=None if self._tls is None else "server",
@@ -228,7 +228,7 @@ class Listener:
                 handshake_s=max(0.0, seconds),
                 silence_s=self._options.silence_s,
             )
-            return WorkerChannel(self._workers, worker, slot.sock, serve, self._clock)
+            return WorkerChannel(self.workers, worker, slot.sock, serve, self._clock)
         if self._tls is not None:
             wrapped = slot.use_tls(self._tls())
             shake_hands(wrapped, TimeLimit(seconds, self._clock, self._closing.is_set))

@@ -14,6 +14,7 @@ from prfaas.errors import InputError, TransferFailed
 from prfaas.lateness import LateSince, never_late
 from prfaas.security.peers import LOOPBACK_ONLY, PeerRules
 from prfaas.transport.link import ConnectionBudget, LinkOptions, TransferLink
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import LinkStats
 
 LINK_IDLE_S = 300.0  # a link that has had no transfer for this long is dropped
@@ -29,12 +30,14 @@ class _UsedLink:
 class Links:
     """All links share one budget of connections. Thread-safe; only `close` waits for threads."""
 
+    # limits: what all links of a process share, and what tests replace
     def __init__(
         self,
         options: LinkOptions,
         *,
         tls: Callable[[], ssl.SSLContext] | None,
         budget: ConnectionBudget,
+        workers: WorkerPool | None = None,
         peers: PeerRules = LOOPBACK_ONLY,
         late_since: LateSince = never_late,
         clock: Clock | None = None,
@@ -45,6 +48,7 @@ class Links:
         self._peers = peers
         self._tls = tls
         self._budget = budget
+        self._workers = workers
         self._late_since = late_since
         self._clock = clock or MonotonicClock()
         self._max_links = max_links
@@ -77,6 +81,7 @@ class Links:
                     options=self._options,
                     tls=self._tls,
                     budget=self._budget,
+                    workers=self._workers,
                     clock=self._clock,
                     late_since=self._late_since,
                 )
