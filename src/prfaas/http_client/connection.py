@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import httptools
@@ -25,6 +26,22 @@ _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster t
 PAUSED_S = 1.0
 # uvloop runs timers before it reads. A timer that is due after this time comes after a read.
 _READ_FIRST_S = 0.01
+
+
+class _TimeLimits:
+    """When a response is late: `total_s` bounds all of it, `silence_s` the time without a byte."""
+
+    def __init__(self, total_s: float | None, silence_s: float | None, now_s: float) -> None:
+        self._total_s = math.inf if total_s is None else total_s
+        self._silence_s = math.inf if silence_s is None else silence_s
+        self.restart(now_s)
+
+    def restart(self, now_s: float) -> None:
+        self._begun_s = self.received_s = now_s
+
+    @property
+    def due_s(self) -> float:
+        return min(self._begun_s + self._total_s, self.received_s + self._silence_s)
 
 
 class Connection(PacedWriter):
@@ -61,8 +78,7 @@ class Connection(PacedWriter):
         self._header_bytes = 0  # as the parser has reported them
         self._unparsed_bytes = 0  # received since the latest byte of the body
         self._paused = False
-        self._total_s, self._silence_s = total_s, silence_s
-        self._begun_s = self._received_s = self._loop.time()
+        self._limits = _TimeLimits(total_s, silence_s, self._loop.time())
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -149,33 +165,20 @@ class Connection(PacedWriter):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _due_s(self) -> float:
-        """When the response is late, unless bytes arrive before."""
-        bounds = [math.inf]
-        if self._total_s is not None:
-            bounds.append(self._begun_s + self._total_s)
-        if self._silence_s is not None:
-            bounds.append(self._received_s + self._silence_s)
-        return min(bounds)
-
-    def _watch(self) -> None:
+    def _watch(self, *, has_read: bool = False) -> None:
         """Checks the timeouts and sets a timer for the next check; arriving bytes set no timers."""
-        due_s, now_s = self._due_s(), self._loop.time()
+        due_s, now_s = self._limits.due_s, self._loop.time()
         if due_s == math.inf:
             return
         if now_s < due_s:
             self._timer = self._loop.call_at(due_s, self._watch)
+        elif has_read:
+            self.close("no response in time")
         elif now_s < due_s + PAUSED_S:
-            self._timer = self._loop.call_later(_READ_FIRST_S, self._expire)
+            self._timer = self._loop.call_later(_READ_FIRST_S, partial(self._watch, has_read=True))
         else:
             # The response may have arrived in the pause, and the request may not have been sent.
-            self._begun_s = self._received_s = now_s
-            self._watch()
-
-    def _expire(self) -> None:
-        if self._due_s() <= self._loop.time():
-            self.close("no response in time")
-        else:  # bytes have arrived since
+            self._limits.restart(now_s)
             self._watch()
 
     def _stop_timer(self) -> None:
@@ -192,7 +195,7 @@ class Connection(PacedWriter):
         if not self._pending or self._complete:
             self.close("peer sent data with no request pending")
             return
-        self._received_s = self._loop.time()
+        self._limits.received_s = self._loop.time()
         self._heard()
         self._unparsed_bytes += len(data)
         try:
