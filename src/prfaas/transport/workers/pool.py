@@ -11,7 +11,7 @@ from collections.abc import Callable
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost
 from prfaas.security.tls import TlsContents
-from prfaas.transport.workers.process import WorkerProcess
+from prfaas.transport.workers.process import ANSWER_S, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,15 @@ class WorkerPool:
         count: int,
         *,
         credentials: Callable[[], TlsContents] | None = None,
+        answer_s: float = ANSWER_S,
         clock: Clock | None = None,
     ) -> None:
-        """`credentials` returns what the next handshake uses; None: connections use no TLS."""
+        """`credentials` returns what the next handshake uses; None: connections use no TLS. A
+        worker that does not answer for `answer_s` is killed."""
         self.count = count
         self.replaced = 0  # workers that have ended and were started again
         self._credentials = credentials
+        self._answer_s = answer_s
         self._clock = clock or MonotonicClock()
         self._lock = threading.Lock()  # guards the workers of the slots
         self._slots = [_Slot() for _ in range(count)]
@@ -127,7 +130,7 @@ class WorkerPool:
                 wait_s = min(wait_s, slot.not_before_s - now)
                 continue
             try:
-                worker = WorkerProcess()
+                worker = WorkerProcess(self._answer_s)
             except OSError as error:
                 log.warning("cannot start a worker process: %s", error)
                 slot.back_off(now, stable=False)

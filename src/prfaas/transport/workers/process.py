@@ -37,7 +37,7 @@ _PROGRAM = "prfaas.transport.workers.worker"
 class WorkerProcess:
     """Thread-safe. After `kill` every method raises ConnectionLost."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
         """Starts the process; raises OSError."""
         self._main, theirs = socket_pair()
         with theirs:
@@ -46,7 +46,7 @@ class WorkerProcess:
             except OSError:
                 self._main.close()
                 raise
-        self._main.settimeout(ANSWER_S)
+        self._main.settimeout(answer_s)
         self._lock = threading.Lock()  # of the main socket: one order at a time
         self._credentials: TlsContents | None = None
         self._arenas: dict[tuple[int, int], int] = {}  # device and inode -> arena, the latest last
