@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost, WireError
 from prfaas.transport.channel import TICK_S
@@ -86,7 +88,10 @@ class OrderSocket:
             nbytes = 0
         if not nbytes:
             raise ConnectionLost("the worker process of this connection has ended")
-        report = read_report(self._packet[:nbytes])
+        try:
+            report = read_report(self._packet[:nbytes])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"a worker process sent no report: {error}") from None
         if isinstance(report, Lost):
             raise report.error()
         if isinstance(report, Head):
