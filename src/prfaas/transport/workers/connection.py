@@ -125,10 +125,9 @@ class _Connection:
         self._arenas = arenas
         self._packet = memoryview(bytearray(PACKET_BYTES))
         self._scratch = memoryview(bytearray())
+        self._granted = False  # the kvd has let a frame of this connection write to an arena
         orders.setblocking(True)
         channel.watch(orders)
-        self._has_order = select.poll()
-        self._has_order.register(orders, select.POLLIN)
 
     def run(self, side: str) -> None:
         self._report(Started())
@@ -191,11 +190,14 @@ class _Connection:
 
     def _receive_frame(self, head: memoryview) -> None:
         header = parse_header(head)
-        table = memoryview(bytearray(header.pieces * PIECE_BYTES))
-        if table.nbytes:
-            self._channel.receive([table], table.nbytes)
-        self._report(Head(bytes(head) + bytes(table)))
-        left = header.body_bytes - table.nbytes
+        table_bytes = header.pieces * PIECE_BYTES
+        # The kvd decides by the header alone whether to read more from a peer that has shown no
+        # grant: until it has, the table is read on its order, as a body is.
+        table = bytearray(table_bytes if self._granted else 0)
+        if table:
+            self._channel.receive([memoryview(table)], len(table))
+        self._report(Head(bytes(head) + table))
+        left = header.body_bytes - len(table)
         ranges: list[Range] = []
         while left:
             order = self._next_order()
@@ -206,11 +208,14 @@ class _Connection:
                 views = self._targets(ranges, left)
                 self._channel.receive(views, left, self._meanwhile_receiving)
                 left = 0
+                self._granted = True
                 self._report(Received(intact(head, header, table, views)))
             elif isinstance(order, ReceiveBody) and 0 < order.nbytes <= left:
                 part = memoryview(bytearray(min(order.nbytes, PART_BYTES)))
                 self._channel.receive([part], part.nbytes, self._meanwhile_receiving)
                 left -= part.nbytes
+                if len(table) < table_bytes:
+                    table += part
                 self._report(Body(bytes(part)))
             else:
                 self._send_bytes(order)
@@ -232,7 +237,9 @@ class _Connection:
 
     def _meanwhile_receiving(self, nbytes: int) -> None:
         self._report(Working(nbytes))
-        while self._has_order.poll(0):
+        # The kvd may answer with acknowledgements or progress. They do not wait for the next tick,
+        # unless bytes of the frame arrive first.
+        while self._orders.fileno() in self._channel.wait(TICK_S):
             self._send_bytes(self._next_order())
 
     # Both ---------------------------------------------------------------------------------------

@@ -125,6 +125,9 @@ class WorkerPool:
                     slot.worker = None
                 ended.close()
                 self.replaced += 1
+                log.warning(
+                    "worker process %d has ended (%s) and is replaced", ended.pid, ended.end
+                )
                 slot.back_off(now, stable=now - slot.started_s >= _STABLE_S)
             if now < slot.not_before_s:
                 wait_s = min(wait_s, slot.not_before_s - now)

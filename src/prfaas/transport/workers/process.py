@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from prfaas.transport.workers.messages import (
 
 ANSWER_S = 10.0  # a worker that does not answer its main socket for this long is killed
 _REAP_S = 10.0
-_MAX_ARENAS = 8  # mapped at the same time; a kvd has one for each form of the KV
+# Mapped at the same time; a kvd has one for each form of the KV. Beyond that the oldest is unmapped,
+# and a connection that has just named it in an order breaks.
+_MAX_ARENAS = 8
 _PROGRAM = "prfaas.transport.workers.worker"
 
 
@@ -65,6 +68,14 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return self._popen.poll() is None
+
+    @property
+    def end(self) -> str:
+        """How the process has ended."""
+        code = self._popen.poll()
+        if code is None:
+            return "still running"
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
     def ping(self) -> None:
         """Raises ConnectionLost, and the process has been killed, when it does not answer."""
