@@ -31,8 +31,8 @@ from prfaas.transport.workers.messages import (
 
 ANSWER_S = 10.0  # a worker that does not answer its main socket for this long is killed
 _REAP_S = 10.0
-# Mapped at the same time; a kvd has one for each form of the KV. Beyond that the oldest is unmapped,
-# and a connection that has just named it in an order breaks.
+# Mapped at the same time; a kvd has one for each form of the KV. Beyond that the oldest is unmapped
+# and a connection that has just named that one in an order breaks.
 _MAX_ARENAS = 8
 _PROGRAM = "prfaas.transport.workers.worker"
 
