@@ -22,8 +22,10 @@ from prfaas.transport.wire import Decoder, Frame, Kind, encode_message, parse_se
 
 TIMEOUT_S = 5.0  # for each answer of the listener
 _SMALLEST_FRAME, _LARGEST_FRAME = 64 << 10, 1 << 20
-_FRAMES_PER_GROWTH = 8
-_IN_FLIGHT_BYTES = 64 << 20
+_FRAMES_PER_GROWTH = 16
+# What may be in flight grows with the bytes delivered, as TCP's own window does. More at once would
+# only fill the buffers of a slow path, and its acknowledgements would come after the measurement.
+_FIRST_IN_FLIGHT_BYTES, _MOST_IN_FLIGHT_BYTES = 1 << 20, 64 << 20
 _PING_COUNT = 5
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux: the path MTU of a connected socket
 
@@ -84,6 +86,10 @@ class _Tally:
         self._sent: deque[int] = deque()
         self._first = (0, began_s)
         self._last_s = began_s
+
+    def may_send(self, nbytes: int) -> bool:
+        most = min(_FIRST_IN_FLIGHT_BYTES + self.acknowledged, _MOST_IN_FLIGHT_BYTES)
+        return self.in_flight + nbytes <= most
 
     def add(self, nbytes: int) -> None:
         self._sent.append(nbytes)
@@ -157,7 +163,7 @@ class Probe:
         allowed = True
         while self._clock.now() < until_s:
             frame = frames.after(tally.acknowledged)
-            if allowed and tally.in_flight + len(frame) <= _IN_FLIGHT_BYTES:
+            if allowed and tally.may_send(len(frame)):
                 allowed = allowance.take(len(frame))
                 if allowed:
                     self._send(frame)
@@ -166,11 +172,19 @@ class Probe:
                         continue
             if not tally.in_flight:
                 break  # the allowance is used up, and everything has arrived
+            self._receive_acknowledgements(tally, until_s)
+        return tally.delivery()
+
+    def _receive_acknowledgements(self, tally: _Tally, until_s: float) -> None:
+        """Waits for one, and takes all that have arrived: a frame may be acknowledged together with
+        others or not, and those that are left would be counted late."""
+        while True:
             acknowledged = len(parse_sequences(self._receive().body))
             now = self._clock.now()
             if now <= until_s:
                 tally.acknowledge(acknowledged, now)
-        return tally.delivery()
+            if not tally.in_flight or (not self._frames and not self.channel.wait(0)):
+                return
 
     def _send(self, frame: bytes) -> None:
         self.channel.send([memoryview(frame)], len(frame))

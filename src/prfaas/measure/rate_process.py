@@ -115,6 +115,10 @@ class RateProcess:
         )
         self._pending = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def tell(self, job: Job) -> None:
         """Begins a job. `wait_for` returns its result."""
         assert self._process.stdin is not None
