@@ -105,16 +105,17 @@ def test_which_limit_binds(facts: PathFacts, limit: str) -> None:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (USUAL, "Set kvd.connections = 1,"),
-        (replace(USUAL, rates=rates(5, 9, 10, 10)), "Set kvd.connections = 4,"),
+        (USUAL, "kvd.connections = 1 is enough"),
+        (replace(USUAL, rates=rates(5, 9, 10, 10)), "kvd.connections = 4 is enough"),
+        (replace(USUAL, rates=rates(10, 9, 8, 5)), "Set kvd.connections = 1, which"),
         (USUAL, "Run `prfaas doctor` on the other host, too"),
         (USUAL, "With mutual TLS, expect less: this host alone reaches 8.00 Gbit/s"),
         (replace(USUAL, rates=rates(1, 1)), "Mutual TLS would not be the limit"),
-        (replace(USUAL, rates=rates(10, 10, lost=2)), "net.ipv4.tcp_congestion_control = bbr"),
-        (replace(USUAL, rates=rates(10, 10, lost=2), bbr=False), "modprobe tcp_bbr"),
+        (replace(FAR, rates=rates(10, 10, lost=2)), "net.ipv4.tcp_congestion_control = bbr"),
+        (replace(FAR, rates=rates(10, 10, lost=2), bbr=False), "modprobe tcp_bbr"),
         (replace(FAR, rates=rates(0.5, 1, 2, 4)), "measure further with --connections 8,16"),
-        # 40 Gbit/s x 60 ms are 300,000,000 bytes: over 8 connections, and twice.
-        (replace(FAR, rates=rates(0.5, 1, 2, 4)), "net.ipv4.tcp_rmem to 75000000 bytes"),
+        # 40 Gbit/s x 60 ms are 300,000,000 bytes: over 8 connections, twice, in whole MiB.
+        (replace(FAR, rates=rates(0.5, 1, 2, 4)), "net.ipv4.tcp_rmem to 75497472 bytes"),
         (replace(USUAL, with_tls=True, rates=rates(7, 7, 6, 6)), "more cores"),
         (replace(USUAL, host_clear_gbps=None), "without --path-only"),
         (replace(USUAL, rates=rates(10)), "--connections 1,2,4,8"),
@@ -127,7 +128,8 @@ def test_what_to_change(facts: PathFacts, expected: str) -> None:
 
 
 def test_a_host_without_other_limits_gets_no_advice_about_them() -> None:
-    text = " ".join(find_limit(USUAL).advice)
+    facts = replace(USUAL, rates=rates(10, 10, lost=3))  # of no importance in 1 ms
+    text = " ".join(find_limit(facts).advice)
     assert "bbr" not in text and "tcp_rmem" not in text
 
 
@@ -138,7 +140,7 @@ def test_a_path_with_tls_gets_no_guess_about_tls() -> None:
 
 def test_the_reason_has_the_rates() -> None:
     reason = find_limit(replace(USUAL, with_tls=True, rates=rates(7, 7))).reason
-    assert "7.00 Gbit/s (0.88 GB/s)" in reason
+    assert "7.00 Gbit/s (0.875 GB/s)" in reason
     assert "8.00 Gbit/s (1.00 GB/s) with TLS" in reason
     assert "40.00 Gbit/s (5.00 GB/s) in the clear" in reason
 
@@ -180,5 +182,5 @@ def test_any_rates_have_a_known_limit(facts: PathFacts) -> None:
     found = find_limit(facts)
     assert found.limit in LIMITS
     for line in (found.reason, *found.advice):
-        assert line.endswith(".") and (line[0].isupper() or line[0].isdigit())
+        assert line.endswith(".")
         assert "nan" not in line

@@ -22,6 +22,7 @@ from prfaas.config.tls import TlsSection
 from prfaas.display.console import console, print_json, progress_bar, rounded
 from prfaas.errors import InputError, PeerError
 from prfaas.measure.path_check import PathReport, check_path, steps
+from prfaas.measure.path_limit import digits
 from prfaas.measure.rate_process import TlsPaths
 from prfaas.security.tls import load_identity
 from prfaas.studies.pair_check import PairReport, check_pair
@@ -48,7 +49,7 @@ def doctor() -> None:
     """Check a path that is to carry KV, or a pair of engines that are to hand over.
 
     \b
-      prfaas doctor HOST:PORT          can this path carry KV, and how fast?
+      prfaas doctor HOST:PORT          can this path carry KV, how fast, and what limits it?
       prfaas doctor pair A B           can these two engines hand over, and in which form?
     """
 
@@ -89,10 +90,10 @@ def path(
 ) -> None:
     """Check the network path to HOST:PORT, where a kvd listens for KV.
 
-    Reports whether HOST:PORT is reachable, the round-trip time, the path MTU, TLS, the version of
-    the receiver, and the rate with several numbers of connections. Then measures what this host can
-    do alone, over loopback, in the clear and with mutual TLS. The exit code is 1 when KV could not
-    be sent on this path.
+    The command reports whether HOST:PORT is reachable, the round-trip time, the path MTU, TLS, the
+    version of the receiver, and the rate with several numbers of connections. It also measures what
+    this host can do alone, over loopback, in the clear and with mutual TLS. The exit code is 1 when
+    KV could not be sent on this path.
 
     \b
       prfaas doctor decode-host:7400
@@ -383,8 +384,8 @@ def _rate_table(found: PathReport) -> Table:
         table.add_row(
             path,
             str(rate.connections),
-            f"{rate.gbps:.2f}",
-            f"{rate.gbps / 8:.2f}",
+            digits(rate.gbps),
+            digits(rate.gbps / 8),
             "unknown" if resent is None else f"{resent:,}",
             "",
         )
@@ -395,8 +396,8 @@ def _rate_table(found: PathReport) -> Table:
                 table.add_row(
                     f"this host alone, {way}",
                     str(own.connections),
-                    f"{own.gbps:.2f}",
-                    f"{own.gbps / 8:.2f}",
+                    digits(own.gbps),
+                    digits(own.gbps / 8),
                     "",
                     f"{_gbytes(own.sender_gbps_per_core)} / {_gbytes(own.receiver_gbps_per_core)}",
                 )
@@ -404,7 +405,7 @@ def _rate_table(found: PathReport) -> Table:
 
 
 def _gbytes(gbps: float | None) -> str:
-    return "unknown" if gbps is None else f"{gbps / 8:.2f}"
+    return "unknown" if gbps is None else digits(gbps / 8)
 
 
 def _ms(seconds: float | None) -> str | None:

@@ -31,6 +31,7 @@ _SHORT_ROUND_TRIP_S = 0.001  # below this a measurement of any length has enough
 _LOSS_ROUND_TRIP_S = 0.002  # below this a lost segment is repaired at once
 _BUFFER_FACTOR = 2  # the kernel reserves about half of a buffer for its own bookkeeping
 _MOST_CONNECTIONS = 64
+_CARRIES_LESS = 0.8
 _FEW_CONNECTIONS = 0.95  # the fewest connections with this share of the best rate are enough
 
 
@@ -138,7 +139,11 @@ _MEASURE_LONGER = ("Measure longer with --seconds, and one number of connections
 
 
 def rate_text(gbps: float) -> str:
-    return f"{gbps:.2f} Gbit/s ({gbps / 8:.2f} GB/s)"
+    return f"{digits(gbps)} Gbit/s ({digits(gbps / 8)} GB/s)"
+
+
+def digits(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def enough_connections(rates: tuple[MeasuredRate, ...]) -> MeasuredRate | None:
@@ -246,9 +251,15 @@ def _connections_advice(facts: PathFacts) -> tuple[str, ...]:
     enough = enough_connections(facts.rates)
     if enough is None or len(facts.rates) < 2:
         return ()
+    most = max(facts.rates, key=lambda rate: rate.connections)
+    if most.gbps < _CARRIES_LESS * enough.gbps:
+        return (
+            f"Set kvd.connections = {enough.connections}, which carries {rate_text(enough.gbps)}, "
+            f"since {most.connections} connections carry less.",
+        )
     return (
-        f"Set kvd.connections = {enough.connections}, which carries {rate_text(enough.gbps)}; more "
-        "connections do not carry clearly more.",
+        f"kvd.connections = {enough.connections} is enough: it carries {rate_text(enough.gbps)}, "
+        "and more connections do not carry clearly more.",
     )
 
 
@@ -265,25 +276,25 @@ def _more_connections_advice(facts: PathFacts, best: MeasuredRate) -> tuple[str,
 def _buffer_advice(facts: PathFacts, best: MeasuredRate) -> tuple[str, ...]:
     """The goal is the host's own rate, or twice the measured one where that is unknown."""
     goal = facts.host_gbps or 2 * best.gbps
-    nbytes = goal * 1e9 / 8 * facts.round_trip_s / best.connections * _BUFFER_FACTOR
-    if not facts.window_bytes or not facts.window_bytes < nbytes < math.inf:
+    wanted = goal * 1e9 / 8 * facts.round_trip_s / best.connections * _BUFFER_FACTOR
+    if not facts.window_bytes or not facts.window_bytes < wanted < math.inf:
         return ()
+    nbytes = math.ceil(wanted / (1 << 20)) << 20
     return (
-        f"Or raise the last value of net.ipv4.tcp_wmem and net.ipv4.tcp_rmem to {nbytes:.0f} bytes "
+        f"Or raise the last value of net.ipv4.tcp_wmem and net.ipv4.tcp_rmem to {nbytes} bytes "
         f"on both hosts, with which {best.connections} connections can carry {rate_text(goal)}: "
         "rate x round trip / connections, twice for the kernel's bookkeeping.",
     )
 
 
 def _loss_advice(facts: PathFacts) -> tuple[str, ...]:
-    if not facts.lost_segments:
+    if not facts.lost_segments or facts.round_trip_s < _LOSS_ROUND_TRIP_S:
         return ()
     load = "" if facts.bbr else "load BBR (modprobe tcp_bbr) and "
-    text = (
-        f"{facts.lost_segments} segments were lost: {load}set "
-        "net.ipv4.tcp_congestion_control = bbr on both hosts, since BBR tolerates loss better."
+    return (
+        f"TCP resent {facts.lost_segments} lost segments: {load}set "
+        "net.ipv4.tcp_congestion_control = bbr on both hosts, since BBR tolerates loss better.",
     )
-    return (text[0].upper() + text[1:],)
 
 
 def _tls_outlook(facts: PathFacts, best: MeasuredRate) -> tuple[str, ...]:
