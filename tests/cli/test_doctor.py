@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.measure.path_check import MOST_BYTES
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import server_context
-from prfaas.transport.listener import Listener
+from prfaas.transport.listener import Listener, ListenerOptions
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]
@@ -46,6 +47,10 @@ def test_help_names_the_limits(prfaas: Run) -> None:
     assert shown.code == 0
     for limit in ("link ", "round trip ", "cores ", "TLS ", "unclear "):
         assert f"\n    {limit}" in shown.out, limit
+    assert f"at most {MOST_BYTES >> 20} MiB" in shown.out
+    per_minute = ListenerOptions().measure_bytes_per_minute
+    assert f"{per_minute >> 30} GiB per minute" in " ".join(shown.out.split())
+    assert 2 * MOST_BYTES < per_minute
 
 
 @pytest.mark.parametrize(

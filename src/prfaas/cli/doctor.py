@@ -372,8 +372,8 @@ def _rate_table(found: PathReport) -> Table:
     table = Table(title="measured rates", title_justify="left", caption_justify="left")
     if found.host is not None:
         table.caption = (
-            "This host alone: over loopback, with both ends on its cores and no network. "
-            "Per core: bytes that one core sends / receives."
+            "This host alone: measured on this host only, over loopback, with both ends on its "
+            "cores. Per core: what one core sends / receives."
         )
     table.add_column("")
     for column in ("connections", "Gbit/s", "GB/s", "retransmitted", "GB/s per core"):

@@ -25,7 +25,7 @@ from prfaas.transport.messages import HELLO
 
 # A listener accepts this many bytes per minute for path checks. A check uses less than half of
 # them, so that a second one is possible at once, after a change.
-_MOST_BYTES = ListenerOptions().measure_bytes_per_minute * 7 // 16
+MOST_BYTES = ListenerOptions().measure_bytes_per_minute * 7 // 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def check_path(
     seconds = max(seconds, min(LEAST_ROUND_TRIPS * report.round_trip_s, TIMEOUT_S))
     with RateSenders(processes_for(cores)) as senders:
         for count in connections:
-            load = Load(Address(*address), tls, count, seconds, _MOST_BYTES // len(connections))
+            load = Load(Address(*address), tls, count, seconds, MOST_BYTES // len(connections))
             try:
                 measured = senders.measure(load)
             except PeerError as error:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import select
+import ssl
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +33,7 @@ from prfaas.transport.meter import tcp_info
 _START_S = 30.0  # for a process to start on a busy machine
 _END_S = 5.0
 _MOST_LINE_BYTES = 1 << 20
+_MOST_AT_ONCE = 16  # connections that are being opened
 _UNLIMITED_BYTES = 1 << 60
 
 T = TypeVar("T")
@@ -182,7 +186,6 @@ class _Worker:
         self._clock = MonotonicClock()
         self._probes: list[Probe] = []
         self._frames: Frames | None = None
-        self._listener: Listener | None = None
 
     def do(self, job: Job) -> Answer:
         match job:
@@ -197,22 +200,25 @@ class _Worker:
 
     def _listen(self, job: ListenJob) -> Listening:
         options = ListenerOptions(measure_bytes_per_minute=_UNLIMITED_BYTES)
-        tls = None
-        if job.tls is not None:
-            context = server_context(Path(job.tls.ca), Path(job.tls.cert), Path(job.tls.key))
-            tls = lambda: context  # noqa: E731
-        self._listener = Listener(options=options, tls=tls)
-        return Listening(*self._listener.address)
+        tls = None if job.tls is None else _server_tls(job.tls)
+        return Listening(*Listener(options=options, tls=tls).address)  # until this process ends
 
     def _connect(self, job: ConnectJob) -> Connected:
+        self.close_probes()  # of a measurement for which another process could not connect
         tls = None
         if job.tls is not None:
             tls = client_context(Path(job.tls.ca), Path(job.tls.cert), Path(job.tls.key))
         self._frames = self._frames or Frames()
-        for _ in range(job.connections):
-            self._probes.append(Probe((job.host, job.port), tls, self._clock))
-            self._probes[-1].handshake()
-            self._probes[-1].ping()  # the listener then knows the connection for a path check
+
+        def open_probe(_: int) -> None:
+            probe = Probe((job.host, job.port), tls, self._clock)
+            self._probes.append(probe)
+            probe.handshake()
+            probe.ping()  # the listener then knows the connection for a path check
+
+        # Side by side: one after another would take several round trips for each connection.
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+            list(threads.map(open_probe, range(job.connections)))  # raises the first error
         return Connected()
 
     def _send(self, job: SendJob) -> Sent:
@@ -248,6 +254,11 @@ class _Worker:
     def close_probes(self) -> None:
         while self._probes:
             self._probes.pop().close()
+
+
+def _server_tls(files: TlsPaths) -> Callable[[], ssl.SSLContext]:
+    context = server_context(Path(files.ca), Path(files.cert), Path(files.key))
+    return lambda: context
 
 
 def main() -> None:
