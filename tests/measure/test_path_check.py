@@ -159,9 +159,9 @@ class _SmallBuffers(Conditions):
 
 @pytest.mark.slow
 def test_the_round_trip_is_the_limit() -> None:
-    """A window in 200 ms: every host is more than five times as fast."""
+    """A window in 100 ms: every host is more than five times as fast."""
     window_bytes = check(free_address()).window_bytes
-    conditions = _SmallBuffers(rtt_s=0.2, window_bytes=window_bytes or 0)
+    conditions = _SmallBuffers(rtt_s=0.1, window_bytes=window_bytes or 0)
     with listening_elsewhere() as target, relay_to(target, conditions) as address:
         found = check(address, connections=(1, 4), seconds=1.0, host_alone=True)
     assert found.limit is not None
@@ -181,7 +181,7 @@ def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
         "software": HELLO.software,
         "round_trip_s": 0.001,
         "path_mtu_bytes": 1500,
-        "rates": (MeasuredRate(1, 1.0, 0),),
+        "rates": (MeasuredRate(1, 1.0, 0, seconds=1.0, warmed_up=True, processes=1),),
         "congestion_controls": ("cubic", "bbr"),
     }
 

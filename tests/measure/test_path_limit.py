@@ -12,10 +12,13 @@ from prfaas.measure.rates import MeasuredRate
 MIB = 1 << 20
 
 
-def rates(*gbps: float, lost: int | None = 0, seconds: float = 1.0) -> tuple[MeasuredRate, ...]:
+def rates(
+    *gbps: float, lost: int | None = 0, seconds: float = 1.0, warmed_up: bool = True
+) -> tuple[MeasuredRate, ...]:
     """With 1, 2, 4, ... connections."""
     return tuple(
-        MeasuredRate(1 << index, rate, lost, seconds=seconds) for index, rate in enumerate(gbps)
+        MeasuredRate(1 << index, rate, lost, seconds, warmed_up, processes=1)
+        for index, rate in enumerate(gbps)
     )
 
 
@@ -95,6 +98,14 @@ FAR = replace(USUAL, round_trip_s=0.06)
         pytest.param(
             replace(FAR, rates=rates(0.5, 1, 2, 4, seconds=0.1)), "unclear", id="two round trips"
         ),
+        pytest.param(
+            replace(FAR, rates=rates(0.5, 1, 2, 4, warmed_up=False)), "unclear", id="slow start"
+        ),
+        pytest.param(
+            replace(USUAL, round_trip_s=1e-4, rates=rates(10, 10, warmed_up=False)),
+            "link",
+            id="slow start takes no time",
+        ),
     ],
 )
 def test_which_limit_binds(facts: PathFacts, limit: str) -> None:
@@ -119,7 +130,7 @@ def test_which_limit_binds(facts: PathFacts, limit: str) -> None:
         (replace(USUAL, with_tls=True, rates=rates(7, 7, 6, 6)), "more cores"),
         (replace(USUAL, host_clear_gbps=None), "without --path-only"),
         (replace(USUAL, rates=rates(10)), "--connections 1,2,4,8"),
-        (replace(FAR, rates=rates(0.5, 1, 2, 4, seconds=0.1)), "Measure longer"),
+        (replace(FAR, rates=rates(0.5, 1, 2, 4, seconds=0.1)), "one number of connections at"),
     ],
 )
 def test_what_to_change(facts: PathFacts, expected: str) -> None:
@@ -160,6 +171,7 @@ measured_rates = st.lists(
         number,
         st.none() | st.integers(0, 1 << 40),
         number,
+        st.booleans(),
         st.integers(1, 16),
     ),
     max_size=6,

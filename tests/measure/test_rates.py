@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -32,22 +33,23 @@ def test_shares_of_a_load(connections: int, processes: int, nbytes: int) -> None
     assert nbytes - len(shares) < sum(share.nbytes for share in shares) <= nbytes
 
 
-def test_the_rate_counts_from_the_first_acknowledgement() -> None:
-    first = Delivery(began_s=0.0, nbytes=1_000, last_s=3.0, first_bytes=200, first_s=1.0)
-    second = Delivery(began_s=0.0, nbytes=500, last_s=2.0, first_bytes=100, first_s=1.5)
-    gbps, seconds = summarise([first, second])
+def delivery(nbytes: int, last_s: float, base_bytes: int, base_s: float) -> Delivery:
+    return Delivery(0.0, nbytes, last_s, base_bytes, base_s, warmed_up=True)
+
+
+def test_the_rate_counts_after_the_warm_up() -> None:
+    gbps, seconds = summarise([delivery(1_000, 3.0, 200, 1.0), delivery(500, 2.0, 100, 1.5)])
     assert seconds == 2.0
     assert gbps == pytest.approx((800 + 400) * 8 / 2.0 / 1e9)
 
 
 def test_one_acknowledgement_counts_from_the_beginning() -> None:
-    only = Delivery(began_s=0.0, nbytes=1_000, last_s=2.0, first_bytes=1_000, first_s=2.0)
+    only = delivery(1_000, 2.0, 1_000, 2.0)
     assert summarise([only]) == (pytest.approx(1_000 * 8 / 2.0 / 1e9), 2.0)
 
 
 def test_nothing_has_arrived() -> None:
-    nothing = Delivery(began_s=1.0, nbytes=0, last_s=1.0, first_bytes=0, first_s=1.0)
-    assert summarise([]) == summarise([nothing]) == (0.0, 0.0)
+    assert summarise([]) == summarise([delivery(0, 0.0, 0, 0.0)]) == (0.0, 0.0)
 
 
 def test_frames_grow_with_the_bytes_delivered() -> None:
@@ -79,7 +81,9 @@ def test_several_processes_send_no_more_than_they_may() -> None:
         broken = Load(HERE, None, 2, 1.0, 1 << 20)
         with pytest.raises(PeerError, match="refused"):
             senders.measure(broken)
-        assert senders.measure(load).nbytes > 0  # the processes can still be used
+        # The processes can still be used. These loads end before the warm-up, or have none.
+        assert not senders.measure(replace(load, warm_up_s=PATIENCE_S)).rate.warmed_up
+        assert senders.measure(replace(load, warm_up_s=0.0)).rate.warmed_up
 
 
 def test_a_process_that_dies_is_an_error() -> None:

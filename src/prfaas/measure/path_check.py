@@ -15,7 +15,7 @@ from prfaas.config.address import Address
 from prfaas.errors import PeerError, WireError
 from prfaas.measure.cores import usable_cores
 from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host, processes_for
-from prfaas.measure.path_limit import LEAST_ROUND_TRIPS, PathFacts, PathLimit, find_limit
+from prfaas.measure.path_limit import WARM_UP_ROUND_TRIPS, PathFacts, PathLimit, find_limit
 from prfaas.measure.path_probe import TIMEOUT_S, Probe
 from prfaas.measure.rate_process import TlsPaths
 from prfaas.measure.rates import Load, MeasuredRate, RateSenders
@@ -75,8 +75,9 @@ def check_path(
     host_alone: bool = False,
     step: Callable[[], None] = lambda: None,
 ) -> PathReport:
-    """Checks the path to a listener. Takes about `seconds` for each number of connections. With
-    `host_alone` it also measures what this host can do without the network."""
+    """Checks the path to a listener. Takes about `seconds` for each number of connections, and at
+    least 20 round trips. With `host_alone` it also measures what this host can do without the
+    network."""
     report = PathReport(
         str(Address(*address)),
         reachable=False,
@@ -89,10 +90,17 @@ def check_path(
         return report
     assert report.round_trip_s is not None
     cores = usable_cores()
-    seconds = max(seconds, min(LEAST_ROUND_TRIPS * report.round_trip_s, TIMEOUT_S))
+    warm_up_s = min(WARM_UP_ROUND_TRIPS * report.round_trip_s, TIMEOUT_S)
     with RateSenders(processes_for(cores)) as senders:
         for count in connections:
-            load = Load(Address(*address), tls, count, seconds, MOST_BYTES // len(connections))
+            load = Load(
+                Address(*address),
+                tls,
+                count,
+                max(seconds, 2 * warm_up_s),
+                MOST_BYTES // len(connections),
+                warm_up_s,
+            )
             try:
                 measured = senders.measure(load)
             except PeerError as error:

@@ -25,8 +25,10 @@ _HELPS = 1.3  # more connections help when twice as many carry at least this muc
 # A connection carries from this to that many windows per round trip. The kernel counts its own
 # bookkeeping as part of a buffer, and buffers between the ends add to the window.
 _LEAST_WINDOWS, _MOST_WINDOWS = 0.25, 2.0
-# In fewer round trips a connection may not have reached its rate yet (slow start).
-LEAST_ROUND_TRIPS = 5.0
+# A connection finds its rate in about so many round trips: slow start begins with 15 KB and doubles
+# them in each one. Then the rate is measured over as many.
+WARM_UP_ROUND_TRIPS = 10
+_LEAST_ROUND_TRIPS = 3  # in fewer, the rate depends on when the last acknowledgements came
 _SHORT_ROUND_TRIP_S = 0.001  # below this a measurement of any length has enough of them
 _LOSS_ROUND_TRIP_S = 0.002  # below this a lost segment is repaired at once
 _BUFFER_FACTOR = 2  # the kernel reserves about half of a buffer for its own bookkeeping
@@ -93,15 +95,17 @@ class PathLimit:
 def find_limit(facts: PathFacts) -> PathLimit:
     best = facts.best
     if best is None:
-        return PathLimit("unclear", "No bytes arrived in the measured time.", _MEASURE_LONGER)
+        return PathLimit(
+            "unclear", "No bytes arrived in the measured time.", ("Measure longer with --seconds.",)
+        )
     own, gain = facts.host_gbps, facts.gain
     if _too_short(facts, best):
         return _unclear(
             facts,
             best,
-            f"The measurement of {best.seconds:.2f} s covers only "
-            f"{best.seconds / facts.round_trip_s:.1f} round trips, in which a connection may not "
-            "have reached its rate.",
+            f"The path carries {rate_text(best.gbps)} or more: the bytes that a check may send "
+            f"were used up after {best.seconds:.2f} s, before TCP found the rate of the path, whose round "
+            f"trip is {facts.round_trip_s * 1e3:.1f} ms.",
             *_MEASURE_LONGER,
         )
     if own is not None and best.gbps >= _NEAR * own:
@@ -135,7 +139,10 @@ def find_limit(facts: PathFacts) -> PathLimit:
     )
 
 
-_MEASURE_LONGER = ("Measure longer with --seconds, and one number of connections at a time.",)
+_MEASURE_LONGER = (
+    "Measure one number of connections at a time, for example --connections 8, since all numbers "
+    "share the bytes that a check may send.",
+)
 
 
 def rate_text(gbps: float) -> str:
@@ -156,8 +163,7 @@ def enough_connections(rates: tuple[MeasuredRate, ...]) -> MeasuredRate | None:
 def _too_short(facts: PathFacts, best: MeasuredRate) -> bool:
     if facts.round_trip_s < _SHORT_ROUND_TRIP_S:
         return False
-    # The rate is measured from the first acknowledgement on, which takes one round trip.
-    return best.seconds < (LEAST_ROUND_TRIPS - 2) * facts.round_trip_s
+    return not best.warmed_up or best.seconds < _LEAST_ROUND_TRIPS * facts.round_trip_s
 
 
 def _host_bound(facts: PathFacts, best: MeasuredRate, own: float) -> PathLimit:

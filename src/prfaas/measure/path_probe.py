@@ -53,8 +53,10 @@ class Delivery:
     began_s: float
     nbytes: int  # acknowledged
     last_s: float  # when the last acknowledgement came
-    first_bytes: int  # of the first acknowledgement
-    first_s: float
+    # The rate counts from here: the first acknowledgement after the warm-up, or the first one.
+    base_bytes: int
+    base_s: float
+    warmed_up: bool  # whether an acknowledgement came after the warm-up
 
 
 class Frames:
@@ -79,12 +81,14 @@ class Frames:
 class _Tally:
     """Counts what one connection has sent and what the listener has acknowledged, in order."""
 
-    def __init__(self, began_s: float) -> None:
+    def __init__(self, began_s: float, warm_up_s: float) -> None:
         self.began_s = began_s
         self.in_flight = 0
         self.acknowledged = 0
         self._sent: deque[int] = deque()
-        self._first = (0, began_s)
+        self._warm_s = began_s + warm_up_s
+        self._warmed_up = False
+        self._base = (0, began_s)
         self._last_s = began_s
 
     def may_send(self, nbytes: int) -> bool:
@@ -100,13 +104,15 @@ class _Tally:
             raise WireError("the receiver acknowledged frames that were not sent")
         nbytes = sum(self._sent.popleft() for _ in range(frames))
         self.in_flight -= nbytes
-        if self.acknowledged == 0:
-            self._first = (nbytes, now)
+        is_first = self.acknowledged == 0
         self.acknowledged += nbytes
         self._last_s = now
+        if is_first or (not self._warmed_up and now >= self._warm_s):
+            self._base = (self.acknowledged, now)
+        self._warmed_up = now >= self._warm_s
 
     def delivery(self) -> Delivery:
-        return Delivery(self.began_s, self.acknowledged, self._last_s, *self._first)
+        return Delivery(self.began_s, self.acknowledged, self._last_s, *self._base, self._warmed_up)
 
 
 class Probe:
@@ -154,10 +160,12 @@ class Probe:
         self._send(encode_message(Kind.MEASURE))
         self._receive()
 
-    def send_for(self, seconds: float, allowance: Allowance, frames: Frames) -> Delivery:
+    def send_for(
+        self, seconds: float, warm_up_s: float, allowance: Allowance, frames: Frames
+    ) -> Delivery:
         """Sends as fast as possible until the time is over or the allowance is used up. Counts the
-        bytes that are acknowledged within the time."""
-        tally = _Tally(self._clock.now())
+        bytes that are acknowledged within the time, which includes the warm-up."""
+        tally = _Tally(self._clock.now(), warm_up_s)
         until_s = tally.began_s + seconds
         self.channel.until_s = until_s + TIMEOUT_S  # also for a frame that is being sent then
         allowed = True

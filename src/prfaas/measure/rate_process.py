@@ -70,6 +70,7 @@ class SendJob(msgspec.Struct, frozen=True, tag="send"):
     """Send on all connections, until the time is over or the bytes are used up. Close them."""
 
     seconds: float
+    warm_up_s: float
     nbytes: int
 
 
@@ -228,7 +229,7 @@ class _Worker:
 
         def run(index: int, probe: Probe) -> None:
             try:
-                results[index] = probe.send_for(job.seconds, allowance, frames)
+                results[index] = probe.send_for(job.seconds, job.warm_up_s, allowance, frames)
             except PeerError as error:
                 results[index] = error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from prfaas.config.address import Address
@@ -28,20 +28,22 @@ class MeasuredRate:
     connections: int
     gbps: float  # 10^9 bits per second
     retransmitted_segments: int | None  # None where the platform does not report it
-    seconds: float = 1.0  # how long the measurement was
-    processes: int = 1  # that sent
+    seconds: float  # over which the rate was measured, without the warm-up
+    warmed_up: bool  # False when all bytes were used up before the end of the warm-up
+    processes: int  # that sent
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """How much to send, and where. The measurement ends when the time is over or the bytes are
-    used up."""
+    used up. The rate counts after the warm-up, in which TCP finds out what the path carries."""
 
     address: Address
     tls: TlsPaths | None
     connections: int
-    seconds: float
+    seconds: float  # with the warm-up
     nbytes: int
+    warm_up_s: float = 0.0
 
 
 class Measured(NamedTuple):
@@ -76,7 +78,7 @@ class RateSenders:
             process.tell(ConnectJob(host, port, share.tls, share.connections))
         _collect(used, Connected, _SETUP_STEPS * TIMEOUT_S * max(s.connections for s in shares))
         for process, share in zip(used, shares, strict=True):
-            process.tell(SendJob(share.seconds, share.nbytes))
+            process.tell(SendJob(share.seconds, share.warm_up_s, share.nbytes))
         results = _collect(used, Sent, loads[0].seconds + 2 * TIMEOUT_S)
         deliveries = [delivery for result in results for delivery in result.deliveries]
         known = [
@@ -86,7 +88,12 @@ class RateSenders:
         ]
         gbps, seconds = summarise(deliveries)
         rate = MeasuredRate(
-            len(deliveries), gbps, sum(known) if known else None, seconds, len(used)
+            len(deliveries),
+            gbps,
+            sum(known) if known else None,
+            seconds,
+            warmed_up=all(delivery.warmed_up for delivery in deliveries),
+            processes=len(used),
         )
         return Measured(
             rate, sum(d.nbytes for d in deliveries), sum(result.cpu_s for result in results)
@@ -98,12 +105,10 @@ def split_load(load: Load, processes: int) -> list[Load]:
     count = max(1, min(processes, load.connections))
     each, more = divmod(load.connections, count)
     return [
-        Load(
-            load.address,
-            load.tls,
-            each + (index < more),
-            load.seconds,
-            load.nbytes * (each + (index < more)) // load.connections,
+        replace(
+            load,
+            connections=each + (index < more),
+            nbytes=load.nbytes * (each + (index < more)) // load.connections,
         )
         for index in range(count)
     ]
@@ -111,14 +116,13 @@ def split_load(load: Load, processes: int) -> list[Load]:
 
 def summarise(deliveries: Sequence[Delivery]) -> tuple[float, float]:
     """The rate of all connections together in 10^9 bits per second, and the seconds over which it
-    was measured: from the first acknowledgement to the last, since before the first one the path
-    was filling. Pure."""
+    was measured: from the first acknowledgement after the warm-up to the last one. Pure."""
     arrived = [delivery for delivery in deliveries if delivery.nbytes]
     if not arrived:
         return 0.0, 0.0
     last_s = max(delivery.last_s for delivery in arrived)
-    nbytes = sum(delivery.nbytes - delivery.first_bytes for delivery in arrived)
-    seconds = last_s - min(delivery.first_s for delivery in arrived)
+    nbytes = sum(delivery.nbytes - delivery.base_bytes for delivery in arrived)
+    seconds = last_s - min(delivery.base_s for delivery in arrived)
     if nbytes <= 0 or seconds <= 0:  # one acknowledgement for everything
         nbytes = sum(delivery.nbytes for delivery in arrived)
         seconds = last_s - min(delivery.began_s for delivery in arrived)
