@@ -69,7 +69,7 @@ def doctor() -> None:
     "--seconds",
     default=1.0,
     show_default=True,
-    help="Seconds to measure with each number of connections; at least 20 round trips are measured.",
+    help="Seconds to measure with each number of connections; at least 20 round trips.",
 )
 @click.option(
     "--path-only",

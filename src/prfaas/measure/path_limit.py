@@ -103,9 +103,9 @@ def find_limit(facts: PathFacts) -> PathLimit:
         return _unclear(
             facts,
             best,
-            f"The path carries {rate_text(best.gbps)} or more: the bytes that a check may send "
-            f"were used up after {best.seconds:.2f} s, before TCP found the rate of the path, whose round "
-            f"trip is {facts.round_trip_s * 1e3:.1f} ms.",
+            f"The path carries {rate_text(best.gbps)} or more: the measurement ended after "
+            f"{best.seconds:.2f} s, before TCP found the rate of the path, whose round trip is "
+            f"{facts.round_trip_s * 1e3:.1f} ms.",
             *_MEASURE_LONGER,
         )
     if own is not None and best.gbps >= _NEAR * own:
@@ -140,8 +140,8 @@ def find_limit(facts: PathFacts) -> PathLimit:
 
 
 _MEASURE_LONGER = (
-    "Measure one number of connections at a time, for example --connections 8, since all numbers "
-    "share the bytes that a check may send.",
+    "Measure one number of connections at a time, for example --connections 8 --seconds 10, since "
+    "all numbers share the bytes that a check may send.",
 )
 
 

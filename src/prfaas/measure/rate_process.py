@@ -109,15 +109,18 @@ class RateProcess:
     def __init__(self) -> None:
         # The same modules as in this process, wherever it found them.
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path},
-            process_group=0,  # Ctrl-C reaches only the command, which then ends this process
-        )
+        try:
+            self._errors = tempfile.TemporaryFile()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": path},
+                process_group=0,  # Ctrl-C reaches only the command, which then ends this process
+            )
+        except OSError as error:
+            raise PeerError(f"cannot start a process for the measurement: {error}") from None
         self._pending = b""
 
     @property
