@@ -174,6 +174,7 @@ def test_the_round_trip_is_the_limit() -> None:
         ({"software": "prfaas 99"}, "upgrade the older"),
         ({"congestion_controls": ("cubic",), "round_trip_s": 0.1}, "modprobe tcp_bbr"),
         ({"path_mtu_bytes": 576}, "unusually small"),
+        ({"load_per_core": 2.0}, "load average 2.0 per core"),
     ],
 )
 def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
@@ -181,6 +182,7 @@ def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
         "software": HELLO.software,
         "round_trip_s": 0.001,
         "path_mtu_bytes": 1500,
+        "load_per_core": 0.1,
         "rates": (MeasuredRate(1, 1.0, 0, seconds=1.0, warmed_up=True, processes=1),),
         "congestion_controls": ("cubic", "bbr"),
     }

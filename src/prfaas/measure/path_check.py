@@ -6,6 +6,7 @@ within a limit of bytes per minute, so the check needs no grant and the listener
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from prfaas.transport.messages import HELLO
 # A listener accepts this many bytes per minute for path checks. A check uses less than half of
 # them, so that a second one is possible at once, after a change.
 MOST_BYTES = ListenerOptions().measure_bytes_per_minute * 7 // 16
+_BUSY = 0.5  # processes that want to run, for each core, before the check
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class PathReport:
     congestion_controls: tuple[str, ...] = ()  # available in this host's kernel
     send_buffer_bytes: int | None = None  # maximum per connection in this host's kernel
     receive_buffer_bytes: int | None = None
+    load_per_core: float | None = None  # of the whole machine, before the check: load average
     host: HostRates | None = None  # this host alone; None: not measured
     limit: PathLimit | None = None
     advice: tuple[str, ...] = ()
@@ -84,6 +87,7 @@ def check_path(
         congestion_controls=tuple(_sysctl("net/ipv4/tcp_available_congestion_control").split()),
         send_buffer_bytes=_largest_buffer("net/ipv4/tcp_wmem"),
         receive_buffer_bytes=_largest_buffer("net/ipv4/tcp_rmem"),
+        load_per_core=_load_per_core(),
     )
     report = _check_connection(report, address, tls, clock)
     if report.problem is not None:
@@ -163,6 +167,11 @@ def _facts(report: PathReport, *, with_tls: bool) -> PathFacts:
 def suggest_fixes(report: PathReport) -> tuple[str, ...]:
     """Changes that are useful whatever limits the rate. Pure."""
     fixes = []
+    if report.load_per_core is not None and report.load_per_core > _BUSY:
+        fixes.append(
+            f"Other work used this host before the check (load average {report.load_per_core:.1f} "
+            "per core): the rates may be too low, so measure again while the host is idle."
+        )
     if report.software is not None and report.software != HELLO.software:
         fixes.append(
             f"The receiver runs {report.software}, this host runs {HELLO.software}: upgrade the "
@@ -181,6 +190,13 @@ def suggest_fixes(report: PathReport) -> tuple[str, ...]:
             "on the way."
         )
     return tuple(fixes)
+
+
+def _load_per_core() -> float | None:
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None
 
 
 def _largest_buffer(name: str) -> int | None:
