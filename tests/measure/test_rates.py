@@ -64,9 +64,9 @@ def test_an_allowance_is_not_exceeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 16)]
+    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)]
 )
-def test_each_end_has_half_of_the_cores(cores: float, processes: int) -> None:
+def test_each_end_has_as_many_processes_as_a_kvd(cores: float, processes: int) -> None:
     assert processes_for(cores) == processes
 
 

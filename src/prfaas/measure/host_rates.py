@@ -18,11 +18,11 @@ from prfaas.errors import InputError, PeerError
 from prfaas.measure.rate_process import Cpu, CpuJob, Listening, ListenJob, RateProcess, TlsPaths
 from prfaas.measure.rates import Load, RateSenders
 from prfaas.security.certificates import make_certificates
+from prfaas.transport.workers.pool import default_workers
 
 MOST_SECONDS = 0.5  # for each of the measurements
 MEASUREMENTS = 4  # in the clear and with TLS, with one and two connections for each process
 _MOST_BYTES = 8 << 30  # in each of them
-_MOST_PROCESSES = 16
 _ANSWER_S = 5.0
 
 
@@ -49,9 +49,8 @@ class HostRates:
 
 
 def processes_for(cores: float) -> int:
-    """How many processes send, and how many receive: an end has half of the cores, since on one
-    host both ends share them."""
-    return max(1, min(_MOST_PROCESSES, int(cores) // 2))
+    """How many processes send, and how many receive: as many as a kvd on this host has for it."""
+    return max(1, default_workers(cores))
 
 
 def measure_host(

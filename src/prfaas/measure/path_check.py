@@ -14,7 +14,7 @@ from pathlib import Path
 from prfaas.clock import Clock
 from prfaas.config.address import Address
 from prfaas.errors import PeerError, WireError
-from prfaas.measure.cores import usable_cores
+from prfaas.service.cores import usable_cores
 from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host, processes_for
 from prfaas.measure.path_limit import WARM_UP_ROUND_TRIPS, PathFacts, PathLimit, find_limit
 from prfaas.measure.path_probe import TIMEOUT_S, Probe

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost
 from prfaas.security.tls import TlsContents
+from prfaas.service.cores import usable_cores
 from prfaas.transport.workers.process import ANSWER_S, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -21,11 +21,11 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _STABLE_S = 30.0  # a worker that ran for this long is replaced at once
 
 
-def default_workers(cores: int | None = None) -> int:
+def default_workers(cores: float | None = None) -> int:
     """Half of the cores, because the engine and the kvd need some, too; none where that is one:
     a single worker is slower than the kvd itself."""
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    return min(MOST_WORKERS, cores // 2) if cores >= 4 else 0
+    cores = usable_cores() if cores is None else cores
+    return min(MOST_WORKERS, int(cores) // 2) if cores >= 4 else 0
 
 
 class WorkerPool:

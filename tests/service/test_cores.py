@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.measure.cores import cgroup_limit, usable_cores
+from prfaas.service.cores import cgroup_limit, usable_cores
 
 
 def write(root: Path, files: dict[str, str]) -> None:
