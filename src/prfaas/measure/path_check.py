@@ -14,13 +14,13 @@ from pathlib import Path
 from prfaas.clock import Clock
 from prfaas.config.address import Address
 from prfaas.errors import PeerError, WireError
-from prfaas.service.cores import usable_cores
 from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host, processes_for
 from prfaas.measure.path_limit import WARM_UP_ROUND_TRIPS, PathFacts, PathLimit, find_limit
 from prfaas.measure.path_probe import TIMEOUT_S, Probe
 from prfaas.measure.rate_process import TlsPaths
 from prfaas.measure.rates import Load, MeasuredRate, RateSenders
 from prfaas.security.tls import client_context
+from prfaas.service.cores import usable_cores
 from prfaas.transport.listener import ListenerOptions
 from prfaas.transport.messages import HELLO
 

@@ -175,8 +175,8 @@ def _host_bound(facts: PathFacts, best: MeasuredRate, own: float) -> PathLimit:
             f"{path}with TLS; this host alone reaches {rate_text(own)} with TLS and "
             f"{rate_text(clear)} in the clear.",
             (
-                "Give the kvds of both hosts more cores, and a worker process for every two of them "
-                "(kvd.workers), since encryption takes most of the time.",
+                "Give the kvds of both hosts more cores, and a worker process for every two of "
+                "them (kvd.workers), since encryption takes most of the time.",
                 "Or turn TLS off in the kvds where the network between the hosts is trusted or "
                 "encrypts by itself (MACsec, IPsec or WireGuard).",
                 *_connections_advice(facts),
