@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from prfaas.clock import Clock
-from prfaas.errors import PeerError, WireError
+from prfaas.errors import ConnectionLost, PeerError, WireError
 from prfaas.transport.buffers import DISCARDED, FileRange
 from prfaas.transport.channel import TICK_S, Channel, TimeLimit, shake_hands, shut_down
 from prfaas.transport.wire import (
@@ -128,6 +128,8 @@ class _Connection:
         self._granted = False  # the kvd has let a frame of this connection write to an arena
         orders.setblocking(True)
         channel.watch(orders)
+        self._has_order = select.poll()
+        self._has_order.register(orders, select.POLLIN)
 
     def run(self, side: str) -> None:
         self._report(Started())
@@ -183,10 +185,19 @@ class _Connection:
             readable = self._channel.wait(TICK_S)
             if self._orders.fileno() in readable:
                 self._send_bytes(self._next_order())
-            if self._channel.fileno() in readable and self._channel.receive_if_any(
-                head, wait=False
-            ):
-                self._receive_frame(head)
+            if self._channel.fileno() in readable:
+                try:
+                    arrived = self._channel.receive_if_any(head, wait=False)
+                except ConnectionLost:
+                    self._send_last_answers()
+                    raise
+                if arrived:
+                    self._receive_frame(head)
+
+    def _send_last_answers(self) -> None:
+        """The peer sends no more, but it may read the answers to its last frames."""
+        while self._has_order.poll(TICK_S * 1e3):
+            self._send_bytes(self._next_order())
 
     def _receive_frame(self, head: memoryview) -> None:
         header = parse_header(head)

@@ -29,7 +29,9 @@ from prfaas.transport.workers.messages import (
     socket_pair,
 )
 
-ANSWER_S = 10.0  # a worker that does not answer its main socket for this long is killed
+# A worker that does not answer its main socket for this long is killed. Senders give a transfer up
+# that is not opened within 10 s: it has to be opened by the next worker before.
+ANSWER_S = 5.0
 _REAP_S = 10.0
 # Mapped at the same time; a kvd has one for each form of the KV. Beyond that the oldest is unmapped
 # and a connection that has just named that one in an order breaks.
@@ -49,6 +51,7 @@ class WorkerProcess:
             except OSError:
                 self._main.close()
                 raise
+        self._answer_s = answer_s
         self._main.settimeout(answer_s)
         self._lock = threading.Lock()  # of the main socket: one order at a time
         self._credentials: TlsContents | None = None
@@ -164,7 +167,12 @@ class WorkerProcess:
             try:
                 answer = self._main.recv(PACKET_BYTES)
             except TimeoutError:  # also after a pause of this process, in which the answer has come
-                answer = self._main.recv(PACKET_BYTES, socket.MSG_DONTWAIT)
+                # Not MSG_DONTWAIT: Python waits for a socket with a timeout before it calls recv.
+                self._main.setblocking(False)
+                try:
+                    answer = self._main.recv(PACKET_BYTES)
+                finally:
+                    self._main.settimeout(self._answer_s)
             done: Done = read_done(answer)
         except (OSError, msgspec.MsgspecError) as error:
             self._popen.kill()
