@@ -20,8 +20,8 @@ from tests.faults.report import written
 
 T = TypeVar("T")
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
-# Of each connection of a link, in its kvd: itself, the pair that wakes its thread, and the socket to
-# the worker that moves its bytes. The worker has the other end, and the connection, too.
+# Of each connection of a link, in its kvd: itself, the pair that wakes its thread, and the socket
+# to the worker that moves its bytes. The worker has the other end, and the connection, too.
 LINK_SOCKETS, WORKER_SOCKETS = 4, 2
 EACH = 3  # long requests under way when a fault strikes, and as many short ones
 

@@ -259,9 +259,7 @@ def killing_workers(*pools: WorkerPool) -> Iterator[list[int]]:
     def kill() -> None:
         while not over.wait(0.05):
             for pid in {pid for pool in pools for pid in pool.pids}.difference(killed):
-                os.kill(
-                    pid, signal.SIGKILL
-                )  # a child that ended is not reaped before it is replaced
+                os.kill(pid, signal.SIGKILL)  # once: the id may be another process's later
                 killed.append(pid)
 
     thread = threading.Thread(target=kill)
