@@ -20,7 +20,9 @@ from tests.faults.report import written
 
 T = TypeVar("T")
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
-LINK_SOCKETS = 3  # of each connection of a link: itself, and the pair that wakes its thread
+# Of each connection of a link, in its kvd: itself, the pair that wakes its thread, and the socket
+# to the worker that moves its bytes. The worker has the other end, and the connection, too.
+LINK_SOCKETS, WORKER_SOCKETS = 4, 2
 EACH = 3  # long requests under way when a fault strikes, and as many short ones
 
 
@@ -59,7 +61,9 @@ async def sockets(deployment: FaultDeployment) -> dict[str, int]:
     for name in deployment.names:
         links = (await deployment.stats(name))["links"]
         assert len(links) < len(deployment.names), "at most one to each other host"
-        found[f"kvd-{name}"] -= LINK_SOCKETS * sum(link["connections"] for link in links)
+        connections = sum(link["connections"] for link in links)
+        found[f"kvd-{name}"] -= LINK_SOCKETS * connections
+        found[f"worker-{name}-0"] -= WORKER_SOCKETS * connections
     return found
 
 

@@ -45,6 +45,11 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
         assert not unwell.ok
 
 
+def test_a_soak_that_kills_workers_has_killed_some() -> None:
+    assert replace(WELL, killed_workers=3).ok
+    assert replace(WELL, killed_workers=0).problems == ["no worker was killed"]
+
+
 CALM = replace(WELL, verdicts={"right": 8, "left": 2}, faults={}, with_faults=False)
 SEEN = ActorsReport(600.0, 0.2, {"tenant: x": DeedCounts(1, {"HTTP 400": 1})}, [])
 

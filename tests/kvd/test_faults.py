@@ -16,6 +16,7 @@ from prfaas.config.address import parse_address
 from prfaas.config.host import KvdTimeouts
 from prfaas.engine.emulated.content import Content
 from prfaas.errors import ConnectionLost, TransferFailed
+from prfaas.faults.worker_processes import children_of, send_signal
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
 from prfaas.transport.link import TransferLink
@@ -93,6 +94,35 @@ def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
         with pytest.raises(TransferFailed):
             decode.attach(grant.transfer_id)
         assert there.in_use() == (0, 0)
+
+
+@pytest.mark.slow
+def test_workers_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
+    """The kvds keep the state: the transfer goes on, and they replace their workers."""
+    one_worker = ("--set", "kvd.workers=1")
+    with (
+        kvd_process(tmp_path, *one_worker, name="p") as here,
+        kvd_process(tmp_path, *one_worker, name="d") as there,
+        here.engine() as prefill,
+        there.engine() as decode,
+    ):
+        for seed, victims in enumerate(((here,), (there,), (here, there))):
+            prompt = prompt_of(TOKENS, seed)
+            grant, before = there.grant(prompt), there.received_bytes()
+            lease = begun(prefill.begin(names(prompt), TOKENS, grant=grant))
+            fill(lease, prompt, stop=16)
+            wait_until(lambda before=before: there.received_bytes() > before)
+            killed = [pid for host in victims for pid in children_of(host.process.pid)]
+            assert len(killed) == len(victims)
+            send_signal(killed, signal.SIGKILL)
+            fill(lease, prompt)
+            lease.commit()
+            assert there.settled(grant)["state"] == "committed"
+            with decode.attach(grant.transfer_id) as state:
+                assert_holds(state, prompt, TOKENS)
+            for host in (here, there):
+                wait_until(lambda host=host: len(children_of(host.process.pid)) == 1)
+        wait_until(lambda: here.in_use() == there.in_use() == (0, 0))
 
 
 def test_receiver_restarted(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.kvd.fuzz.data_port import fuzz_data_port
 from tests.kvd.fuzz.in_process import fuzz_in_process
 from tests.kvd.fuzz.sockets import fuzz_sockets
 
@@ -14,9 +17,19 @@ def test_mutated_messages_in_process_leave_nothing() -> None:
         assert outcome.answers[reached] > 20, outcome
 
 
-def test_mutated_messages_over_sockets_leave_nothing() -> None:
-    outcome = fuzz_sockets(600, seed=1)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_mutated_messages_over_sockets_leave_nothing(workers: int) -> None:
+    outcome = fuzz_sockets(600, seed=1, workers=workers)
     assert outcome.messages >= 600
     assert outcome.cut > outcome.connections // 4
     for reached in ("LeaseTicket", "Done", "Refused", "HTTP 200", "HTTP 400"):
+        assert outcome.answers[reached] > 10, outcome
+
+
+@pytest.mark.slow
+def test_mutated_frames_to_a_data_port_with_a_worker_leave_nothing() -> None:
+    outcome = fuzz_data_port(1_000, seed=1)
+    assert outcome.frames >= 1_000
+    assert outcome.committed and outcome.hand_overs
+    for reached in ("WELCOME", "OPENED", "NACK"):
         assert outcome.answers[reached] > 10, outcome

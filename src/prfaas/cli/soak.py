@@ -63,6 +63,14 @@ _OPTIONS = SoakOptions()
     help="Seconds from one fault to the next.",
 )
 @click.option(
+    "--kill-workers",
+    "kill_workers_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Kill all worker processes of all kvds at this interval, also with --no-faults.  "
+    "[default: only faults strike workers]",
+)
+@click.option(
     "--seed", default=_OPTIONS.seed, show_default=True, help="Seed of the traffic and the faults."
 )
 @click.option(
@@ -88,6 +96,7 @@ def soak(
     hostile: bool,
     actors: tuple[ActorName, ...],
     fault_every_s: float,
+    kill_workers_s: float | None,
     seed: int,
     file: Path,
     out: Path | None,
@@ -95,9 +104,9 @@ def soak(
 ) -> None:
     """Serve mixed traffic while a fault strikes every few seconds, and check every answer.
 
-    The faults: processes are killed and frozen; the WAN is cut, slowed and damages bytes; memory
-    and disks are full; wall clocks jump. The deployment: one PrfaaS node, one prefill node, two
-    decode nodes, two gateways.
+    The faults: processes, also the workers of kvds, are killed and frozen; the WAN is cut, slowed
+    and damages bytes; memory and disks are full; wall clocks jump. The deployment: one PrfaaS node,
+    one prefill node, two decode nodes, two gateways; each kvd has one worker.
 
     Three tenants send the traffic. With --hostile, a fourth tenant, fake kvds with a stolen member
     key and a peer kvd attack the gateways and the kvds meanwhile (docs/faults.md). Compare the
@@ -112,6 +121,7 @@ def soak(
       prfaas soak --minutes 3
       prfaas soak --minutes 30 --engine hf --out soak.json
       prfaas soak --minutes 15 --no-faults --hostile
+      prfaas soak --minutes 3 --no-faults --kill-workers 10
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,6 +136,7 @@ def soak(
         fault_every_s=fault_every_s,
         seed=seed,
         faults=faults,
+        kill_workers_s=kill_workers_s,
         actors=(actors or ACTORS) if hostile else (),
     )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)

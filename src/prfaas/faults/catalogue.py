@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
 from prfaas.faults.deployment import GATEWAYS, LOOK_S, FaultDeployment
 from prfaas.faults.questions import Verdict
+from prfaas.faults.worker_processes import send_signal
 
 Mend: TypeAlias = Callable[[], Awaitable[None]]
 Victim: TypeAlias = Callable[[FaultDeployment], Awaitable[str | None]]
@@ -75,6 +77,11 @@ async def awaiting(deployment: FaultDeployment) -> str | None:
     return None
 
 
+async def receiving(deployment: FaultDeployment) -> str | None:
+    """A decode node that is receiving state which the kvd of the PrfaaS node is sending."""
+    return await awaiting(deployment) if await sending(deployment) is not None else None
+
+
 async def decoding(deployment: FaultDeployment) -> str | None:
     """A decode node that generates, and no longer holds the transferred state."""
     for name in await deployment.with_role("decode"):
@@ -121,6 +128,35 @@ async def frozen(deployment: FaultDeployment, name: str) -> Mend:
 
 async def kvd_frozen(deployment: FaultDeployment, name: str) -> Mend:
     return await frozen(deployment, f"kvd-{name}")
+
+
+async def workers_killed(deployment: FaultDeployment, name: str) -> Mend:
+    return _signalled_workers(deployment, name, signal.SIGKILL)
+
+
+async def workers_frozen(deployment: FaultDeployment, name: str) -> Mend:
+    return _signalled_workers(deployment, name, signal.SIGSTOP)
+
+
+def _signalled_workers(deployment: FaultDeployment, name: str, number: signal.Signals) -> Mend:
+    """Nothing is repaired from outside: the kvd kills workers that hang, and replaces them."""
+    struck = deployment.workers(name)
+    if not struck:
+        raise PeerError(f"{name}: the kvd has no workers at the moment")
+    send_signal(struck, number)
+
+    async def replaced() -> bool:
+        now = deployment.workers(name)
+        return len(now) >= len(struck) and not set(now) & set(struck)
+
+    async def wait_until_replaced() -> None:
+        try:
+            await deployment.until(replaced)
+        finally:
+            # A kvd that was killed meanwhile leaves its stopped workers behind.
+            send_signal(struck, signal.SIGKILL)
+
+    return wait_until_replaced
 
 
 async def wan_out(deployment: FaultDeployment, name: str) -> Mend:
@@ -252,6 +288,14 @@ FAULTS = (
         crawls=True,
     ),
     Fault("prefill-kvd-killed", "kvd of the PrfaaS node killed", "far", prefilling, kvd_killed),
+    Fault(
+        "prefill-worker-killed",
+        "worker of the PrfaaS node's kvd killed in mid-transfer",
+        "far",
+        sending,
+        workers_killed,
+        crawls=True,
+    ),
     Fault("prefill-hangs", "PrfaaS node hangs", "far", prefilling, frozen, lasts_s=15.0),
     Fault(
         "decode-killed-waiting",
@@ -271,6 +315,22 @@ FAULTS = (
         tokens=STREAMED_TOKENS,
     ),
     Fault("decode-kvd-killed", "kvd of a decode node killed", "decode", awaiting, kvd_killed),
+    Fault(
+        "decode-worker-killed",
+        "worker of a decode node's kvd killed in mid-transfer",
+        "decode",
+        receiving,
+        workers_killed,
+        crawls=True,
+    ),
+    Fault(
+        "decode-worker-hangs",
+        "worker of a decode node's kvd hangs in mid-transfer",
+        "decode",
+        receiving,
+        workers_frozen,
+        crawls=True,
+    ),
     Fault(
         "decode-hangs",
         "decode node hangs",

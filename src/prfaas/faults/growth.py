@@ -81,9 +81,10 @@ def growing_processes(growth: Mapping[str, Growth]) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    """Names of kvds, gateways and relays begin with their kind; an engine has its node's name."""
+    """Names of kvds, their workers, gateways and relays begin with their kind; an engine has its
+    node's name."""
     first = name.partition("-")[0]
-    return first if first in ("kvd", "gateway", "wan") else "node"
+    return first if first in ("kvd", "worker", "gateway", "wan") else "node"
 
 
 def _growth(run: Sequence[tuple[float, ResourceUsage]]) -> Growth:

@@ -31,6 +31,7 @@ HF = Lengths(short=100, long=2_500)
 MAX_TOKENS = 131_072  # context length: a hostile tenant sends prompts of this length
 MEMORY = "64MiB"  # of each kvd: small enough to fill, larger than the transfers in flight
 SSD_SIZE = "64MiB"
+WORKERS = 1  # of each kvd: faults strike workers, too, and there are few cores
 
 
 def prepare_fault_deployment(
@@ -47,9 +48,13 @@ def prepare_fault_deployment(
         deployment, file = tiny_deployment(cache, options, say)
         lengths = HF
     ready = prepare_launch(_one_and_three(deployment, lengths), file, options, folder)
-    return LaunchPlan(
-        ready.deployment, replace(ready.engines, memory=MEMORY, ssd_size=SSD_SIZE)
-    ), lengths
+    engines = replace(
+        ready.engines,
+        memory=MEMORY,
+        ssd_size=SSD_SIZE,
+        options=[*ready.engines.options, "--set", f"kvd.workers={WORKERS}"],
+    )
+    return LaunchPlan(ready.deployment, engines), lengths
 
 
 def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -33,6 +34,7 @@ from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, growing_processes
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
+from prfaas.faults.worker_processes import send_signal
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
@@ -68,6 +70,7 @@ class SoakOptions:
     shared: float = 0.3  # share of conversations that share their salt, so that they find caches
     seed: int = 0
     faults: bool = True
+    kill_workers_s: float | None = None  # between two kills of all workers of all kvds
     actors: Sequence[ActorName] = ()  # hostile actors that run beside the ordinary tenants
     conversations: int = 12  # different ones; a single node computes their answers first
 
@@ -85,6 +88,7 @@ class SoakCounts:
     unmended: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    killed_workers: int = 0  # beside those of faults
     ttfts_s: list[float] = field(default_factory=list)  # of streamed answers
 
 
@@ -125,6 +129,7 @@ class SoakReport:
     with_faults: bool = True
     ttft: Ttft | None = None
     actors: ActorsReport | None = None  # of a soak with hostile actors
+    killed_workers: int | None = None  # of a soak that kills workers beside the faults
 
     @property
     def ok(self) -> bool:
@@ -143,6 +148,7 @@ class SoakReport:
                 name for name, (then, now) in self.sockets.items() if now - then > REST_SOCKETS
             ],
             "no fault has struck": self.with_faults and not self.faults,
+            "no worker was killed": self.killed_workers == 0,
             # Without faults, nothing excuses a request that was not answered.
             "requests are lost": not self.with_faults and self.verdicts.keys() - _UNHARMED,
         }
@@ -197,11 +203,15 @@ class Soak:
             began_s = deployment.clock.now()
             until_s = began_s + options.seconds
             every = f"a fault every {options.fault_every_s:g} s" if options.faults else "no faults"
+            if options.kill_workers_s is not None:
+                every += f", all workers of kvds killed every {options.kill_workers_s:g} s"
             self._say(f"{options.seconds:.0f} s of traffic, {every}")
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._traffic(conversations, until_s))
                 if options.faults:
                     group.create_task(self._faults(until_s))
+                if options.kill_workers_s is not None:
+                    group.create_task(self._kill_workers(options.kill_workers_s, until_s))
                 group.create_task(self._watch(until_s))
             seconds = deployment.clock.now() - began_s
             seen = await self._seen(actors)
@@ -235,6 +245,7 @@ class Soak:
             options.faults,
             Ttft.of(counts.ttfts_s),
             seen,
+            None if options.kill_workers_s is None else counts.killed_workers,
         )
 
     async def _seen(self, actors: ActorsProcess | None) -> ActorsReport | None:
@@ -357,6 +368,18 @@ class Soak:
         finally:
             self._mending[fault.part] -= 1
 
+    async def _kill_workers(self, every_s: float, until_s: float) -> None:
+        """Costs no request: the link sends again what was not acknowledged. So this is not a fault
+        that excuses one, and it does not wait until another fault is repaired."""
+        deployment = self._deployment
+        next_s = deployment.clock.now() + every_s
+        while next_s < until_s:
+            await asyncio.sleep(max(0.0, next_s - deployment.clock.now()))
+            next_s += every_s
+            pids = [pid for name in deployment.names for pid in deployment.workers(name)]
+            send_signal(pids, signal.SIGKILL)
+            self._counts.killed_workers += len(pids)
+
     def _nodes(self, part: Part) -> list[str]:
         """Nodes that a fault of this part puts out of use. Other nodes may be out of use for
         another reason."""
@@ -377,17 +400,21 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
     async def _rest(self, before: Mapping[str, ResourceUsage]) -> dict[str, tuple[int, int]]:
-        """Sockets of every process before and after the traffic. Waits up to `REST_S` until no
-        process has more than before."""
+        """Sockets of every process before and after the traffic. Waits up to `REST_S` until all
+        processes run again, and none of them has more sockets than before."""
         now: dict[str, tuple[int, int]] = {}
 
         async def rested() -> bool:
+            now.clear()
             for name, one in measure_usage(self._deployment.processes).items():
-                now[name] = (before[name].sockets, one.sockets)
-            return all(last <= first for first, last in now.values())
+                now[name] = (before[name].sockets if name in before else 0, one.sockets)
+            return before.keys() <= now.keys() and all(last <= then for then, last in now.values())
 
         with suppress(TimeoutError):
             await self._deployment.until(rested, REST_S)
+        self._counts.unmended += [
+            f"end of the run: {name} does not run" for name in before.keys() - now.keys()
+        ]
         return now
 
     def _sample(self) -> Sample:

@@ -1,7 +1,8 @@
 """python -m tests.kvd.fuzz [MESSAGES [SOCKET_MESSAGES [SEED [CASE]]]]
 
-MESSAGES in process, on all cores, in cases that a failure names, and SOCKET_MESSAGES to a kvd's
-process. With CASE, MESSAGES go to the cases from that one on, on one core.
+MESSAGES in process, on all cores, in cases that a failure names. SOCKET_MESSAGES to processes: a
+third to a kvd, a third to a kvd with a worker, and a third, frames, to the data port of such a kvd.
+With CASE, MESSAGES go to the cases from that one on, on one core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 
 from prfaas.display.console import progress_bar
 from tests.kvd.fuzz.cores import fuzz_on_all_cores
+from tests.kvd.fuzz.data_port import fuzz_data_port
 from tests.kvd.fuzz.in_process import fuzz_in_process
 from tests.kvd.fuzz.sockets import fuzz_sockets
 
@@ -31,14 +33,29 @@ def main(messages: int, socket_messages: int, seed: int, case: int | None) -> No
             seed,
             time.monotonic() - started_s,
         )
-    started_s = time.monotonic()
-    if socket_messages:
-        with progress_bar("kvd messages over sockets", socket_messages) as show:
-            sent = fuzz_sockets(socket_messages, seed, show=show)
+    third = -(-socket_messages // 3)
+    for workers in (0, 1) if third else ():
+        started_s = time.monotonic()
+        with progress_bar("kvd messages over sockets", third) as show:
+            sent = fuzz_sockets(third, seed, workers=workers, show=show)
         _say(
-            f"{sent.messages:,} mutated messages to a kvd's process, and {sent.valid:,} valid ones "
-            f"on {sent.connections:,} connections, {sent.cut:,} of them cut",
+            f"{sent.messages:,} mutated messages to a kvd's process with {workers} workers, and "
+            f"{sent.valid:,} valid ones on {sent.connections:,} connections, {sent.cut:,} of them "
+            "cut",
             sent.answers,
+            seed,
+            time.monotonic() - started_s,
+        )
+    if third:
+        started_s = time.monotonic()
+        with progress_bar("frames to a kvd's data port", third) as show:
+            framed = fuzz_data_port(third, seed, show=show)
+        _say(
+            f"{framed.frames:,} mutated frames to the data port of a kvd with a worker, and "
+            f"{framed.valid:,} valid ones on {framed.connections:,} connections; "
+            f"{framed.committed:,} transfers committed in spite of them, and "
+            f"{framed.hand_overs:,} hand-offs beside them",
+            framed.answers,
             seed,
             time.monotonic() - started_s,
         )

@@ -1,4 +1,5 @@
-"""Mutated messages to a `prfaas kvd` process over its Unix socket and its HTTP port.
+"""Mutated messages to a `prfaas kvd` process over its Unix socket and its HTTP port. The kvd may
+have worker processes.
 
 Half of the connections are cut at a random point: in the middle of a message, before its answer, or
 with a reset.
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas.contracts.kvd_api import PullPrefix
+from prfaas.faults.worker_processes import children_of
 from prfaas.kvd.engine_socket.messages import FrameReader, LeaseTicket, decode_answer
 from prfaas.transport.link import LinkOptions
 from prfaas.types import Grant, NotNow
@@ -52,7 +54,14 @@ MODEL = Model(with_heads(SPEC, 4), BLOCK)  # the engines of the hand-off name no
 ANSWER_S = 0.5  # a client leaves when it gets no answer for this long
 # Transfers end soon after their clients have left.
 TIMEOUTS = ("grant_s=2", "dispatch_s=2", "remember_s=2", "connect_s=1", "connection_silence_s=2")
-RSS_GROWTH = 128 << 20
+# How many connections links have does not depend on how busy they were.
+ONE_CONNECTION = ("--set", "kvd.connections=1")
+CONFIGURED = (
+    *(word for one in TIMEOUTS for word in ("--set", f"kvd.timeouts.{one}")),
+    *ONE_CONNECTION,
+    *("--node", "pool"),
+)
+RSS_GROWTH = 128 << 20  # of the kvd and its workers
 _RESET = struct.pack("ii", 1, 0)
 _OPENED: Any = Grant | NotNow
 
@@ -67,14 +76,18 @@ class SocketOutcome:
 
 
 def fuzz_sockets(
-    wanted: int, seed: int, *, show: Callable[[float], None] = lambda _: None
+    wanted: int,
+    seed: int,
+    *,
+    workers: int = 0,
+    show: Callable[[float], None] = lambda _: None,
 ) -> SocketOutcome:
     """Sends at least `wanted` mutated messages. FuzzFailure when the kvd has a defect."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = [word for one in TIMEOUTS for word in ("--set", f"kvd.timeouts.{one}")]
+        arguments = (*CONFIGURED, "--set", f"kvd.workers={workers}")
         with (
-            kvd_process(Path(folder), *settings, "--node", "pool", name="fuzzed") as fuzzed,
-            kvd_process(Path(folder), name="other") as other,
+            kvd_process(Path(folder), *arguments, name="fuzzed") as fuzzed,
+            kvd_process(Path(folder), *ONE_CONNECTION, name="other") as other,
         ):
             campaign = _Campaign(fuzzed, wanted, seed, show)
             try:
@@ -83,11 +96,11 @@ def fuzz_sockets(
                 log = (Path(folder) / "fuzzed.log").read_text(errors="replace")
                 said = "\n".join((*(shown(data) for data in campaign.last), log[-3_000:]))
                 raise FuzzFailure(f"seed {seed}: {error!r}\n{said}") from error
-        _check_log((Path(folder) / "fuzzed.log").read_text(errors="replace"))
+        check_log((Path(folder) / "fuzzed.log").read_text(errors="replace"))
     return campaign.outcome
 
 
-def _check_log(text: str) -> None:
+def check_log(text: str) -> None:
     """Errors that the process did not handle."""
     at = text.find("Traceback (most recent call last)")
     if at >= 0:
@@ -118,9 +131,8 @@ class _Campaign:
         nowhere = PullPrefix("http://localhost:1", tuple(names(prompt_of(8))))
         assert self._kvd.post("/v1/pull", nowhere)[0] == 502
         pid = self._kvd.process.pid
-        self._wait_idle()
-        threads, descriptors = _threads(pid), open_descriptors(pid)
-        resident = resident_bytes(pid)
+        wait_idle(self._kvd)
+        before = Usage.of(pid)
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(self._client, number) for number in range(CLIENTS)]
             for client in clients:
@@ -128,58 +140,15 @@ class _Campaign:
         if self._kvd.process.poll() is not None:
             raise FuzzFailure(f"the kvd has exited with {self._kvd.process.returncode}")
         assert self._kvd.get("/health") == (200, b"ok")
-        self._wait_idle()
+        wait_idle(self._kvd)
         self._hand_over_all(other, 10)
-        self._wait_idle()
-        self._wait_returned(pid, threads, descriptors)
-        if resident_bytes(pid) - resident > RSS_GROWTH:
-            raise FuzzFailure(f"memory grew from {resident:,} to {resident_bytes(pid):,} bytes")
+        wait_idle(self._kvd)
+        before.wait_until_returned(pid, RSS_GROWTH)
 
     def _hand_over_all(self, other: Host, seed: int) -> None:
         hand_over(self._kvd, other, seed)
         hand_over(other, self._kvd, seed + 1)
         hand_over(self._kvd, self._kvd, seed + 2)
-
-    # The oracle -----------------------------------------------------------------------------------
-
-    def _wait_idle(self) -> None:
-        """No lease, no page in use and no transfer is left; `/v1/stats` checks the pool too."""
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            stats = self._kvd.stats()
-            pages, leases = self._kvd.in_use()
-            busy = {
-                "pages in use": pages,
-                "leases": leases,
-                "held leases": stats["held_leases"],
-                "engines": len(stats["engines"]),
-                **{f"incoming {s}": stats["incoming"][s] for s in ("granted", "committed")},
-                **{f"outgoing {s}": n for s, n in stats["outgoing"].items()},
-            }
-            if not any(busy.values()):
-                return
-            if time.monotonic() > until_s:
-                raise FuzzFailure(
-                    f"not ended after all clients have left: {busy}; links: {stats['links']}"
-                )
-            time.sleep(0.05)
-
-    def _wait_returned(
-        self, pid: int, threads: int, descriptors: frozenset[tuple[str, str]]
-    ) -> None:
-        """Threads and descriptors are as many as before. A connection of a link to a kvd that is
-        gone ends after a minute at the latest."""
-        until_s = time.monotonic() + LinkOptions().idle_s + PATIENCE_S
-        while True:
-            more = len(open_descriptors(pid)) - len(descriptors)
-            if _threads(pid) <= threads and more <= 0:
-                return
-            if time.monotonic() > until_s:
-                raise FuzzFailure(
-                    f"after all clients have left: {_threads(pid)} threads instead of {threads}, "
-                    f"{more} more descriptors"
-                )
-            time.sleep(0.1)
 
     # Clients --------------------------------------------------------------------------------------
 
@@ -300,5 +269,64 @@ def hand_over(prefill: Host, decode: Host, seed: int) -> None:
         attached.release()
 
 
-def _threads(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
+# The oracle ---------------------------------------------------------------------------------------
+
+
+def wait_idle(kvd: Host) -> None:
+    """No lease, no page in use and no transfer is left; `/v1/stats` checks the pool too."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        stats = kvd.stats()
+        pages, leases = kvd.in_use()
+        busy = {
+            "pages in use": pages,
+            "leases": leases,
+            "held leases": stats["held_leases"],
+            "engines": len(stats["engines"]),
+            **{f"incoming {s}": stats["incoming"][s] for s in ("granted", "committed")},
+            **{f"outgoing {s}": n for s, n in stats["outgoing"].items()},
+        }
+        if not any(busy.values()):
+            return
+        if time.monotonic() > until_s:
+            raise FuzzFailure(
+                f"not ended after all clients have left: {busy}; links: {stats['links']}"
+            )
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a kvd and its workers hold."""
+
+    workers: tuple[int, ...]  # process ids
+    threads: int
+    descriptors: int
+    resident_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        workers = tuple(children_of(pid))
+        every = (pid, *workers)
+        return cls(
+            workers,
+            sum(len(os.listdir(f"/proc/{one}/task")) for one in every),
+            sum(len(open_descriptors(one)) for one in every),
+            sum(map(resident_bytes, every)),
+        )
+
+    def wait_until_returned(self, pid: int, growth_bytes: int) -> None:
+        """The workers are the same processes; threads and descriptors are as many as before. A
+        connection of a link to a kvd that is gone ends after a minute at the latest."""
+        until_s = time.monotonic() + LinkOptions().idle_s + PATIENCE_S
+        while True:
+            now = Usage.of(pid)
+            if now.workers != self.workers:
+                raise FuzzFailure(f"workers have ended: they were {self.workers}, now {now}")
+            if now.threads <= self.threads and now.descriptors <= self.descriptors:
+                break
+            if time.monotonic() > until_s:
+                raise FuzzFailure(f"after all clients have left: {now} instead of {self}")
+            time.sleep(0.1)
+        if now.resident_bytes - self.resident_bytes > growth_bytes:
+            raise FuzzFailure(f"memory grew: from {self} to {now}")
