@@ -21,9 +21,8 @@ from prfaas.transport.host_speed.decision import Burst, Sending, Way, choose
 
 MEASURE_S = 0.2
 BURST_BYTES = 4 << 20  # like the largest frame
-REGION_BYTES = (
-    16 << 20
-)  # bursts take turns in it, so that their bytes are not in a core's own cache
+# Bursts take turns in the region, so that their bytes are not in a core's own cache.
+REGION_BYTES = 8 << 20
 _TIMEOUT_S = 1  # of one system call, should the system not run this process
 _TIMEVAL = struct.Struct("@ll")
 
