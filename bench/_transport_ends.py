@@ -57,12 +57,14 @@ def touched(nbytes: int) -> tuple[mmap.mmap, int]:
     return region, fd
 
 
-def worker_options(workers: int) -> dict[str, Any]:
+@contextmanager
+def worker_options(workers: int, certificates: CertificateSet) -> Iterator[dict[str, Any]]:
     """Keyword arguments with which `Listener` and `TransferLink` use that many worker processes."""
-    # TODO(workers): return the arguments here and offer `--workers` in bench/transport.py, as soon
-    # as both classes take them.
-    assert workers == 0
-    return {}
+    # TODO(workers): when both classes take `workers=`, yield {"workers": pool} here for a pool of
+    # that many processes with these certificates, return file slices from `Memory.buffers`, and
+    # offer `--workers N` in bench/transport.py, which passes N to `bench`.
+    assert workers == 0, "the transport has no worker processes yet"
+    yield {}
 
 
 # The receiving process ----------------------------------------------------------------------------
@@ -91,11 +93,14 @@ class Memory:
         self.over.set()
 
 
-def receive(pipe: Connection, certificates: CertificateSet, nbytes: int) -> None:
+def receive(pipe: Connection, certificates: CertificateSet, nbytes: int, workers: int) -> None:
     memory = Memory(nbytes)
     context = server_context(certificates.ca, certificates.server, certificates.server_key)
-    workers = worker_options(0)
-    with Listener(**workers) as plain, Listener(tls=lambda: context, **workers) as secure:
+    with (
+        worker_options(workers, certificates) as options,
+        Listener(**options) as plain,
+        Listener(tls=lambda: context, **options) as secure,
+    ):
         pipe.send((plain.address, secure.address))
         while (order := pipe.recv()) is not None:
             grant, tls = order
@@ -117,8 +122,15 @@ def cpu_s() -> float:
 
 
 class Bench:
-    def __init__(self, pipe: Connection, certificates: CertificateSet, nbytes: int) -> None:
+    def __init__(
+        self,
+        pipe: Connection,
+        certificates: CertificateSet,
+        nbytes: int,
+        link_options: dict[str, Any],
+    ) -> None:
         self._pipe = pipe
+        self._link_options = link_options
         self._plain, self._secure = pipe.recv()
         self._context = client_context(
             certificates.ca, certificates.client, certificates.client_key
@@ -135,7 +147,7 @@ class Bench:
             address,
             options=options,
             tls=(lambda: self._context) if case.tls else None,
-            **worker_options(0),
+            **self._link_options,
         ) as link:
             # Connections are long-lived: a first transfer opens their windows, also at the peers.
             segments = dict(zip(names, case.segments, strict=True))
@@ -166,14 +178,17 @@ class Bench:
 
 
 @contextmanager
-def bench(certificates: CertificateSet, nbytes: int) -> Iterator[Bench]:
+def bench(certificates: CertificateSet, nbytes: int, workers: int = 0) -> Iterator[Bench]:
+    """Starts the receiving process. Each end has that many worker processes."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    process = context.Process(target=receive, args=(far, certificates, nbytes), daemon=True)
+    # Not a daemon process, which could not start workers.
+    process = context.Process(target=receive, args=(far, certificates, nbytes, workers))
     process.start()
     try:
-        yield Bench(near, certificates, nbytes)
-        near.send(None)
-        process.join(TIMEOUT_S)
+        with worker_options(workers, certificates) as options:
+            yield Bench(near, certificates, nbytes, options)
+            near.send(None)
+            process.join(TIMEOUT_S)
     finally:
         process.kill()
