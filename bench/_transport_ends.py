@@ -13,18 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.security.certificates import CertificateSet
-from prfaas.security.tls import client_context, server_context
+from prfaas.security.tls import TlsFiles, TlsIdentity, client_context, server_context
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Grant
 
 TIMEOUT_S = 120.0
+_POOLS: list[WorkerPool] = []  # of this process
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,21 @@ def touched(nbytes: int) -> tuple[mmap.mmap, int]:
 @contextmanager
 def worker_options(workers: int, certificates: CertificateSet) -> Iterator[dict[str, Any]]:
     """Keyword arguments with which `Listener` and `TransferLink` use that many worker processes."""
-    # TODO(workers): when both classes take `workers=`, yield {"workers": pool} here for a pool of
-    # that many processes with these certificates, return file slices from `Memory.buffers`, and
-    # offer `--workers N` in bench/transport.py, which passes N to `bench`.
-    assert workers == 0, "the transport has no worker processes yet"
-    yield {}
+    if not workers:
+        yield {}
+        return
+    identity = TlsIdentity(
+        TlsFiles(
+            certificates.ca,
+            certificates.server,
+            certificates.server_key,
+            certificates.client,
+            certificates.client_key,
+        )
+    )
+    with WorkerPool(workers, credentials=identity.contents) as pool:
+        _POOLS.append(pool)
+        yield {"workers": pool}
 
 
 # The receiving process ----------------------------------------------------------------------------
@@ -74,14 +87,15 @@ class Memory:
     """Receives every transfer into one region, which is larger than any CPU cache."""
 
     def __init__(self, nbytes: int) -> None:
-        self._view = memoryview(touched(nbytes)[0])
+        region, self._fd = touched(nbytes)
+        self._view = memoryview(region)
         self.over = threading.Event()
         self.failed: str | None = None
 
-    def buffers(self, manifest: Manifest) -> list[list[memoryview]]:
+    def buffers(self, manifest: Manifest) -> list[list[FileSlice]]:
         at, found = 0, []
         for segment in manifest.segments:
-            found.append([self._view[at : at + segment.nbytes]])
+            found.append([FileSlice(self._view[at : at + segment.nbytes], self._fd, at)])
             at += segment.nbytes
         return found
 
@@ -114,8 +128,13 @@ def receive(pipe: Connection, certificates: CertificateSet, nbytes: int, workers
 
 
 def cpu_s() -> float:
+    """Of this process and its workers."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    total = usage.ru_utime + usage.ru_stime
+    for pid in (pid for pool in _POOLS for pid in pool.pids):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 # The sending process ------------------------------------------------------------------------------

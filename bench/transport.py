@@ -26,6 +26,7 @@ from _transport_ssl_pair import ssl_pair
 from prfaas.catalog import Catalog
 from prfaas.kvspec import handoff_segments, segment_bytes
 from prfaas.security.certificates import make_certificates
+from prfaas.transport.workers.pool import default_workers
 
 PARTS = ("bare", "checked", "tls", "small")
 TRANSFER_BYTES = 256 << 20
@@ -102,6 +103,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help=f"The parts to run (default {','.join(PARTS)}).",
     )
     parser.add_argument(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        help=f"Worker processes of each end (default here {default_workers()}).",
+    )
+    parser.add_argument(
         "--peers", type=Path, help="Script of another project to run for comparison."
     )
     parser.add_argument("--json", action="store_true", help="No effect: JSON is printed anyway.")
@@ -114,7 +121,8 @@ def main() -> None:
     found = Samples()
     with ExitStack() as stack:
         certificates = make_certificates(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        runner = stack.enter_context(bench(certificates, max(case.nbytes for case in all_cases)))
+        largest = max(case.nbytes for case in all_cases)
+        runner = stack.enter_context(bench(certificates, largest, arguments.workers))
         pair = None
         if "tls" in arguments.only:
             pair = stack.enter_context(ssl_pair(certificates, TRANSFER_BYTES))
@@ -127,7 +135,12 @@ def main() -> None:
             if arguments.peers is not None:
                 found.add_peers(peers_once(arguments.peers))
             sys.stderr.write(f"round {number + 1} of {arguments.rounds}\n")
-    result = {"machine": machine(), "transfer_bytes": TRANSFER_BYTES, **report(found)}
+    result = {
+        "machine": machine(),
+        "workers": arguments.workers,
+        "transfer_bytes": TRANSFER_BYTES,
+        **report(found),
+    }
     print(json.dumps(result, indent=2))
 
 

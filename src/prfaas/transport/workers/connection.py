@@ -69,7 +69,8 @@ def serve_connection(
     try:
         try:
             sock = _with_tls(serve, sock, orders, context, clock)
-            _Connection(Channel(sock, clock, serve.silence_s), orders, arenas).run(serve.side)
+            channel = Channel(sock, clock, serve.silence_s, send_files=serve.send_files)
+            _Connection(channel, orders, arenas).run(serve.side)
         except _Finished:
             return
         except ssl.SSLError as error:
