@@ -24,6 +24,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Container images often set this variable. While it is set, each of the hundreds of Python processes
+# that the tests start compiles the code again. Python takes an empty value as unset.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Each test process has one test file at a time, so that the servers of a file start once. Many of
 # the ordinary tests wait for timeouts: three processes use two cores better than two.
 SIDE_BY_SIDE := --dist loadfile --numprocesses

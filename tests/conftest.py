@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# The models are tiny, and several test processes share the cores: a second OpenMP thread mostly spins
+# until the first one gets a core. Set before torch is loaded, for child processes as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
