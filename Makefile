@@ -77,8 +77,11 @@ up: setup
 test: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid and not gpu'
 
+# Only the files with such tests are collected. A mark outside a test file counts for its folder.
+SLOW_TESTS = $(shell grep -rlE 'mark\.slow\b' tests --include='*.py' | grep -v '^tests/vllm/' \
+  | sed -E '/\/test_[^\/]*$$/!s,/[^/]*$$,,' | sort -u)
 test-slow: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow $(SLOW_TESTS)
 
 # Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
 # the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not
