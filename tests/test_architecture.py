@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,12 +78,15 @@ def part_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache  # several tests ask about the same file
+def imports(path: Path) -> tuple[str, ...]:
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
+    return tuple(found)
 
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -28,8 +28,9 @@ from tests.gateway.conftest import Hosts
 from tests.node.conftest import hf_options
 from tests.node.hosts import Host, cached_of, tokens_of
 
-# Three processes import torch, which takes a minute each where cores are busy.
-pytestmark = pytest.mark.timeout(600)
+# Three processes import torch, which takes a minute each where cores are busy. The ordinary tests
+# hand over between real models in tests/node.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 LENGTHS = (300, 1, 65, 193, 64, 2, 400, 129, 63, 257)
 NEW_TOKENS = 4
 _SALTS = count()
@@ -88,11 +89,7 @@ async def converse(backend: GatewayBackend, seed: int) -> list[tuple[list[int], 
 
 @pytest.mark.parametrize(
     ("hosts", "conversations"),  # of two turns each
-    [
-        ("kimi-linear", 6),
-        pytest.param("kimi-linear", 25, marks=pytest.mark.slow),
-        pytest.param("mimo", 25, marks=pytest.mark.slow),
-    ],
+    [("kimi-linear", 25), ("mimo", 25)],
     indirect=["hosts"],
 )
 async def test_mixed_requests_at_once_are_answered_as_by_one_process(

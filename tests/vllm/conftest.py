@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
+from tests.conftest import group_of
 from tests.vllm.cases import CASES, MAX_TOKENS, PROMPTS, UNCACHED, Case, Model, case_id
 from tests.vllm.faults import check_unharmed
 from tests.vllm.pairs import pair
@@ -34,6 +35,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         return Model(arch, directory, expected)
 
     return made
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Otherwise the servers of `case` would start in two test processes."""
+    used = {item.nodeid for item in items if "case" in getattr(item, "fixturenames", ())}
+    groups = {group_of(test) for test in used}
+    assert len(groups) <= 1, f"add to TOGETHER in tests/conftest.py: {sorted(groups)[1:]}"
 
 
 # Of the session: pytest runs every file's tests with one pair before it starts the next.

@@ -80,10 +80,10 @@ class Kvd:
     def events(self, engine_id: str, since: int) -> EventPage:
         return self._ask(EventPage, "GET", f"/v1/events?node={engine_id}&since={since}")
 
-    def pull(self, source: str, prompt: list[int], form: Form) -> PrefixPulled:
+    def pull(self, source: str, prompt: list[int], form: Form, salt: str) -> PrefixPulled:
         """Copies a prefix of whole blocks from the kvd at `source`."""
         compat = self.compat(form)
-        hashes = tuple(block_hashes(prompt, compat.block_tokens))
+        hashes = tuple(block_hashes(prompt, compat.block_tokens, salt=salt))
         body = msgspec.json.encode(PullPrefix(source, hashes, compat=compat))
         return self._ask(PrefixPulled, "POST", "/v1/pull", body)
 

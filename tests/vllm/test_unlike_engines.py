@@ -1,13 +1,14 @@
 """Engines that are not alike hand over to each other in the canonical form, token for token.
 
-A vLLM server and a `prfaas node` with the same checkpoint, both ways. `prfaas bench pairs` has the
-other pairs: tensor and pipeline parallelism, block sizes, models.
+A vLLM server and a `prfaas node` with the same checkpoint, both ways. The server is one of the pair
+that other files use. A salt keeps the prefixes of their requests apart from those of this file.
+`prfaas bench pairs` has the other pairs: tensor and pipeline parallelism, block sizes, models.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,25 +21,19 @@ from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.kvd.engine_socket.messages import SegmentName
 from prfaas.kvspec import FullAttention
 from prfaas.testing.vllm_modelless import ModellessEngine, Recorded
-from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer, await_health
+from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer
 from prfaas.types import Grant
 from tests.node.hosts import Host
 from tests.vllm import kvds
-from tests.vllm.cases import (
-    ALIGNED,
-    CACHED,
-    LENGTHS,
-    MAX_TOKENS,
-    PROMPTS,
-    TURNS,
-    Model,
-)
+from tests.vllm.cases import LENGTHS, MAX_TOKENS, PROMPTS, TURNS, WITH_CACHE, Case, Model, case_id
 from tests.vllm.faults import Damage, relayed
 from tests.vllm.pairs import PATIENCE_S, decode_params, prefill_params
-from tests.vllm.servers import connected_server
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)  # servers start and stop within it
+pytestmark = [
+    pytest.mark.timeout(900),  # servers start and stop within it
+    pytest.mark.parametrize("case", WITH_CACHE, indirect=True, ids=case_id),
+]
 WIRE_BLOCK = 64
 # Around the wire's blocks and vLLM's, around windows, several chunks long.
 CHOSEN = [2, 3, 60, 128, 129, 200, 257, 385, 513, 700, 1025, 1300]
@@ -50,29 +45,34 @@ class Unlike:
     node: Host
     server: VllmServer
     kvd: kvds.Kvd  # the server's
+    salt: str
 
     def to_vllm(self, prompt: list[int], tokens: int) -> tuple[Generated, Grant]:
         """The node prefills `tokens` tokens, vLLM decodes."""
-        grant = self.kvd.open(prompt, tokens, self.kvd.compat("canonical"))
+        grant = self.kvd.open(prompt, tokens, self.kvd.compat("canonical"), salt=self.salt)
         assert isinstance(grant, Grant), grant
         self.node.complete(
             prompt[:tokens],
             max_tokens=1,
+            cache_salt=self.salt,
             kv_transfer_params=prefill_params(tokens, grant),
         )
         assert self.kvd.status(grant.transfer_id, wait_s=PATIENCE_S).state == "committed"
         answer = self.server.complete(
-            prompt, MAX_TOKENS, kv_transfer_params=decode_params(grant.transfer_id, "canonical")
+            prompt,
+            MAX_TOKENS,
+            cache_salt=self.salt,
+            kv_transfer_params=decode_params(grant.transfer_id, "canonical"),
         )
         return answer.generated, grant
 
     def to_node(self, prompt: list[int], tokens: int) -> tuple[list[int], Grant]:
         """vLLM prefills `tokens` tokens, the node decodes."""
         receiver = kvds.Kvd(Path(), self.node.kvd.popen, self.node.kvd_url)
-        grant = receiver.open(prompt, tokens, self.kvd.compat("canonical"))
+        grant = receiver.open(prompt, tokens, self.kvd.compat("canonical"), salt=self.salt)
         assert isinstance(grant, Grant), grant
         params = self.server.complete(
-            prompt, 1, kv_transfer_params=prefill_params(tokens, grant)
+            prompt, 1, cache_salt=self.salt, kv_transfer_params=prefill_params(tokens, grant)
         ).transfer
         assert params["do_remote_prefill"], params
         assert receiver.status(grant.transfer_id, wait_s=PATIENCE_S).state == "committed"
@@ -80,6 +80,7 @@ class Unlike:
             prompt,
             max_tokens=MAX_TOKENS,
             ignore_eos=True,
+            cache_salt=self.salt,
             kv_transfer_params=decode_params(grant.transfer_id, "canonical"),
         )
         return answer["choices"][0]["token_ids"], grant
@@ -88,36 +89,15 @@ class Unlike:
         return self.server.idle() and self.kvd.idle()
 
 
-PAIRS = [("falcon-h1", ALIGNED), ("gemma3", CACHED)]
-
-
-@pytest.fixture(scope="module", params=PAIRS, ids=["falcon-h1-aligned", "gemma3-cached"])
-def unlike(
-    request: pytest.FixtureRequest,
-    models: Callable[[str], Model],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Unlike]:
-    arch, flags = request.param
-    model = models(arch)
-    folder = tmp_path_factory.mktemp("unlike")
-    kvd = kvds.start(folder / "v.kvd")
-    server = connected_server(
-        folder,
-        "v",
-        model.directory,
-        kvd.socket,
-        core=0,
-        flags=flags,
-    )
-    node = Host(folder / "node", ("--model", str(model.directory)))
+@pytest.fixture(scope="module")
+def unlike(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unlike]:
+    node = Host(tmp_path_factory.mktemp("unlike"), ("--model", str(case.model.directory)))
     try:
         node.wait_until_ready()
-        await_health(server)
-        yield Unlike(model, node, server, kvd)
+        pair = case.pair
+        yield Unlike(case.model, node, pair.prefill, pair.source, secrets.token_hex(8))
     finally:
         node.close()
-        server.stop()
-        kvds.stop(kvd)
 
 
 def handoffs(tokens: int) -> list[int]:
@@ -185,10 +165,11 @@ def test_a_second_turn_resumes_from_what_crossed(unlike: Unlike) -> None:
 def test_a_prefix_that_was_copied_between_the_kvds_serves_the_other_engine(unlike: Unlike) -> None:
     tokens = 699
     prompt = [9, *PROMPTS["all"][LENGTHS.index(700)][1:]]
-    own = unlike.node.complete(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
-    pulled = unlike.kvd.pull(
-        unlike.node.kvd_url, prompt[: tokens // WIRE_BLOCK * WIRE_BLOCK], "canonical"
+    own = unlike.node.complete(
+        prompt, max_tokens=MAX_TOKENS, ignore_eos=True, cache_salt=unlike.salt
     )
+    whole = prompt[: tokens // WIRE_BLOCK * WIRE_BLOCK]
+    pulled = unlike.kvd.pull(unlike.node.kvd_url, whole, "canonical", unlike.salt)
     assert pulled.tokens > 0
     computed = _computed_tokens(unlike.server)
     found, _ = unlike.to_node(prompt, tokens)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-START_S = 240.0
+START_S = 480.0  # only a hang takes so long, also on a busy machine
 REQUEST_S = 120.0
 MAX_LOGPROB_DIFFERENCE = 0.002  # allows another order of additions, but not a lost state
 _HOST = "127.0.0.1"

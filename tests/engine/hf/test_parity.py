@@ -69,7 +69,11 @@ def test_state_as_bytes_and_back(arch: str, length: int) -> None:
         assert outcome.prefilled.resumed_tokens == handoff
 
 
-@pytest.mark.parametrize("arch", models.archs(models.PAPER, "kimi-linear"))
+# The ordinary tests hand over between processes in tests/node.
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param("kimi-linear", marks=pytest.mark.slow), *models.archs(models.PAPER[1:])],
+)
 def test_prefill_here_decode_in_another_process(arch: str, tmp_path: Path) -> None:
     """The other process loads the checkpoint itself and sees nothing but bytes."""
     cases = []
