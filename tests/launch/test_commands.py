@@ -57,7 +57,11 @@ def test_a_kvd_announces_its_addresses() -> None:
     command = commands.kvd_command(host, FOLDER, engines)
     assert command.name == "kvd-prfaas-0"
     assert flag(list(command.arguments), "--cluster") == "prfaas"
-    assert keys_set(list(command.arguments)) == ["kvd.ssd_size=2GiB", "kvd.timeouts.drain_s=2"]
+    assert keys_set(list(command.arguments)) == [
+        "kvd.ssd_size=2GiB",
+        "kvd.timeouts.drain_s=2",
+        "kvd.workers=0",
+    ]
     again = list(commands.kvd_command(host, FOLDER, engines, KVDS["pd-0"]).arguments)
     assert (flag(again, "--listen"), flag(again, "--http")) == ("127.0.0.1:2", "k:2")
     assert command.readiness(readiness_line(KVDS["pd-0"])) == KVDS["pd-0"]

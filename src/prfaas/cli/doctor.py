@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 import click
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
 from prfaas.config.tls import TlsSection
-from prfaas.display.console import console, print_json, rounded
+from prfaas.display.console import console, print_json, progress_bar, rounded
 from prfaas.errors import InputError, PeerError
-from prfaas.measure.path_check import PathReport, check_path
-from prfaas.security.tls import client_context, load_identity
+from prfaas.measure.path_check import PathReport, check_path, steps
+from prfaas.measure.path_limit import digits
+from prfaas.measure.rate_process import TlsPaths
+from prfaas.security.tls import load_identity
 from prfaas.studies.pair_check import PairReport, check_pair
 from prfaas.studies.pair_verdict import EngineSide, PairLink, PairVerdict
 
@@ -45,7 +49,7 @@ def doctor() -> None:
     """Check a path that is to carry KV, or a pair of engines that are to hand over.
 
     \b
-      prfaas doctor HOST:PORT          can this path carry KV, and how fast?
+      prfaas doctor HOST:PORT          can this path carry KV, how fast, and what limits it?
       prfaas doctor pair A B           can these two engines hand over, and in which form?
     """
 
@@ -65,7 +69,13 @@ def doctor() -> None:
     "--seconds",
     default=1.0,
     show_default=True,
-    help="Seconds to measure with each number of connections.",
+    help="Seconds to measure with each number of connections; at least 20 round trips.",
+)
+@click.option(
+    "--path-only",
+    is_flag=True,
+    help="Do not measure this host alone. Then the check takes less time and fewer cores, but it "
+    "cannot tell the link from the cores and TLS.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def path(
@@ -75,18 +85,33 @@ def path(
     tls_key: Path | None,
     connections: str,
     seconds: float,
+    path_only: bool,
     as_json: bool,
 ) -> None:
     """Check the network path to HOST:PORT, where a kvd listens for KV.
 
-    Reports whether HOST:PORT is reachable, the round-trip time, the path MTU, TLS, the version of
-    the receiver, and the rate with several numbers of connections. Then advises what to change. The
-    exit code is 1 when KV could not be sent on this path.
+    The command reports whether HOST:PORT is reachable, the round-trip time, the path MTU, TLS, the
+    version of the receiver, and the rate with several numbers of connections. It also measures what
+    this host can do alone, over loopback, in the clear and with mutual TLS. The exit code is 1 when
+    KV could not be sent on this path.
 
     \b
       prfaas doctor decode-host:7400
       prfaas doctor decode-host:7400 --tls-ca ca.pem --tls-cert client.pem \\
                                       --tls-key client.key
+
+    From these rates the command names the limit of the path, and what to change:
+
+    \b
+      link         more connections do not help, and this host alone is clearly faster
+      round trip   a connection carries one window per round trip, and more connections help
+      cores        the path is about as fast as this host alone
+      TLS          the same with TLS, and in the clear this host is clearly faster
+      unclear      none of these fits; the advice says what to measure next
+
+    The check sends at most 896 MiB to HOST:PORT, which discards them. A kvd accepts 2 GiB per
+    minute of such checks. Run the check while the hosts have no other work, and on both hosts: it
+    measures the direction from this host to HOST:PORT, and it sees only this host's cores.
     """
     given = [path for path in (tls_ca, tls_cert, tls_key) if path is not None]
     if given and len(given) < 3:
@@ -109,14 +134,20 @@ def path(
             where="--connections",
             fix="give numbers like 1,2,4",
         )
-    tls = client_context(tls_ca, tls_cert, tls_key) if tls_ca and tls_cert and tls_key else None
-    found = check_path(
-        parse_address(address, "HOST:PORT"),
-        tls=tls,
-        connections=counts,
-        seconds=seconds,
-        clock=MonotonicClock(),
-    )
+    tls = None
+    if tls_ca and tls_cert and tls_key:
+        tls = TlsPaths(str(tls_ca), str(tls_cert), str(tls_key))
+    done = itertools.count(1)
+    with progress_bar("checking the path", steps(counts, host_alone=not path_only)) as show:
+        found = check_path(
+            parse_address(address, "HOST:PORT"),
+            tls=tls,
+            connections=counts,
+            seconds=seconds,
+            clock=MonotonicClock(),
+            host_alone=not path_only,
+            step=lambda: show(next(done)),
+        )
     if as_json:
         print_json({**dataclasses.asdict(found), "healthy": found.healthy})
     else:
@@ -306,7 +337,7 @@ def _show(found: PathReport) -> None:
     table.add_column()
     table.add_row("reachable", "yes" if found.reachable else "no")
     if found.problem:
-        table.add_row("problem", f"[red]{found.problem}[/red]")
+        table.add_row("problem", Text(found.problem, style="red"))
     for label, value in (
         ("time to open a TCP connection", _ms(found.connect_s)),
         ("round trip of a message, both programs included", _ms(found.round_trip_s)),
@@ -314,16 +345,67 @@ def _show(found: PathReport) -> None:
         ("TLS", found.tls or ("none" if found.reachable else None)),
         ("software of the receiver", found.software),
         ("congestion control of this host", ", ".join(found.congestion_controls)),
+        (
+            "largest TCP buffers of this host",
+            found.window_bytes
+            and f"{found.send_buffer_bytes or 0:,} bytes to send, "
+            f"{found.receive_buffer_bytes or 0:,} to receive",
+        ),
+        ("cores that this process may use", found.host and f"{found.host.cores:g}"),
     ):
         if value:
             table.add_row(label, value)
+    out.print(table)
+    if found.rates:
+        out.print(_rate_table(found))
+    if found.host is not None and found.host.problem:
+        out.print(f"This host alone could not be measured: {found.host.problem}", markup=False)
+    if found.limit is not None:
+        out.print(f"limit: {found.limit.limit}", style="bold")
+        out.print(found.limit.reason, markup=False)
+    for line in found.advice:
+        out.print(f"- {line}", markup=False)
+
+
+def _rate_table(found: PathReport) -> Table:
+    """The path's rates and the host's own, each with the way in which it was measured."""
+    table = Table(title="measured rates", title_justify="left", caption_justify="left")
+    if found.host is not None:
+        table.caption = (
+            "This host alone: measured on this host only, over loopback, with both ends on its "
+            "cores. Per core: what one core sends / receives."
+        )
+    table.add_column("")
+    for column in ("connections", "Gbit/s", "GB/s", "retransmitted", "GB/s per core"):
+        table.add_column(column, justify="right")
+    path = f"path, {'with mutual TLS' if found.tls else 'in the clear'}"
     for rate in found.rates:
         resent = rate.retransmitted_segments
-        lost = f", {resent} TCP segments retransmitted" if resent else ""
-        table.add_row(f"rate with {rate.connections} connections", f"{rate.gbps:.2f} Gbps{lost}")
-    out.print(table)
-    for line in found.advice:
-        out.print(f"- {line}")
+        table.add_row(
+            path,
+            str(rate.connections),
+            digits(rate.gbps),
+            digits(rate.gbps / 8),
+            "unknown" if resent is None else f"{resent:,}",
+            "",
+        )
+    if found.host is not None:
+        table.add_section()
+        for way, own in (("in the clear", found.host.clear), ("with mutual TLS", found.host.tls)):
+            if own is not None:
+                table.add_row(
+                    f"this host alone, {way}",
+                    str(own.connections),
+                    digits(own.gbps),
+                    digits(own.gbps / 8),
+                    "",
+                    f"{_gbytes(own.sender_gbps_per_core)} / {_gbytes(own.receiver_gbps_per_core)}",
+                )
+    return table
+
+
+def _gbytes(gbps: float | None) -> str:
+    return "unknown" if gbps is None else digits(gbps / 8)
 
 
 def _ms(seconds: float | None) -> str | None:

@@ -87,6 +87,8 @@ def kvd_command(
         arguments += ["--ssd", str(folder / f"{host.name}.ssd")]
         arguments += ["--set", f"kvd.ssd_size={engines.ssd_size}"]
     arguments += ["--set", f"kvd.timeouts.drain_s={DRAIN_S:g}"]
+    # All hosts share this machine: each kvd's worker processes would be for all of its cores.
+    arguments += ["--set", "kvd.workers=0"]
     if at is not None:
         arguments += ["--listen", at.data, "--http", at.http.removeprefix("http://")]
     arguments += engines.options

@@ -1,4 +1,4 @@
-"""Checks the path to a receiver: reachability, TLS, round trip, MTU and rate; suggests fixes.
+"""Checks the path to a receiver: reachability, TLS, round trip, MTU, rate, and which limit binds.
 
 The check uses the transport's connections and MEASURE frames. A listener discards such frames,
 within a limit of bytes per minute, so the check needs no grant and the listener stores nothing.
@@ -6,33 +6,28 @@ within a limit of bytes per minute, so the check needs no grant and the listener
 
 from __future__ import annotations
 
-import socket
-import ssl
-import statistics
-import threading
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prfaas.clock import Clock
 from prfaas.config.address import Address
-from prfaas.errors import ConnectionLost, PeerError, WireError
-from prfaas.transport.channel import Channel, connect
-from prfaas.transport.messages import HELLO, Hello, decode, encode
-from prfaas.transport.meter import tcp_info
-from prfaas.transport.wire import Decoder, Frame, Kind, encode_message, parse_sequences
+from prfaas.errors import PeerError, WireError
+from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host, processes_for
+from prfaas.measure.path_limit import WARM_UP_ROUND_TRIPS, PathFacts, PathLimit, find_limit
+from prfaas.measure.path_probe import TIMEOUT_S, Probe
+from prfaas.measure.rate_process import TlsPaths
+from prfaas.measure.rates import Load, MeasuredRate, RateSenders
+from prfaas.security.tls import client_context
+from prfaas.service.cores import usable_cores
+from prfaas.transport.listener import ListenerOptions
+from prfaas.transport.messages import HELLO
 
-_FRAME_BYTES = 1 << 20
-_IN_FLIGHT_FRAMES = 64
-_TIMEOUT_S = 5.0
-_PING_COUNT = 5
-_IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux: the path MTU of a connected socket
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRate:
-    connections: int
-    gbps: float
-    retransmitted_segments: int | None
+# A listener accepts this many bytes per minute for path checks. A check uses less than half of
+# them, so that a second one is possible at once, after a change.
+MOST_BYTES = ListenerOptions().measure_bytes_per_minute * 7 // 16
+_BUSY = 0.5  # processes that want to run, for each core, before the check
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,246 +45,163 @@ class PathReport:
     rates: tuple[MeasuredRate, ...] = ()
     congestion_controls: tuple[str, ...] = ()  # available in this host's kernel
     send_buffer_bytes: int | None = None  # maximum per connection in this host's kernel
+    receive_buffer_bytes: int | None = None
+    load_per_core: float | None = None  # of the whole machine, before the check: load average
+    host: HostRates | None = None  # this host alone; None: not measured
+    limit: PathLimit | None = None
     advice: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
         return self.problem is None
 
+    @property
+    def window_bytes(self) -> int | None:
+        """The most that one connection can have in flight if the kernels of both hosts have the
+        same limits; the check does not see those of the other host."""
+        known = [n for n in (self.send_buffer_bytes, self.receive_buffer_bytes) if n is not None]
+        return min(known, default=None)
+
+
+def steps(connections: tuple[int, ...], *, host_alone: bool) -> int:
+    """How often `check_path` calls its `step` when nothing fails."""
+    return len(connections) + (MEASUREMENTS if host_alone else 0)
+
 
 def check_path(
     address: tuple[str, int],
     *,
-    tls: ssl.SSLContext | None,
+    tls: TlsPaths | None,
     connections: tuple[int, ...],
     seconds: float,
     clock: Clock,
+    host_alone: bool = False,
+    step: Callable[[], None] = lambda: None,
 ) -> PathReport:
-    """Checks the path to a listener. Takes about `seconds` for each number of connections."""
-    name = str(Address(*address))
-    controls = _congestion_controls()
-    buffer_bytes = _largest_send_buffer()
+    """Checks the path to a listener. Takes about `seconds` for each number of connections, and at
+    least 20 round trips. With `host_alone` it also measures what this host can do without the
+    network."""
+    report = PathReport(
+        str(Address(*address)),
+        reachable=False,
+        congestion_controls=tuple(_sysctl("net/ipv4/tcp_available_congestion_control").split()),
+        send_buffer_bytes=_largest_buffer("net/ipv4/tcp_wmem"),
+        receive_buffer_bytes=_largest_buffer("net/ipv4/tcp_rmem"),
+        load_per_core=_load_per_core(),
+    )
+    report = _check_connection(report, address, tls, clock)
+    if report.problem is not None:
+        return report
+    assert report.round_trip_s is not None
+    cores = usable_cores()
+    warm_up_s = min(WARM_UP_ROUND_TRIPS * report.round_trip_s, TIMEOUT_S)
+    with RateSenders(processes_for(cores)) as senders:
+        for count in connections:
+            load = Load(
+                Address(*address),
+                tls,
+                count,
+                max(seconds, 2 * warm_up_s),
+                MOST_BYTES // len(connections),
+                warm_up_s,
+            )
+            try:
+                measured = senders.measure(load)
+            except PeerError as error:
+                problem = f"with {count} connections: {error}"
+                return replace(report, problem=problem, advice=(_FIX_FOR_MEASUREMENT,))
+            report = replace(report, rates=(*report.rates, measured.rate))
+            step()
+        if host_alone:
+            host = measure_host(senders, seconds=seconds, cores=cores, step=step)
+            report = replace(report, host=host)
+    limit = find_limit(_facts(report, with_tls=tls is not None))
+    return replace(report, limit=limit, advice=(*limit.advice, *suggest_fixes(report)))
+
+
+def _check_connection(
+    report: PathReport, address: tuple[str, int], tls: TlsPaths | None, clock: Clock
+) -> PathReport:
+    context = None
+    if tls is not None:
+        context = client_context(Path(tls.ca), Path(tls.cert), Path(tls.key))
     try:
         started = clock.now()
-        probe = _Probe(address, tls, clock)
+        probe = Probe(address, context, clock)
         connect_s = clock.now() - started
     except PeerError as error:
-        return PathReport(
-            name,
-            reachable=False,
-            problem=str(error),
-            congestion_controls=controls,
-            send_buffer_bytes=buffer_bytes,
-            advice=(_fix_for_unreachable(str(error)),),
-        )
+        problem = str(error)
+        return replace(report, problem=problem, advice=(_fix_for_unreachable(problem),))
     with probe:
-        cipher, mtu = probe.cipher, probe.path_mtu_bytes
+        report = replace(
+            report,
+            reachable=True,
+            connect_s=connect_s,
+            tls=probe.cipher,
+            path_mtu_bytes=probe.path_mtu_bytes,
+        )
         try:
             software = probe.handshake()
-            round_trip_s = probe.round_trip_s()
+            return replace(report, software=software, round_trip_s=probe.round_trip_s())
         except PeerError as error:
-            return PathReport(
-                name,
-                reachable=True,
-                problem=f"connected, but {error}",
-                connect_s=connect_s,
-                tls=cipher,
-                path_mtu_bytes=mtu,
-                congestion_controls=controls,
-                send_buffer_bytes=buffer_bytes,
-                advice=(_fix_for_handshake(error, tls is not None),),
-            )
-    rates: list[MeasuredRate] = []
-    problem = None
-    for count in connections:
-        try:
-            rates.append(_measure_rate(address, tls, count, seconds, clock))
-        except PeerError as error:
-            problem = f"with {count} connections: {error}"
-            break
-    return PathReport(
-        name,
-        reachable=True,
-        problem=problem,
-        connect_s=connect_s,
-        tls=cipher,
-        software=software,
-        round_trip_s=round_trip_s,
-        path_mtu_bytes=mtu,
-        rates=tuple(rates),
-        congestion_controls=controls,
-        send_buffer_bytes=buffer_bytes,
-        advice=suggest_fixes(software, round_trip_s, mtu, tuple(rates), controls, buffer_bytes),
+            advice = _fix_for_handshake(error, tls is not None)
+            return replace(report, problem=f"connected, but {error}", advice=(advice,))
+
+
+def _facts(report: PathReport, *, with_tls: bool) -> PathFacts:
+    assert report.round_trip_s is not None
+    clear = tls = None
+    if report.host is not None:
+        clear, tls = report.host.clear, report.host.tls
+    return PathFacts(
+        rates=report.rates,
+        round_trip_s=report.round_trip_s,
+        window_bytes=report.window_bytes,
+        with_tls=with_tls,
+        host_clear_gbps=None if clear is None else clear.gbps,
+        host_tls_gbps=None if tls is None else tls.gbps,
+        bbr="bbr" in report.congestion_controls,
     )
 
 
-def suggest_fixes(
-    software: str,
-    round_trip_s: float,
-    path_mtu_bytes: int | None,
-    rates: tuple[MeasuredRate, ...],
-    congestion_controls: tuple[str, ...],
-    send_buffer_bytes: int | None,
-) -> tuple[str, ...]:
-    """Suggested changes, the most useful one first. Pure."""
+def suggest_fixes(report: PathReport) -> tuple[str, ...]:
+    """Changes that are useful whatever limits the rate. Pure."""
     fixes = []
-    if software != HELLO.software:
+    if report.load_per_core is not None and report.load_per_core > _BUSY:
         fixes.append(
-            f"the receiver runs {software}, this host runs {HELLO.software}: upgrade the older one"
+            f"Other work used this host before the check (load average {report.load_per_core:.1f} "
+            "per core): the rates may be too low, so measure again while the host is idle."
         )
-    if rates:
-        best = max(rates, key=lambda rate: rate.gbps)
-        enough = next(rate for rate in rates if rate.gbps >= 0.95 * best.gbps)
+    if report.software is not None and report.software != HELLO.software:
         fixes.append(
-            f"{enough.connections} connections reach {enough.gbps:.2f} Gbps: configure that many"
+            f"The receiver runs {report.software}, this host runs {HELLO.software}: upgrade the "
+            "older one."
         )
-        if send_buffer_bytes is not None:
-            one_gbps = send_buffer_bytes * 8 / round_trip_s / 1e9 if round_trip_s else float("inf")
-            if one_gbps < best.gbps:
-                fixes.append(
-                    f"one connection can have {send_buffer_bytes >> 20} MiB in flight, which is "
-                    f"{one_gbps:.2f} Gbps at this round trip: raise net.ipv4.tcp_wmem and tcp_rmem"
-                )
-        if any(rate.retransmitted_segments for rate in rates) and "bbr" in congestion_controls:
-            fixes.append("segments were lost: congestion_control = 'bbr' tolerates loss better")
-    if "bbr" not in congestion_controls and round_trip_s > 0.005:
+    lost = any(rate.retransmitted_segments for rate in report.rates)
+    long = report.round_trip_s is not None and report.round_trip_s > 0.005
+    if "bbr" not in report.congestion_controls and long and not lost:
         fixes.append(
-            "this kernel has no BBR: run `modprobe tcp_bbr`, since loss on a long path costs "
-            "more without it"
+            "This kernel has no BBR: run `modprobe tcp_bbr`, since loss on a long path costs more "
+            "without it."
         )
-    if path_mtu_bytes is not None and path_mtu_bytes < 1280:
-        fixes.append(f"the path MTU of {path_mtu_bytes} is unusually small: check for a tunnel")
+    if report.path_mtu_bytes is not None and report.path_mtu_bytes < 1280:
+        fixes.append(
+            f"The path MTU of {report.path_mtu_bytes} bytes is unusually small: look for a tunnel "
+            "on the way."
+        )
     return tuple(fixes)
 
 
-class _Probe:
-    """One connection to a listener."""
-
-    def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, clock: Clock) -> None:
-        sock = connect(address, timeout_s=_TIMEOUT_S, tls=tls)
-        self.cipher = None
-        if isinstance(sock, ssl.SSLSocket):
-            self.cipher = f"{sock.version()} {(sock.cipher() or ('unknown',))[0]}"
-        self.path_mtu_bytes = _path_mtu(sock)
-        self.channel = Channel(sock, clock, _TIMEOUT_S)
-        self._clock = clock
-        self._decoder = Decoder()
-        self._frames: list[Frame] = []
-
-    def __enter__(self) -> _Probe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.channel.close()
-
-    def handshake(self) -> str:
-        """Sends HELLO. Returns the receiver's software version."""
-        self._send(encode_message(Kind.HELLO, encode(HELLO)))
-        frame = self._receive()
-        if frame.header.kind is not Kind.WELCOME:
-            raise WireError(f"the receiver answered HELLO with {frame.header.kind.name}")
-        return decode(frame.body, Hello).software
-
-    def round_trip_s(self) -> float:
-        """The median round trip through the network and both programs, as for a grant or an ACK."""
-        times = []
-        for _ in range(_PING_COUNT):
-            started = self._clock.now()
-            self.ping()
-            times.append(self._clock.now() - started)
-        return statistics.median(times)
-
-    def ping(self) -> None:
-        self._send(encode_message(Kind.MEASURE))
-        self._receive()
-
-    def send_for(self, seconds: float) -> int:
-        """Sends as fast as possible. Returns the bytes acknowledged within the time."""
-        frame = encode_message(Kind.MEASURE, bytes(_FRAME_BYTES))
-        until = self._clock.now() + seconds
-        sent = acknowledged = 0
-        while self._clock.now() < until:
-            if sent - acknowledged < _IN_FLIGHT_FRAMES:
-                self._send(frame)
-                sent += 1
-                if not self.channel.wait(0):
-                    continue
-            acknowledged += len(parse_sequences(self._receive().body))
-        return acknowledged * _FRAME_BYTES
-
-    def _send(self, frame: bytes) -> None:
-        self.channel.send([memoryview(frame)], len(frame))
-
-    def _receive(self) -> Frame:
-        until = self._clock.now() + _TIMEOUT_S
-        while not self._frames:
-            left_s = until - self._clock.now()
-            if left_s <= 0:
-                raise ConnectionLost(f"the receiver did not answer within {_TIMEOUT_S:g} s")
-            if self.channel.wait(left_s):
-                self._frames += self._decoder.feed(self.channel.receive_available())
-        return self._frames.pop(0)
-
-
-def _measure_rate(
-    address: tuple[str, int],
-    tls: ssl.SSLContext | None,
-    count: int,
-    seconds: float,
-    clock: Clock,
-) -> MeasuredRate:
-    probes: list[_Probe] = []
-    results: dict[int, int | PeerError] = {}
-
-    def run(index: int, probe: _Probe) -> None:
-        try:
-            results[index] = probe.send_for(seconds)
-        except PeerError as error:
-            results[index] = error
-
+def _load_per_core() -> float | None:
     try:
-        for _ in range(count):
-            probes.append(_Probe(address, tls, clock))
-            probes[-1].handshake()
-            probes[-1].ping()  # the listener then knows the connection for a path check
-        threads = [
-            threading.Thread(target=run, args=(index, probe), daemon=True)
-            for index, probe in enumerate(probes)
-        ]
-        started = clock.now()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + 2 * _TIMEOUT_S)
-        took_s = clock.now() - started
-        infos = [tcp_info(probe.channel) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.channel.close()
-    total = 0
-    for result in results.values():
-        if isinstance(result, PeerError):
-            raise result
-        total += result
-    known = [info.retransmitted_segments for info in infos if info is not None]
-    return MeasuredRate(count, total * 8 / took_s / 1e9, sum(known) if known else None)
-
-
-def _path_mtu(sock: socket.socket) -> int | None:
-    try:
-        if sock.family == socket.AF_INET6:
-            return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
-        return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
     except OSError:
-        return None  # not Linux
+        return None
 
 
-def _congestion_controls() -> tuple[str, ...]:
-    return tuple(_sysctl("net/ipv4/tcp_available_congestion_control").split())
-
-
-def _largest_send_buffer() -> int | None:
-    values = _sysctl("net/ipv4/tcp_wmem").split()
+def _largest_buffer(name: str) -> int | None:
+    """The last of the three values of `net.ipv4.tcp_wmem` or `tcp_rmem`. IPv6 uses them, too."""
+    values = _sysctl(name).split()
     return int(values[2]) if len(values) == 3 else None
 
 
@@ -300,22 +212,28 @@ def _sysctl(name: str) -> str:
         return ""
 
 
+_FIX_FOR_MEASUREMENT = (
+    "The receiver closes the connection when path checks exceed its limit of 2 GiB per minute: "
+    "wait a minute and try again, and read the receiver's log if that does not help."
+)
+
+
 def _fix_for_unreachable(problem: str) -> str:
     if "refused" in problem:
-        return "no process listens on that port: start the receiver, or check the port"
+        return "No process listens on that port: start the receiver, or check the port."
     if "did not answer" in problem:
-        return "a firewall may drop the packets: open the port in both directions"
+        return "A firewall may drop the packets: open the port in both directions."
     if "TLS" in problem:
         return (
-            "check --tls-ca, --tls-cert and --tls-key, and that the receiver's certificate names "
-            "this host"
+            "Check --tls-ca, --tls-cert and --tls-key, and that the receiver's certificate names "
+            "the host that this command connects to."
         )
-    return "check the host name and the route"
+    return "Check the host name and the route."
 
 
 def _fix_for_handshake(error: PeerError, with_tls: bool) -> str:
     if isinstance(error, WireError):
-        return "another program, or another version of prfaas, listens on that port"
+        return "Another program, or another version of prfaas, listens on that port."
     if not with_tls:
-        return "the receiver may require TLS: give --tls-ca, --tls-cert and --tls-key"
-    return "the receiver closed the connection: check that it trusts this certificate's CA"
+        return "The receiver may require TLS: give --tls-ca, --tls-cert and --tls-key."
+    return "The receiver closed the connection: check that it trusts this certificate's CA."

@@ -108,6 +108,7 @@ class LinkOptions:
     congestion_control: str | None = None  # "bbr" where the kernel has it; None: its default
     buffer_bytes: int | None = None  # None: the kernel sizes socket buffers itself
     tls_name: str | None = None  # name in the receiver's certificate; None: the address
+    send_files: bool = True  # with `sendfile`; False on hosts where a copy costs less (host_speed)
 
 
 class ConnectionBudget:
@@ -358,13 +359,15 @@ class TransferLink:
             abandoned=abandoned,
         )
         if worker is None or self._workers is None:
-            return Channel(sock, self.clock, self.options.silence_s)
+            options = self.options
+            return Channel(sock, self.clock, options.silence_s, send_files=options.send_files)
         serve = Serve(
             side="sender",
             tls=None if self._tls is None else "client",
             server_name=self.options.tls_name or self.address[0],
             handshake_s=self.options.connect_s,
             silence_s=self.options.silence_s,
+            send_files=self.options.send_files,
         )
         try:
             return WorkerChannel(self._workers, worker, sock, serve, self.clock)

@@ -2,7 +2,7 @@
 
 The thread of a connection gives orders and waits for reports. It keeps its own descriptor of the
 TCP socket: it shuts the connection down without the worker's help. Memory that the worker reads or
-writes is not given back before the worker has reported the end, or is dead.
+writes is not given back before the worker has ended the connection, or is dead.
 """
 
 from __future__ import annotations
@@ -11,45 +11,30 @@ import math
 import select
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from prfaas.clock import Clock
-from prfaas.errors import ConnectionLost, WireError
+from prfaas.errors import ConnectionLost
 from prfaas.transport.buffers import DISCARDED, FileRange
 from prfaas.transport.channel import TICK_S, shut_down
 from prfaas.transport.wire import HEADER_BYTES
 from prfaas.transport.workers.messages import (
     MAX_RANGES,
-    PACKET_BYTES,
     PART_BYTES,
     Body,
-    Head,
-    Input,
-    Lost,
-    Order,
     Range,
     ReceiveBody,
     Received,
     ReceivePayload,
-    Report,
     SendBytes,
     SendFrame,
     Sent,
     Serve,
     Started,
-    Working,
-    encode,
-    read_report,
 )
+from prfaas.transport.workers.order_socket import OrderSocket
 from prfaas.transport.workers.pool import WorkerPool
 from prfaas.transport.workers.process import WorkerProcess
-
-_END_S = 5.0  # for the worker to report the end of a connection that was shut down
-_MAX_INPUTS = 64  # parts of PART_BYTES
-_TIMEVAL = struct.Struct("@ll")
-T = TypeVar("T", bound=Report)
 
 
 class WorkerChannel:
@@ -68,28 +53,28 @@ class WorkerChannel:
         self._pool = pool
         self._worker = worker
         self._sock = sock
-        self._clock = clock
-        self.until_s = clock.now() + serve.handshake_s + serve.silence_s
-        self._input: deque[bytes] = deque()  # what the peer of a sender has sent
-        self._head: memoryview | None = None  # a frame that arrives: the rest of header and table
         self._ended = False
-        self._orders = worker.serve(serve, sock, pool.credentials())
-        self._orders.setblocking(True)
-        tick = _TIMEVAL.pack(int(TICK_S), int(TICK_S % 1 * 1e6))
-        self._orders.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
-        self._packet = memoryview(bytearray(PACKET_BYTES))
-        self._reports = select.poll()
-        self._reports.register(self._orders, select.POLLIN)
+        self._orders = OrderSocket(worker.serve(serve, sock, pool.credentials()), clock)
         self._poll = select.poll()
         self._poll.register(self._orders, select.POLLIN)
+        self.until_s = clock.now() + serve.handshake_s + serve.silence_s
         try:
-            self._expect(Started)
+            self._orders.expect(Started)
         except BaseException:
             self._end()
             raise
         self.until_s = math.inf
 
     # As in `Channel` ------------------------------------------------------------------------------
+
+    @property
+    def until_s(self) -> float:
+        """A frame that is not complete by then breaks the connection, even while bytes arrive."""
+        return self._orders.until_s
+
+    @until_s.setter
+    def until_s(self, at_s: float) -> None:
+        self._orders.until_s = at_s
 
     def fileno(self) -> int:
         """Of the socket that is readable when the peer has sent something."""
@@ -105,7 +90,7 @@ class WorkerChannel:
         self._poll.register(other, select.POLLIN)
 
     def wait(self, timeout_s: float) -> set[int]:
-        if self._input or self._head is not None:
+        if self._orders.input:
             return {self.fileno()}
         try:
             return {fd for fd, _ in self._poll.poll(timeout_s * 1e3)}
@@ -123,10 +108,10 @@ class WorkerChannel:
         nbytes: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Sends small frames. The bytes of larger ones take the way through this process, too."""
+        """Sends small frames. A payload that does not lie in files takes this way, too."""
         for view in views:
             for at in range(0, view.nbytes, PART_BYTES):
-                self._order(SendBytes(bytes(view[at : at + PART_BYTES])))
+                self._orders.send(SendBytes(bytes(view[at : at + PART_BYTES])))
                 if meanwhile is not None:
                     meanwhile()
 
@@ -140,9 +125,8 @@ class WorkerChannel:
     ) -> None:
         """Sends a DATA frame whose payload lies in files. The worker sets the checksum. The worker
         or the kernel may read the files until the frame is answered, or until `close`."""
-        parts = self._ranges(ranges)
-        self._order(SendFrame(bytes(head), parts, checked))
-        self._expect(Sent, lambda _: meanwhile())
+        self._orders.send(SendFrame(bytes(head), self._ranges(ranges), checked))
+        self._orders.expect(Sent, lambda _: meanwhile())
 
     def receive(
         self,
@@ -150,8 +134,8 @@ class WorkerChannel:
         nbytes: int,
         meanwhile: Callable[[int], None] | None = None,
     ) -> None:
-        """Fills the views with a table or a body, or with a payload for memory that is not in a
-        file: those bytes take the way through this process."""
+        """Fills the views with a table or a body. A payload that does not belong into files takes
+        this way, too."""
         arrived = 0
         for view in views:
             at = 0
@@ -168,12 +152,12 @@ class WorkerChannel:
     ) -> bool:
         """The rest of a DATA frame goes into files. Returns whether the frame's checksum matches.
         Also when it raises, the worker does not write to the files any more."""
-        parts = self._ranges(targets)
         try:
+            parts = self._ranges(targets)
             for at in range(0, len(parts), MAX_RANGES):
                 some = parts[at : at + MAX_RANGES]
-                self._order(ReceivePayload(some, last=at + MAX_RANGES >= len(parts)))
-            return self._expect(Received, meanwhile).verified
+                self._orders.send(ReceivePayload(some, last=at + MAX_RANGES >= len(parts)))
+            return self._orders.expect(Received, meanwhile).verified
         except BaseException:
             self._end()
             raise
@@ -181,16 +165,20 @@ class WorkerChannel:
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
         """Fills `view` with the next frame's header. Returns False when none has arrived (with
         `wait`: within a tick)."""
-        assert view.nbytes == HEADER_BYTES
-        if self._head is None and not self._read_report(TICK_S if wait else 0.0):
+        orders = self._orders
+        orders.next_report(TICK_S if wait else 0.0)
+        if orders.head is None:
             return False
-        return self._take_head(view)
+        assert view.nbytes == HEADER_BYTES
+        view[:] = orders.head[:HEADER_BYTES]
+        orders.head = orders.head[HEADER_BYTES:] or None  # what is left is the table
+        return True
 
     def receive_available(self, limit: int = PART_BYTES) -> bytes:
         """What the peer has sent. Call this only after `wait` reported the socket."""
-        if not self._input:
-            self._read_report(0.0)
-        return self._input.popleft() if self._input else b""
+        if not self._orders.input:
+            self._orders.next_report(0.0)
+        return self._orders.input.popleft() if self._orders.input else b""
 
     def interrupt(self) -> None:
         shut_down(self._sock)
@@ -214,80 +202,14 @@ class WorkerChannel:
         }
         return [(arenas[part.fd], part.offset, part.nbytes) for part in parts]
 
-    # Orders and reports ---------------------------------------------------------------------------
-
-    def _order(self, order: Order) -> None:
-        packet = encode(order)
-        while True:
-            try:
-                self._orders.send(packet)
-                return
-            except BlockingIOError:
-                # The worker may wait for this side to take its reports.
-                self._next_report(0.0)
-                self._check_time()
-            except (OSError, ValueError):
-                raise self._loss() from None
-
-    def _expect(self, kind: type[T], meanwhile: Callable[[int], None] | None = None) -> T:
-        """Waits for this report. Calls `meanwhile` when the worker reports that it takes long."""
-        while True:
-            report = self._next_report(TICK_S)
-            if isinstance(report, kind):
-                return report
-            if isinstance(report, Working) and meanwhile is not None:
-                meanwhile(report.nbytes)
-            self._check_time()
-
-    def _read_report(self, timeout_s: float) -> bool:
-        """Takes a report that nothing waits for; False when there is none."""
-        return self._next_report(timeout_s) is not None
-
-    def _next_report(self, timeout_s: float) -> Report | None:
-        """Keeps what the peer has sent; raises the error of a connection that has ended."""
-        if not self._reports.poll(timeout_s * 1e3):
-            return None
-        try:
-            nbytes = self._orders.recv_into(self._packet)
-        except (OSError, ValueError):
-            raise self._loss() from None
-        if not nbytes:
-            raise self._loss()
-        report: Report = read_report(self._packet[:nbytes])
-        if isinstance(report, Lost):
-            raise report.error()
-        if isinstance(report, Input):
-            self._input.append(report.data)
-            if len(self._input) > _MAX_INPUTS:
-                raise WireError("the peer sends responses faster than this side reads them")
-        elif isinstance(report, Head):
-            self._head = memoryview(report.data)
-        return report
-
     def _next_part(self, most: int) -> memoryview:
-        head = self._head
-        if head is None:
-            self._order(ReceiveBody(min(most, PART_BYTES)))
-            return memoryview(self._expect(Body).data)
-        part, rest = head[:most], head[most:]
-        self._head = rest if rest.nbytes else None
+        orders = self._orders
+        if orders.head is None:
+            orders.send(ReceiveBody(min(most, PART_BYTES)))
+            return memoryview(orders.expect(Body).data)
+        part, rest = orders.head[:most], orders.head[most:]
+        orders.head = rest or None
         return part
-
-    def _take_head(self, view: memoryview) -> bool:
-        head = self._head
-        if head is None:
-            return False
-        view[:] = head[:HEADER_BYTES]
-        self._head = head[HEADER_BYTES:] if head.nbytes > HEADER_BYTES else None
-        return True
-
-    def _check_time(self) -> None:
-        if self._clock.now() >= self.until_s:
-            raise ConnectionLost("the frame did not arrive in time")
-
-    def _loss(self) -> ConnectionLost:
-        self._pool.report_lost()
-        return ConnectionLost("the worker process of this connection has ended")
 
     def _end(self) -> None:
         """Ends the connection, and returns when the worker no longer uses memory for it."""
@@ -295,15 +217,8 @@ class WorkerChannel:
             return
         self._ended = True
         shut_down(self._sock)
-        try:
-            self._orders.shutdown(socket.SHUT_WR)
-            self._orders.settimeout(_END_S)
-            while self._orders.recv_into(self._packet):
-                pass  # reports about the end
-        except TimeoutError:
+        if not self._orders.close():
             self._worker.kill()
-            self._pool.report_lost()
-        except OSError:
-            pass  # the worker has closed it
-        self._orders.close()
         self._worker.leave()
+        if not self._worker.alive:
+            self._pool.report_lost()

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from prfaas.clock import Clock
-from prfaas.errors import PeerError, WireError
+from prfaas.errors import ConnectionLost, PeerError, WireError
 from prfaas.transport.buffers import DISCARDED, FileRange
 from prfaas.transport.channel import TICK_S, Channel, TimeLimit, shake_hands, shut_down
 from prfaas.transport.wire import (
@@ -69,7 +69,8 @@ def serve_connection(
     try:
         try:
             sock = _with_tls(serve, sock, orders, context, clock)
-            _Connection(Channel(sock, clock, serve.silence_s), orders, arenas).run(serve.side)
+            channel = Channel(sock, clock, serve.silence_s, send_files=serve.send_files)
+            _Connection(channel, orders, arenas).run(serve.side)
         except _Finished:
             return
         except ssl.SSLError as error:
@@ -125,6 +126,7 @@ class _Connection:
         self._arenas = arenas
         self._packet = memoryview(bytearray(PACKET_BYTES))
         self._scratch = memoryview(bytearray())
+        self._granted = False  # the kvd has let a frame of this connection write to an arena
         orders.setblocking(True)
         channel.watch(orders)
         self._has_order = select.poll()
@@ -184,18 +186,30 @@ class _Connection:
             readable = self._channel.wait(TICK_S)
             if self._orders.fileno() in readable:
                 self._send_bytes(self._next_order())
-            if self._channel.fileno() in readable and self._channel.receive_if_any(
-                head, wait=False
-            ):
-                self._receive_frame(head)
+            if self._channel.fileno() in readable:
+                try:
+                    arrived = self._channel.receive_if_any(head, wait=False)
+                except ConnectionLost:
+                    self._send_last_answers()
+                    raise
+                if arrived:
+                    self._receive_frame(head)
+
+    def _send_last_answers(self) -> None:
+        """The peer sends no more, but it may read the answers to its last frames."""
+        while self._has_order.poll(TICK_S * 1e3):
+            self._send_bytes(self._next_order())
 
     def _receive_frame(self, head: memoryview) -> None:
         header = parse_header(head)
-        table = memoryview(bytearray(header.pieces * PIECE_BYTES))
-        if table.nbytes:
-            self._channel.receive([table], table.nbytes)
-        self._report(Head(bytes(head) + bytes(table)))
-        left = header.body_bytes - table.nbytes
+        table_bytes = header.pieces * PIECE_BYTES
+        # The kvd decides by the header alone whether to read more from a peer that has shown no
+        # grant: until it has, the table is read on its order, as a body is.
+        table = bytearray(table_bytes if self._granted else 0)
+        if table:
+            self._channel.receive([memoryview(table)], len(table))
+        self._report(Head(bytes(head) + table))
+        left = header.body_bytes - len(table)
         ranges: list[Range] = []
         while left:
             order = self._next_order()
@@ -206,11 +220,14 @@ class _Connection:
                 views = self._targets(ranges, left)
                 self._channel.receive(views, left, self._meanwhile_receiving)
                 left = 0
+                self._granted = True
                 self._report(Received(intact(head, header, table, views)))
             elif isinstance(order, ReceiveBody) and 0 < order.nbytes <= left:
                 part = memoryview(bytearray(min(order.nbytes, PART_BYTES)))
                 self._channel.receive([part], part.nbytes, self._meanwhile_receiving)
                 left -= part.nbytes
+                if len(table) < table_bytes:
+                    table += part
                 self._report(Body(bytes(part)))
             else:
                 self._send_bytes(order)
@@ -232,7 +249,9 @@ class _Connection:
 
     def _meanwhile_receiving(self, nbytes: int) -> None:
         self._report(Working(nbytes))
-        while self._has_order.poll(0):
+        # The kvd may answer with acknowledgements or progress. They do not wait for the next tick,
+        # unless bytes of the frame arrive first.
+        while self._orders.fileno() in self._channel.wait(TICK_S):
             self._send_bytes(self._next_order())
 
     # Both ---------------------------------------------------------------------------------------

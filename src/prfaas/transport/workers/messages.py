@@ -33,6 +33,7 @@ class Serve(msgspec.Struct, frozen=True, tag="serve", array_like=True):
     server_name: str  # in the peer's certificate, for a client
     handshake_s: float
     silence_s: float
+    send_files: bool = True  # with `sendfile`, for a sender without TLS
 
 
 class Map(msgspec.Struct, frozen=True, tag="map", array_like=True):

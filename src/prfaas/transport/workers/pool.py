@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.errors import ConnectionLost
 from prfaas.security.tls import TlsContents
-from prfaas.transport.workers.process import WorkerProcess
+from prfaas.service.cores import usable_cores
+from prfaas.transport.workers.process import ANSWER_S, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _STABLE_S = 30.0  # a worker that ran for this long is replaced at once
 
 
-def default_workers(cores: int | None = None) -> int:
+def default_workers(cores: float | None = None) -> int:
     """Half of the cores, because the engine and the kvd need some, too; none where that is one:
     a single worker is slower than the kvd itself."""
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    return min(MOST_WORKERS, cores // 2) if cores >= 4 else 0
+    cores = usable_cores() if cores is None else cores
+    return min(MOST_WORKERS, int(cores) // 2) if cores >= 4 else 0
 
 
 class WorkerPool:
@@ -36,12 +36,15 @@ class WorkerPool:
         count: int,
         *,
         credentials: Callable[[], TlsContents] | None = None,
+        answer_s: float = ANSWER_S,
         clock: Clock | None = None,
     ) -> None:
-        """`credentials` returns what the next handshake uses; None: connections use no TLS."""
+        """`credentials` returns what the next handshake uses; None: connections use no TLS. A
+        worker that does not answer for `answer_s` is killed."""
         self.count = count
         self.replaced = 0  # workers that have ended and were started again
         self._credentials = credentials
+        self._answer_s = answer_s
         self._clock = clock or MonotonicClock()
         self._lock = threading.Lock()  # guards the workers of the slots
         self._slots = [_Slot() for _ in range(count)]
@@ -122,12 +125,15 @@ class WorkerPool:
                     slot.worker = None
                 ended.close()
                 self.replaced += 1
+                log.warning(
+                    "worker process %d has ended (%s) and is replaced", ended.pid, ended.end
+                )
                 slot.back_off(now, stable=now - slot.started_s >= _STABLE_S)
             if now < slot.not_before_s:
                 wait_s = min(wait_s, slot.not_before_s - now)
                 continue
             try:
-                worker = WorkerProcess()
+                worker = WorkerProcess(self._answer_s)
             except OSError as error:
                 log.warning("cannot start a worker process: %s", error)
                 slot.back_off(now, stable=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,16 +29,20 @@ from prfaas.transport.workers.messages import (
     socket_pair,
 )
 
-ANSWER_S = 10.0  # a worker that does not answer its main socket for this long is killed
+# A worker that does not answer its main socket for this long is killed. Senders give a transfer up
+# that is not opened within 10 s: it has to be opened by the next worker before.
+ANSWER_S = 5.0
 _REAP_S = 10.0
-_MAX_ARENAS = 8  # mapped at the same time; a kvd has one for each form of the KV
+# Mapped at the same time; a kvd has one for each form of the KV. Beyond that the oldest is unmapped
+# and a connection that has just named that one in an order breaks.
+_MAX_ARENAS = 8
 _PROGRAM = "prfaas.transport.workers.worker"
 
 
 class WorkerProcess:
     """Thread-safe. After `kill` every method raises ConnectionLost."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
         """Starts the process; raises OSError."""
         self._main, theirs = socket_pair()
         with theirs:
@@ -46,7 +51,8 @@ class WorkerProcess:
             except OSError:
                 self._main.close()
                 raise
-        self._main.settimeout(ANSWER_S)
+        self._answer_s = answer_s
+        self._main.settimeout(answer_s)
         self._lock = threading.Lock()  # of the main socket: one order at a time
         self._credentials: TlsContents | None = None
         self._arenas: dict[tuple[int, int], int] = {}  # device and inode -> arena, the latest last
@@ -65,6 +71,14 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return self._popen.poll() is None
+
+    @property
+    def end(self) -> str:
+        """How the process has ended."""
+        code = self._popen.poll()
+        if code is None:
+            return "still running"
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
     def ping(self) -> None:
         """Raises ConnectionLost, and the process has been killed, when it does not answer."""
@@ -153,7 +167,12 @@ class WorkerProcess:
             try:
                 answer = self._main.recv(PACKET_BYTES)
             except TimeoutError:  # also after a pause of this process, in which the answer has come
-                answer = self._main.recv(PACKET_BYTES, socket.MSG_DONTWAIT)
+                # Not MSG_DONTWAIT: Python waits for a socket with a timeout before it calls recv.
+                self._main.setblocking(False)
+                try:
+                    answer = self._main.recv(PACKET_BYTES)
+                finally:
+                    self._main.settimeout(self._answer_s)
             done: Done = read_done(answer)
         except (OSError, msgspec.MsgspecError) as error:
             self._popen.kill()
