@@ -31,5 +31,5 @@ def test_mutated_frames_to_a_data_port_with_a_worker_leave_nothing() -> None:
     outcome = fuzz_data_port(1_000, seed=1)
     assert outcome.frames >= 1_000
     assert outcome.committed and outcome.hand_overs
-    for reached in ("WELCOME", "OPENED", "NACK"):
+    for reached in ("WELCOME", "OPENED", "NACK", "ENDED"):
         assert outcome.answers[reached] > 10, outcome
