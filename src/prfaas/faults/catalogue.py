@@ -19,7 +19,7 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
 from prfaas.faults.deployment import GATEWAYS, LOOK_S, FaultDeployment
 from prfaas.faults.questions import Verdict
-from prfaas.faults.worker_processes import send_signal
+from prfaas.faults.worker_processes import send_signal, workers_of
 
 Mend: TypeAlias = Callable[[], Awaitable[None]]
 Victim: TypeAlias = Callable[[FaultDeployment], Awaitable[str | None]]
@@ -140,13 +140,13 @@ async def workers_frozen(deployment: FaultDeployment, name: str) -> Mend:
 
 def _signalled_workers(deployment: FaultDeployment, name: str, number: signal.Signals) -> Mend:
     """Nothing is repaired from outside: the kvd kills workers that hang, and replaces them."""
-    struck = deployment.workers(name)
+    struck = workers_of(name, deployment.processes)
     if not struck:
         raise PeerError(f"{name}: the kvd has no workers at the moment")
     send_signal(struck, number)
 
     async def replaced() -> bool:
-        now = deployment.workers(name)
+        now = workers_of(name, deployment.processes)
         return len(now) >= len(struck) and not set(now) & set(struck)
 
     async def wait_until_replaced() -> None:

@@ -28,7 +28,7 @@ from prfaas.contracts.readiness import GatewayReady
 from prfaas.errors import PeerError, PeerHttpError
 from prfaas.faults.credentials import ORDINARY_TENANTS, Credentials
 from prfaas.faults.wall_clock import WallClock
-from prfaas.faults.worker_processes import children_of
+from prfaas.faults.worker_processes import name_workers
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
@@ -110,15 +110,7 @@ class FaultDeployment:
     def processes(self) -> dict[str, int]:
         """Process ids of all running processes; those of kvds have their workers beside them."""
         found = {child.name: child.process.pid for child in self._children}
-        for name in self.names:
-            for number, pid in enumerate(self.workers(name)):
-                found[f"worker-{name}-{number}"] = pid
-        return found
-
-    def workers(self, name: str) -> list[int]:
-        """Process ids of the workers of a node's kvd; none while the kvd is not running."""
-        kvds = [child for child in self._children if child.name == f"kvd-{name}"]
-        return children_of(kvds[0].process.pid) if kvds else []
+        return found | name_workers(found)
 
     def node(self, name: str) -> Target:
         """The engine of a node, for requests without a gateway."""

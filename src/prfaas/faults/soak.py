@@ -34,7 +34,7 @@ from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, growing_processes
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
-from prfaas.faults.worker_processes import send_signal
+from prfaas.faults.worker_processes import name_workers, send_signal
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.measure.client import Target
@@ -376,7 +376,7 @@ class Soak:
         while next_s < until_s:
             await asyncio.sleep(max(0.0, next_s - deployment.clock.now()))
             next_s += every_s
-            pids = [pid for name in deployment.names for pid in deployment.workers(name)]
+            pids = list(name_workers(deployment.processes).values())
             send_signal(pids, signal.SIGKILL)
             self._counts.killed_workers += len(pids)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+_KVD = "kvd-"  # names of kvds begin so, and end with the name of their node
 
 
 def children_of(pid: int) -> list[int]:
@@ -24,6 +27,22 @@ def children_of(pid: int) -> list[int]:
         if int(parent) == pid and state not in "ZX":
             found.append((int(rest[17]), int(folder.name)))
     return [child for _, child in sorted(found)]
+
+
+def name_workers(processes: Mapping[str, int]) -> dict[str, int]:
+    """Names and process ids of the workers of those processes that are kvds."""
+    return {
+        f"worker-{name.removeprefix(_KVD)}-{number}": child
+        for name, pid in processes.items()
+        if name.startswith(_KVD)
+        for number, child in enumerate(children_of(pid))
+    }
+
+
+def workers_of(node: str, processes: Mapping[str, int]) -> list[int]:
+    """The process ids of the workers of a node's kvd; none while the kvd is not running."""
+    kvd = f"{_KVD}{node}"
+    return list(name_workers({kvd: processes[kvd]}).values()) if kvd in processes else []
 
 
 def send_signal(pids: list[int], number: signal.Signals) -> None:
