@@ -88,7 +88,7 @@ _DEFAULTS = KvdSection()
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     connections: int = 4
-    frame_bytes: int = 4 << 20  # maximum; a slow connection sends smaller frames
+    frame_bytes: int = 7 << 20  # maximum; a slow connection sends smaller frames
     quantum_bytes: int = 1 << 20  # the unit of acknowledgement and of resending
     checksums: bool = True  # of payloads; TLS links omit them, since TLS authenticates every byte
     rate_bps: float | None = None  # pacing; None: unlimited

@@ -20,7 +20,7 @@ from prfaas.transport.channel import shut_down
 from prfaas.transport.host_speed.decision import Burst, Sending, Way, choose
 
 MEASURE_S = 0.2
-BURST_BYTES = 4 << 20  # like the largest frame
+BURST_BYTES = 4 << 20  # about as large as a frame
 # Bursts take turns in the region, so that their bytes are not in a core's own cache.
 REGION_BYTES = 8 << 20
 _TIMEOUT_S = 1  # of one system call, should the system not run this process
