@@ -572,7 +572,10 @@ class _ReceiverConnection:
     def _discard(self, nbytes: int) -> None:
         while nbytes:
             some = min(nbytes, _DISCARD_BYTES)
-            self._channel.receive([self._scratch_of(some)], some)
+            if isinstance(self._channel, WorkerChannel):
+                self._channel.discard(some)
+            else:
+                self._channel.receive([self._scratch_of(some)], some)
             nbytes -= some
 
     def _scratch_of(self, nbytes: int) -> memoryview:

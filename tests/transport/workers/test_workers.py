@@ -16,14 +16,33 @@ from prfaas.config.address import Address
 from prfaas.errors import TransferFailed
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity
+from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import LinkOptions, Transfer, TransferLink
 from prfaas.transport.listener import Listener
+from prfaas.transport.messages import Manifest, ManifestSegment, encode
+from prfaas.transport.wire import (
+    Kind,
+    SegmentPiece,
+    auth_of,
+    encode_data,
+    encode_message,
+    parse_sequences,
+)
 from prfaas.transport.workers.pool import WorkerPool, default_workers
 from prfaas.transport.workers.process import WorkerProcess
 from prfaas.types import Grant
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from tests.transport.ends import Owner, expect, nothing_leaks, on_file, segments, send
+from tests.transport.ends import (
+    Owner,
+    expect,
+    grant_for,
+    nothing_leaks,
+    on_file,
+    segments,
+    send,
+)
+from tests.transport.raw_peer import Raw
 from tests.transport.workers.file_owner import FileOwner
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -109,6 +128,34 @@ def test_memory_that_is_not_in_a_file_takes_the_way_through_this_process(
         send(link, expect(listener, CONTENTS, owner), CONTENTS).done.result(PATIENCE_S)
     assert owner.wait() is None
     assert owner.memory == CONTENTS
+
+
+def test_a_worker_drops_the_bytes_of_a_path_check(pool: WorkerPool) -> None:
+    body = bytes(3 << 20)
+    with Listener(workers=pool) as listener, Raw(listener) as peer:
+        for sequence in (1, 2):
+            peer.send(encode_message(Kind.MEASURE, body, sequence=sequence))
+            answer = peer.answer()
+            assert answer.header.kind is Kind.ACK and parse_sequences(answer.body) == (sequence,)
+
+
+def test_a_frame_of_an_ended_transfer_is_dropped_and_answered(pool: WorkerPool) -> None:
+    """Its table of pieces has arrived with its header, since the connection has shown a grant."""
+    content = bytes(range(256)) * 400
+    contents = {"s0": content}
+    grant = grant_for(contents)
+    ids = {"transfer_id": transfer_key(grant.transfer_id), "auth": auth_of(grant.token)}
+    piece = SegmentPiece(0, 0, 0, len(content), len(content))
+    frame = encode_data([piece], [content], sequence=1, checked=True, **ids) + content
+    opened = Manifest(1 << 20, (ManifestSegment("s0", len(content)),))
+    with closing(FileOwner()) as owner, Listener(workers=pool) as listener, Raw(listener) as peer:
+        listener.expect(grant, owner)
+        peer.send(encode_message(Kind.OPEN, encode(opened), **ids))
+        assert peer.answer().header.kind is Kind.OPENED
+        for _ in range(3):
+            peer.send(frame)
+            assert peer.answer().header.kind is Kind.ENDED
+        assert owner.wait() is None and owner.contents == contents
 
 
 def test_an_unknown_certificate_is_refused(

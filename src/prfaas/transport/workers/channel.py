@@ -22,6 +22,7 @@ from prfaas.transport.workers.messages import (
     MAX_RANGES,
     PART_BYTES,
     Body,
+    Discard,
     Range,
     ReceiveBody,
     Received,
@@ -161,6 +162,17 @@ class WorkerChannel:
         except BaseException:
             self._end()
             raise
+
+    def discard(self, nbytes: int) -> None:
+        """Drops the next bytes of a body. The worker may have sent a table of pieces already."""
+        orders = self._orders
+        if orders.head is not None:
+            known = min(nbytes, orders.head.nbytes)
+            orders.head = orders.head[known:] or None
+            nbytes -= known
+        if nbytes:
+            orders.send(Discard(nbytes))
+            orders.expect(Received)
 
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
         """Fills `view` with the next frame's header. Returns False when none has arrived (with

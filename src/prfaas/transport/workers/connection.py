@@ -26,6 +26,7 @@ from prfaas.transport.workers.messages import (
     PACKET_BYTES,
     PART_BYTES,
     Body,
+    Discard,
     Head,
     Input,
     Lost,
@@ -222,6 +223,11 @@ class _Connection:
                 left = 0
                 self._granted = True
                 self._report(Received(intact(head, header, table, views)))
+            elif isinstance(order, Discard) and 0 < order.nbytes <= left:
+                dropped = self._scratch_of(order.nbytes)
+                self._channel.receive([dropped], dropped.nbytes, self._meanwhile_receiving)
+                left -= dropped.nbytes
+                self._report(Received(True))
             elif isinstance(order, ReceiveBody) and 0 < order.nbytes <= left:
                 part = memoryview(bytearray(min(order.nbytes, PART_BYTES)))
                 self._channel.receive([part], part.nbytes, self._meanwhile_receiving)
@@ -236,16 +242,21 @@ class _Connection:
         if sum(size for _, _, size in ranges) != nbytes:
             raise WireError(f"the order's ranges are not the {nbytes} bytes of the frame")
         discarded = sum(size for arena, _, size in ranges if arena == DISCARDED)
-        if self._scratch.nbytes < discarded:
-            self._scratch = memoryview(bytearray(discarded))  # at most MAX_PAYLOAD_BYTES, as above
+        scratch = self._scratch_of(discarded)
         views, at = [], 0
         for part in ranges:
             if part[0] == DISCARDED:
-                views.append(self._scratch[at : at + part[2]])  # not twice: the checksum covers it
+                views.append(scratch[at : at + part[2]])  # not twice: the checksum covers it
                 at += part[2]
             else:
                 views.append(self._view(part))
         return views
+
+    def _scratch_of(self, nbytes: int) -> memoryview:
+        """`nbytes` is at most the size of a body, which `parse_header` has checked."""
+        if self._scratch.nbytes < nbytes:
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[:nbytes]
 
     def _meanwhile_receiving(self, nbytes: int) -> None:
         self._report(Working(nbytes))

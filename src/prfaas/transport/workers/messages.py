@@ -87,6 +87,12 @@ class ReceiveBody(msgspec.Struct, frozen=True, tag="body", array_like=True):
     nbytes: int
 
 
+class Discard(msgspec.Struct, frozen=True, tag="discard", array_like=True):
+    """The next bytes of a frame's body are dropped. Answered with `Working` and `Received`."""
+
+    nbytes: int
+
+
 class ReceivePayload(msgspec.Struct, frozen=True, tag="payload", array_like=True):
     """The rest of a DATA frame goes into arenas. Answered with `Working` and `Received`."""
 
@@ -143,7 +149,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", array_like=True):
 
 
 MainOrder: TypeAlias = Serve | Map | Unmap | UseCredentials | Ping
-Order: TypeAlias = SendBytes | SendFrame | ReceiveBody | ReceivePayload
+Order: TypeAlias = SendBytes | SendFrame | ReceiveBody | Discard | ReceivePayload
 Report: TypeAlias = Started | Head | Body | Working | Received | Sent | Input | Lost
 
 _MAIN_ORDER: msgspec.msgpack.Decoder[MainOrder] = msgspec.msgpack.Decoder(MainOrder)
