@@ -259,6 +259,30 @@ def test_a_receiver_that_answers_only_probes_is_stalled() -> None:
         transfer.done.result(0)
 
 
+def test_the_same_damaged_frame_arriving_again_and_again_is_a_stall() -> None:
+    sender, transfer = make_sender(), make_transfer(1, [QUANTUM])
+    begin(sender, transfer)
+    for now in range(21):
+        frame = take_frame(sender)
+        sender.responses.on_progress(
+            transfer.transfer_id, frame.frame.sequence, QUANTUM // 2, float(now)
+        )
+        sender.mark_lost(frame)  # the receiver has rejected the frame: its checksum is wrong
+        sender.fail_stalled(now)
+    with pytest.raises(TransferFailed, match="nothing acknowledged for 20 s"):
+        transfer.done.result(0)
+
+
+def test_parts_of_a_large_frame_that_arrive_slowly_are_progress() -> None:
+    sender, transfer = make_sender(), make_transfer(1, [QUANTUM])
+    begin(sender, transfer)
+    sequence = take_frame(sender).frame.sequence
+    for now in range(60):
+        sender.responses.on_progress(transfer.transfer_id, sequence, now + 1, float(now))
+        sender.fail_stalled(now)
+    assert transfer.ended is None
+
+
 def test_a_new_connection_is_proved_by_a_grant_that_the_receiver_answers() -> None:
     sender = make_sender()
     assert sender.take_proof(0.0) is None

@@ -44,7 +44,8 @@ class ResponseHandler:
                 more = transfer.record_progress(sequence, nbytes)
                 if more:
                     state.delivery.record_arrival(more, outstanding, now)
-                    transfer.progress_s = now
+                    if transfer.record_advance():
+                        transfer.progress_s = now
 
     def on_alive(self, transfer_id: bytes, now: float) -> None:
         """The receiver answered a probe. A transfer that waits for segments is not stalled. One

@@ -53,6 +53,7 @@ class SenderTransfer:
         self._pending: deque[SegmentPiece] = deque()
         self._in_flight: dict[int, SenderFrame] = {}
         self._arriving: dict[int, int] = {}  # sequence of a frame in flight -> bytes that arrived
+        self._most_arrived_bytes = 0  # the most that has ever arrived, whole frames and parts
         self._next_sequence = 1  # frames without pieces have sequence 0
 
     @property
@@ -123,6 +124,14 @@ class SenderTransfer:
         before = self._arriving.get(sequence, 0)
         self._arriving[sequence] = max(before, min(nbytes, frame.nbytes))
         return self._arriving[sequence] - before
+
+    def record_advance(self) -> bool:
+        """Whether more has arrived than at any call before. On a connection that damages every
+        frame, parts of the same frames arrive again and again, which is no progress."""
+        arrived = self.acknowledged_bytes + sum(self._arriving.values())
+        further = arrived > self._most_arrived_bytes
+        self._most_arrived_bytes = max(arrived, self._most_arrived_bytes)
+        return further
 
     def partly_arrived_bytes(self, sequence: int) -> int:
         """The bytes that `record_progress` has counted of a frame in flight."""
