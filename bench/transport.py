@@ -1,13 +1,14 @@
 """The rate at which KV crosses a TCP link between two processes on loopback.
 
     prfaas bench transport [--rounds 5] [--peers SCRIPT] [--connections 1,2,4,8] [--only tls,small]
+                           [--workers 8] [--mib 1024]
 
-Each run moves about 256 MiB between two regions that no CPU cache holds. The segments are those of
-a hand-off: one layer of one 2,048-token chunk, of the paper's 1T hybrid model and of a dense model;
-and 40,000 segments of 32 KiB. Rounds interleave our runs with the peers' runs, and the results are
-medians. The peer of mutual TLS is a pair of bare `ssl` sockets. `--peers` runs an external script
-that prints {name: {"GBps": x}} and accepts `--only NAME`; it adds `peers` and `ratios` to the
-result.
+Each run moves about 256 MiB (`--mib`) between two regions that no CPU cache holds. The segments are
+those of a hand-off: one layer of one 2,048-token chunk, of the paper's 1T hybrid model and of a
+dense model; and 40,000 segments of 32 KiB. Rounds interleave our runs with the peers' runs, and the
+results are medians. The peer of mutual TLS is a pair of bare `ssl` sockets. `--peers` runs an
+external script that prints {name: {"GBps": x}} and accepts `--only NAME`; it adds `peers` and
+`ratios` to the result.
 """
 
 from __future__ import annotations
@@ -29,26 +30,25 @@ from prfaas.security.certificates import make_certificates
 from prfaas.transport.workers.pool import default_workers
 
 PARTS = ("bare", "checked", "tls", "small")
-TRANSFER_BYTES = 256 << 20
 CHUNK_TOKENS = 2_048
 SMALL_SEGMENTS, SMALL_BYTES = 40_000, 32 << 10
 
 
-def chunk_segments(model: str) -> tuple[int, ...]:
+def chunk_segments(model: str, nbytes: int) -> tuple[int, ...]:
     """The sizes of a transfer's segments, each one layer of one chunk."""
     spec = Catalog.builtin().model(model).spec()
     chunks = handoff_segments(spec, 2 * CHUNK_TOKENS, chunk_tokens=CHUNK_TOKENS)
     first = [segment for segment in chunks if segment.stop == CHUNK_TOKENS]
     sizes: list[int] = []
-    while sum(sizes) < TRANSFER_BYTES:
+    while sum(sizes) < nbytes:
         sizes += [segment_bytes(spec, segment) for segment in first]
-    while sum(sizes) > TRANSFER_BYTES:
+    while sum(sizes) > nbytes:
         sizes.pop()
     return tuple(sizes)
 
 
-def cases(connections: list[int], parts: set[str]) -> list[Case]:
-    hybrid, dense = chunk_segments("case-study-1t"), chunk_segments("minimax-m2.5")
+def cases(connections: list[int], parts: set[str], nbytes: int) -> list[Case]:
+    hybrid, dense = (chunk_segments(name, nbytes) for name in ("case-study-1t", "minimax-m2.5"))
     small = (SMALL_BYTES,) * SMALL_SEGMENTS
     found = []
     for count in connections:
@@ -63,9 +63,9 @@ def cases(connections: list[int], parts: set[str]) -> list[Case]:
     return [case for case in found if case.part in parts]
 
 
-def peers_once(script: Path) -> dict[str, float | None]:
+def peers_once(script: Path, mib: int) -> dict[str, float | None]:
     ran = subprocess.run(
-        [sys.executable, str(script), "--mib", str(TRANSFER_BYTES >> 20), "--reps", "3"],
+        [sys.executable, str(script), "--mib", str(mib), "--reps", "3"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -109,6 +109,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help=f"Worker processes of each end (default here {default_workers()}).",
     )
     parser.add_argument(
+        "--mib",
+        type=int,
+        default=256,
+        help="MiB per run (default 256). More suits many connections: 256 MiB take 20 ms then.",
+    )
+    parser.add_argument(
         "--peers", type=Path, help="Script of another project to run for comparison."
     )
     parser.add_argument("--json", action="store_true", help="No effect: JSON is printed anyway.")
@@ -117,7 +123,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments(sys.argv[1:])
-    all_cases = cases(arguments.connections, arguments.only)
+    all_cases = cases(arguments.connections, arguments.only, arguments.mib << 20)
     found = Samples()
     with ExitStack() as stack:
         certificates = make_certificates(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -125,7 +131,7 @@ def main() -> None:
         runner = stack.enter_context(bench(certificates, largest, arguments.workers))
         pair = None
         if "tls" in arguments.only:
-            pair = stack.enter_context(ssl_pair(certificates, TRANSFER_BYTES))
+            pair = stack.enter_context(ssl_pair(certificates, arguments.mib << 20))
         for number in range(arguments.rounds):
             for case in all_cases:
                 found.add_run(case, runner.run(case))
@@ -133,12 +139,12 @@ def main() -> None:
                     # Right after our run: on a shared machine, minutes apart are not comparable.
                     found.add_ssl_pair(pair.run())
             if arguments.peers is not None:
-                found.add_peers(peers_once(arguments.peers))
+                found.add_peers(peers_once(arguments.peers, arguments.mib))
             sys.stderr.write(f"round {number + 1} of {arguments.rounds}\n")
     result = {
         "machine": machine(),
         "workers": arguments.workers,
-        "transfer_bytes": TRANSFER_BYTES,
+        "transfer_bytes": arguments.mib << 20,
         **report(found),
     }
     print(json.dumps(result, indent=2))

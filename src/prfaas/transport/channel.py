@@ -148,6 +148,11 @@ class Channel:
         if got != nbytes:
             self._receive_rest(list(views), got, meanwhile)
 
+    def receive_part(self, view: memoryview) -> int:
+        """Receives at most as much as `view` holds, and returns how much. Waits for a tick at
+        most."""
+        return self._receive_some([view])
+
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
         """Fills `view`. Returns False when no byte is available (with `wait`: within a tick)."""
         if not wait and self._sock.fileno() not in self.wait(0):

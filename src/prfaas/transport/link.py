@@ -345,19 +345,11 @@ class TransferLink:
     def connect(self, abandoned: Callable[[], bool]) -> Channel | WorkerChannel:
         worker = self._workers.take() if self._workers is not None else None
         try:
-            in_this_process = self._tls is not None and worker is None
-            context = self._tls() if self._tls is not None and in_this_process else None
-        except (PrfaasError, OSError) as error:
-            raise ConnectionLost(f"{Address(*self.address)}: TLS: {error}") from None
-        sock = connect(
-            self.address,
-            timeout_s=self.options.connect_s,
-            tls=context,
-            tls_name=self.options.tls_name,
-            congestion_control=self.options.congestion_control,
-            buffer_bytes=self.options.buffer_bytes,
-            abandoned=abandoned,
-        )
+            sock = self._connect(abandoned, tls=self._tls if worker is None else None)
+        except BaseException:
+            if worker is not None:
+                worker.leave()
+            raise
         if worker is None or self._workers is None:
             options = self.options
             return Channel(sock, self.clock, options.silence_s, send_files=options.send_files)
@@ -374,6 +366,23 @@ class TransferLink:
         except PeerError as error:
             sock.close()
             raise ConnectionLost(f"{Address(*self.address)}: {error}") from None
+
+    def _connect(
+        self, abandoned: Callable[[], bool], *, tls: Callable[[], ssl.SSLContext] | None
+    ) -> socket.socket:
+        try:
+            context = None if tls is None else tls()
+        except (PrfaasError, OSError) as error:
+            raise ConnectionLost(f"{Address(*self.address)}: TLS: {error}") from None
+        return connect(
+            self.address,
+            timeout_s=self.options.connect_s,
+            tls=context,
+            tls_name=self.options.tls_name,
+            congestion_control=self.options.congestion_control,
+            buffer_bytes=self.options.buffer_bytes,
+            abandoned=abandoned,
+        )
 
     def mark_established(self, connection: _SenderConnection) -> None:
         """The receiver has answered on this connection."""
@@ -612,9 +621,11 @@ class _SenderConnection:
                 raise ConnectionLost(f"the peer did not answer for {options.silence_s:g} s")
 
     def _receive_responses(self, channel: Channel | WorkerChannel) -> None:
-        for frame in self._decoder.feed(channel.receive_available()):
-            self._handle_response(frame)
-        self._received_s = self._link.clock.now()
+        data = channel.receive_available()
+        if data:  # a worker reports about itself, too
+            for frame in self._decoder.feed(data):
+                self._handle_response(frame)
+            self._received_s = self._link.clock.now()
 
     def _send(self, channel: Channel | WorkerChannel, work: Work) -> None:
         transfer = work.transfer

@@ -297,6 +297,17 @@ def test_an_order_that_is_none_ends_the_worker_and_nothing_else() -> None:
         worker.close()
 
 
+def test_connections_that_are_made_at_the_same_time_use_all_workers() -> None:
+    with WorkerPool(3) as several:
+        taken = [several.take() for _ in range(6)]
+        pids = [worker.pid for worker in taken if worker is not None]
+        assert sorted(pids) == sorted(2 * list(several.pids))
+        for worker in taken:
+            assert worker is not None
+            worker.leave()
+        assert {worker.connections for worker in taken if worker is not None} == {0}
+
+
 def test_workers_follow_the_cores() -> None:
     assert [default_workers(cores) for cores in (1, 2, 3, 4, 6, 16, 128)] == [0, 0, 0, 2, 3, 8, 8]
 

@@ -29,7 +29,6 @@ from prfaas.transport.workers.messages import (
     ReceivePayload,
     SendBytes,
     SendFrame,
-    Sent,
     Serve,
     Started,
 )
@@ -49,13 +48,17 @@ class WorkerChannel:
         serve: Serve,
         clock: Clock,
     ) -> None:
-        """Returns when the TLS handshake, if any, is complete. Raises PeerError; the caller closes
-        `sock` then, and otherwise `close` does."""
+        """`worker` is one that the pool has given. Returns when the TLS handshake, if any, is
+        complete. Raises PeerError; the caller closes `sock` then, and otherwise `close` does."""
         self._pool = pool
         self._worker = worker
         self._sock = sock
         self._ended = False
-        self._orders = OrderSocket(worker.serve(serve, sock, pool.credentials()), clock)
+        try:
+            self._orders = OrderSocket(worker.serve(serve, sock, pool.credentials()), clock)
+        except BaseException:
+            worker.leave()
+            raise
         self._poll = select.poll()
         self._poll.register(self._orders, select.POLLIN)
         self.until_s = clock.now() + serve.handshake_s + serve.silence_s
@@ -125,9 +128,10 @@ class WorkerChannel:
         meanwhile: Callable[[], None],
     ) -> None:
         """Sends a DATA frame whose payload lies in files. The worker sets the checksum. The worker
-        or the kernel may read the files until the frame is answered, or until `close`."""
-        self._orders.send(SendFrame(bytes(head), self._ranges(ranges), checked))
-        self._orders.expect(Sent, lambda _: meanwhile())
+        or the kernel may read the files until the frame is answered, or until `close`. Returns when
+        the frame before this one is sent."""
+        order = SendFrame(bytes(head), self._ranges(ranges), checked)
+        self._orders.send_frame(order, lambda _: meanwhile())
 
     def receive(
         self,

@@ -45,6 +45,7 @@ from prfaas.transport.workers.messages import (
     encode,
     read_order,
 )
+from prfaas.transport.workers.read_ahead import ReadAhead
 
 
 class MappedArenas(Protocol):
@@ -128,6 +129,7 @@ class _Connection:
         self._packet = memoryview(bytearray(PACKET_BYTES))
         self._scratch = memoryview(bytearray())
         self._granted = False  # the kvd has let a frame of this connection write to an arena
+        self._ahead = ReadAhead()
         orders.setblocking(True)
         channel.watch(orders)
         self._has_order = select.poll()
@@ -211,32 +213,64 @@ class _Connection:
             self._channel.receive([memoryview(table)], len(table))
         self._report(Head(bytes(head) + table))
         left = header.body_bytes - len(table)
+        if self._granted and header.kind is Kind.DATA:
+            order = self._read_ahead(left)
+        else:
+            order = None
         ranges: list[Range] = []
         while left:
-            order = self._next_order()
+            order = order or self._next_order()
             if isinstance(order, ReceivePayload) and header.kind is Kind.DATA:
                 ranges += order.ranges
                 if not order.last and len(ranges) <= left:
+                    order = None
                     continue
                 views = self._targets(ranges, left)
-                self._channel.receive(views, left, self._meanwhile_receiving)
+                self._receive(views, left)
                 left = 0
                 self._granted = True
                 self._report(Received(intact(head, header, table, views)))
             elif isinstance(order, Discard) and 0 < order.nbytes <= left:
                 dropped = self._scratch_of(order.nbytes)
-                self._channel.receive([dropped], dropped.nbytes, self._meanwhile_receiving)
+                self._receive([dropped], dropped.nbytes)
                 left -= dropped.nbytes
                 self._report(Received(True))
             elif isinstance(order, ReceiveBody) and 0 < order.nbytes <= left:
                 part = memoryview(bytearray(min(order.nbytes, PART_BYTES)))
-                self._channel.receive([part], part.nbytes, self._meanwhile_receiving)
+                self._receive([part], part.nbytes)
                 left -= part.nbytes
                 if len(table) < table_bytes:
                     table += part
                 self._report(Body(bytes(part)))
             else:
                 self._send_bytes(order)
+            order = None
+
+    def _read_ahead(self, nbytes: int) -> Order | None:
+        """Reads until the kvd has decided, and returns its order if there is one by then. Answers
+        to earlier frames are sent meanwhile."""
+        order: Order | None = None
+
+        def is_decided() -> bool:
+            nonlocal order
+            while order is None and self._has_order.poll(0):
+                order = self._next_order()
+                if isinstance(order, SendBytes):
+                    self._send_bytes(order)
+                    order = None
+            return order is not None
+
+        self._ahead.fill(self._channel, nbytes, is_decided)
+        return order
+
+    def _receive(self, views: list[memoryview], nbytes: int) -> None:
+        before = self._ahead.nbytes
+        rest = self._ahead.pass_on(views)
+        known = before - self._ahead.nbytes
+        if rest:
+            self._channel.receive(
+                rest, nbytes - known, lambda more: self._meanwhile_receiving(known + more)
+            )
 
     def _targets(self, ranges: Sequence[Range], nbytes: int) -> list[memoryview]:
         if sum(size for _, _, size in ranges) != nbytes:

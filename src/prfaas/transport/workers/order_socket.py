@@ -22,6 +22,8 @@ from prfaas.transport.workers.messages import (
     Lost,
     Order,
     Report,
+    SendFrame,
+    Sent,
     Working,
     encode,
     read_report,
@@ -42,6 +44,7 @@ class OrderSocket:
         self.until_s = math.inf  # a wait ends with ConnectionLost then
         self.input: deque[bytes] = deque()  # what the peer of a sender has sent
         self.head: memoryview | None = None  # of a frame that arrives: header and table
+        self.unsent = 0  # frames that the worker was told to send and has not reported as sent
         self._packet = memoryview(bytearray(PACKET_BYTES))
         self._reports = select.poll()
         self._reports.register(sock, select.POLLIN)
@@ -67,6 +70,17 @@ class OrderSocket:
                 while self.next_report(0.0) is not None:
                     pass
                 raise ConnectionLost("a worker process has ended a connection") from None
+
+    def send_frame(self, order: SendFrame, meanwhile: Callable[[int], None]) -> None:
+        """Returns when one frame at most waits to be sent or is being sent: a worker that has
+        sent a frame begins the next one at once."""
+        self.send(order)
+        self.unsent += 1
+        while self.unsent > 1:
+            report = self.next_report(TICK_S)
+            if isinstance(report, Working):
+                meanwhile(report.nbytes)
+            self._check_time()
 
     def expect(self, kind: type[T], meanwhile: Callable[[int], None] | None = None) -> T:
         """Waits for this report. Calls `meanwhile` when the worker reports that it takes long."""
@@ -94,7 +108,9 @@ class OrderSocket:
             raise WireError(f"a worker process sent no report: {error}") from None
         if isinstance(report, Lost):
             raise report.error()
-        if isinstance(report, Head):
+        if isinstance(report, Sent):
+            self.unsent -= 1
+        elif isinstance(report, Head):
             self.head = memoryview(report.data)
         elif isinstance(report, Input):
             self.input.append(report.data)

@@ -68,11 +68,16 @@ class WorkerPool:
         return None if self._credentials is None else self._credentials()
 
     def take(self) -> WorkerProcess | None:
-        """The worker with the fewest connections; None when no worker runs."""
+        """The worker with the fewest connections; None when no worker runs. The next connection
+        counts as the worker's from now on: several connections are made at the same time. The
+        caller passes the worker to a `WorkerChannel`, or calls its `leave`."""
         with self._lock:
             workers = [slot.worker for slot in self._slots if slot.worker is not None]
-        alive = [worker for worker in workers if worker.alive]
-        return min(alive, key=lambda worker: worker.connections, default=None)
+            alive = [worker for worker in workers if worker.alive]
+            chosen = min(alive, key=lambda worker: worker.connections, default=None)
+            if chosen is not None:
+                chosen.join()
+        return chosen
 
     def report_lost(self) -> None:
         """A connection has lost its worker: it is replaced soon."""

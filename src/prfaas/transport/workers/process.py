@@ -88,8 +88,8 @@ class WorkerProcess:
     def serve(
         self, serve: Serve, sock: socket.socket, credentials: TlsContents | None
     ) -> socket.socket:
-        """The worker serves the connection from now on; `leave` has to follow. Returns the socket
-        for orders about the connection. The caller keeps `sock`, so that it can shut the connection
+        """The worker serves the connection from now on. Returns the socket for orders about the
+        connection. The caller keeps `sock`, so that it can shut the connection
         down."""
         ours, theirs = socket_pair()
         with self._lock, theirs:
@@ -101,12 +101,15 @@ class WorkerProcess:
             except BaseException:
                 ours.close()
                 raise
-        with self._count_lock:
-            self._connections += 1
         return ours
 
+    def join(self) -> None:
+        """A connection will use this worker; `leave` has to follow."""
+        with self._count_lock:
+            self._connections += 1
+
     def leave(self) -> None:
-        """A connection of this worker has ended."""
+        """A connection of this worker has ended, or was not made."""
         with self._count_lock:
             self._connections -= 1
 
