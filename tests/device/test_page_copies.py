@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.device import page_copies
-from prfaas.device.page_copies import Matrix, copy_matrices, copy_whole, cut_at_seams, matrices
+from prfaas.device.page_copies import (
+    Matrix,
+    Pieces,
+    copy_matrices,
+    copy_whole,
+    cut_at_seams,
+    matrices,
+    pieces_of,
+)
 from prfaas.device.page_pins import Places
 from prfaas.device.row_pages import Column, RowShape
 from prfaas.errors import EngineError
@@ -27,8 +35,12 @@ def places_of(pages: Sequence[tuple[int, int]]) -> Places:
     return Places(table[:, 0], table[:, 1])
 
 
+def pieces_at(pages: Sequence[tuple[int, int]], device: int) -> Pieces:
+    return pieces_of(places_of(pages), [(device, sum(nbytes for _, nbytes in pages))])
+
+
 def regular(pages: Sequence[tuple[int, int]], device: int) -> list[Matrix]:
-    found = page_copies._regular(page_copies._joined(places_of(pages)), device, None)
+    found = page_copies._regular(page_copies._joined(pieces_at(pages, device)), None)
     assert found is not None
     return found
 
@@ -63,6 +75,24 @@ def test_a_shorter_page_and_a_jump_end_a_matrix() -> None:
     ]
 
 
+@given(st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=5))
+def test_pages_of_several_tensors_are_copied_to_their_own_places(sizes: list[list[int]]) -> None:
+    """Tensors lie apart on the device; a matrix or a run does not go from one into the next."""
+    at, pages, targets, expected = 0, [], [], []
+    for number, some in enumerate(sizes):
+        device = 10_000 * (number + 1)
+        targets.append((device, 64 * sum(some)))
+        for size in some:
+            pages.append((at, 64 * size))
+            expected += [(at + n, device + n) for n in range(64 * size)]
+            at += 64 * size
+            device += 64 * size
+    pieces = pieces_of(places_of(pages), targets)
+    found = page_copies._regular(page_copies._joined(pieces), None)
+    assert found is not None
+    assert sorted(cells(found)) == expected
+
+
 def test_a_pitch_beyond_cuda_is_not_used() -> None:
     assert len(regular([(0, 256), (1 << 31, 256)], 0)) == 2
 
@@ -76,9 +106,12 @@ def test_whole_pages_are_copied_once_and_cross_no_seam(
     expected = [address + n for address, nbytes in pages for n in range(nbytes)]
     mapping: Any = Mapping(part)
     cut = list(cut_at_seams(regular(pages, 5_000), mapping.next_seam))
-    pieces = page_copies._cut_pieces(places_of(pages), mapping)
-    as_matrices = [Matrix(at, 0, n, 1, n, n) for at, n in pieces.pairs()]
-    assert [host for host, _ in cells(as_matrices)] == expected
+    pieces = page_copies._cut_pieces(pieces_at(pages, 5_000), mapping)
+    as_matrices = [
+        Matrix(host, device, n, 1, n, n)
+        for host, device, n in zip(*(numbers.tolist() for numbers in pieces), strict=True)
+    ]
+    assert cells(as_matrices) == [(host, 5_000 + n) for n, host in enumerate(expected)]
     assert sorted(cells(cut)) == sorted((host, 5_000 + n) for n, host in enumerate(expected))
     for one in (*cut, *as_matrices):
         last = one.host + (one.rows - 1) * one.host_pitch + one.width - 1
@@ -166,7 +199,8 @@ def test_orders_to_the_driver(
 
     def move(rows: torch.Tensor, *, into_pages: bool) -> None:
         stream: Any = Stream()
-        copy_whole(places, rows.data_ptr(), mapping, stream, into_pages=into_pages)
+        pieces = pieces_of(places, [(rows.data_ptr(), rows.nbytes)])
+        copy_whole(pieces, mapping, stream, into_pages=into_pages)
 
     rows = torch.arange(1, 188).to(torch.uint8)
     move(rows, into_pages=True)
@@ -188,7 +222,7 @@ def test_copies_that_cuda_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     mapping: Any = Mapping(1 << 20)
     with pytest.raises(EngineError, match="error 1"):
         copy_matrices([Matrix(0, 0, 8, 2, 8, 8)], stream, into_pages=True)
-    scattered = places_of([(n * n * 100, 8) for n in range(20)])
-    for places in (places_of([(0, 8)]), scattered):
+    scattered = pieces_at([(n * n * 100, 8) for n in range(20)], 0)
+    for pieces in (pieces_at([(0, 8)], 0), scattered):
         with pytest.raises(EngineError, match="error 1"):
-            copy_whole(places, 0, mapping, stream, into_pages=True)
+            copy_whole(pieces, mapping, stream, into_pages=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from prfaas.device import StagingRing, page_copies
+from prfaas.device import StagingRing, page_copies, staging
 from prfaas.errors import EngineError, InputError
 from prfaas.integrations.canonical import AttentionConverter, AttentionForm
 from prfaas.kvspec.parts import Part
@@ -286,8 +286,9 @@ def test_pages_are_read_into_tensors(pinned: bool) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_the_compute_stream_waits_for_tensors_and_the_host_does_not(
-    log: list[str], pinned: bool
+    log: list[str], pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(staging, "_TOGETHER_BYTES", 1)
     pins = HostPins() if pinned else None
     ring = with_streams(StagingRing("cpu", ring_bytes=1 << 16, pins=pins, timeout_s=0), log)
     pages = [filled_pages(4_000, [1_000]) for _ in range(2)]
@@ -302,6 +303,22 @@ def test_the_compute_stream_waits_for_tensors_and_the_host_does_not(
         assert all(mapping.users == 0 for mapping in pins._mappings.values())
     assert [raw(target) for target in targets] == [page.content for page in pages]
     ring.release(ring.allocate(1 << 16))
+
+
+def test_tensors_from_one_mapping_are_filled_together(log: list[str]) -> None:
+    pins = HostPins()
+    ring = with_streams(StagingRing("cpu", ring_bytes=1 << 16, pins=pins, timeout_s=0), log)
+    pages = filled_pages(9_000, [1_000, 3_000, 7_000])
+    targets = [torch.zeros(n, dtype=torch.uint8) for n in (3_000, 4_000, 2_000)]
+    first, second, third, fourth = pages.views
+    ring.copy_to(zip(targets, ([first, second], [third], [fourth]), strict=True))
+    assert log == ["in waits for compute", "on in", "compute waits for in"]
+    assert [m.users for m in pins._mappings.values()] == [1]
+    ring.finish_loads()
+    assert [m.users for m in pins._mappings.values()] == [0]
+    assert b"".join(raw(target) for target in targets) == pages.content
+    with pytest.raises(EngineError, match="do not fit"):  # none of them is written
+        ring.copy_to([(targets[0], [fourth]), (targets[2], [first, second])])
 
 
 def test_a_failure_among_tensors_waits_for_the_device(log: list[str]) -> None:

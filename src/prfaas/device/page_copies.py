@@ -114,25 +114,43 @@ def copy_matrices(
             raise EngineError(f"CUDA refused a copy of {matrix} with error {result}")
 
 
+class Pieces(NamedTuple):
+    """Pages of the host, each with its place on the device."""
+
+    hosts: Numbers  # addresses
+    devices: Numbers
+    sizes: Numbers  # bytes
+
+
+def pieces_of(places: Places, targets: Sequence[tuple[int, int]]) -> Pieces:
+    """Pages in order, which fill parts of the device (address, bytes) one after the other. Each
+    part takes whole pages."""
+    ends = np.cumsum(places.sizes)
+    begins = ends - places.sizes
+    filled = np.cumsum([nbytes for _, nbytes in targets])
+    number = np.searchsorted(filled, begins, "right")
+    addresses = np.array([address for address, _ in targets], dtype=np.int64)
+    before = filled - np.array([nbytes for _, nbytes in targets], dtype=np.int64)
+    devices = addresses[number] + begins - before[number]
+    return Pieces(places.addresses, devices, places.sizes)
+
+
 def copy_whole(
-    places: Places,
-    device: int,
+    pieces: Pieces,
     mapping: PinnedMapping,
     stream: torch.cuda.Stream | None,
     *,
     into_pages: bool,
 ) -> None:
-    """Queues copies between pages and the bytes from an address of the device on, which hold the
-    pages in order. As `copy_matrices` otherwise. Without a step per page: matrices where pages are
-    at regular places, else pieces."""
-    joined = _joined(places)
+    """Queues copies between pages and their places on the device. As `copy_matrices` otherwise.
+    Without a step per page: matrices where pages are at regular places, else pieces."""
+    joined = _joined(pieces)
     batch = None if stream is None else _copy_batch()
-    found = _regular(joined, device, len(joined.sizes) // _FEW_ROWS if batch is not None else None)
+    found = _regular(joined, len(joined.sizes) // _FEW_ROWS if batch is not None else None)
     if found is not None:
         copy_matrices(cut_at_seams(found, mapping.next_seam), stream, into_pages=into_pages)
     elif batch is not None and stream is not None:
-        hosts, sizes = _cut_pieces(joined, mapping)
-        devices = device + np.cumsum(sizes) - sizes
+        hosts, devices, sizes = _cut_pieces(joined, mapping)
         targets, sources = (hosts, devices) if into_pages else (devices, hosts)
         for at in range(0, len(sizes), _AT_ONCE):
             some = slice(at, at + _AT_ONCE)
@@ -143,22 +161,23 @@ def copy_whole(
                 )
 
 
-def _joined(places: Places) -> Places:
-    """Pages that follow each other in memory are one."""
-    addresses, sizes = places
+def _joined(pieces: Pieces) -> Pieces:
+    """Pages that follow each other, on the host and on the device, are one."""
+    hosts, devices, sizes = pieces
     if len(sizes) < 2:
-        return places
-    first = np.concatenate(([True], addresses[1:] != (addresses + sizes)[:-1]))
-    return Places(addresses[first], np.add.reduceat(sizes, np.flatnonzero(first)))
+        return pieces
+    follows = (hosts[1:] == (hosts + sizes)[:-1]) & (devices[1:] == (devices + sizes)[:-1])
+    first = np.concatenate(([True], ~follows))
+    return Pieces(hosts[first], devices[first], np.add.reduceat(sizes, np.flatnonzero(first)))
 
 
-def _regular(places: Places, device: int, most: int | None) -> list[Matrix] | None:
+def _regular(pieces: Pieces, most: int | None) -> list[Matrix] | None:
     """Whole pages as matrices, or None where that would be more than `most`."""
-    addresses, sizes = places
+    hosts, devices, sizes = pieces
     pages = len(sizes)
-    devices = (device + np.cumsum(sizes) - sizes).tolist()
-    pitches = addresses[1:] - addresses[:-1]
+    pitches = hosts[1:] - hosts[:-1]
     linked = (sizes[1:] == sizes[:-1]) & (pitches >= sizes[:-1]) & (pitches <= _MOST_PITCH)
+    linked &= devices[1:] - devices[:-1] == sizes[:-1]
     # Links between pages in runs of one pitch. A link that cannot be in a matrix is its own run.
     same = linked[1:] & linked[:-1] & (pitches[1:] == pitches[:-1])
     begins = [0, *(np.flatnonzero(~same) + 1).tolist()] if pages > 1 else []
@@ -171,33 +190,34 @@ def _regular(places: Places, device: int, most: int | None) -> list[Matrix] | No
         if not linked[begin] or end <= at:
             continue
         while at < begin:
-            found.append(_page(places, devices, at))
+            found.append(_page(pieces, at))
             at += 1
         size, pitch = int(sizes[at]), int(pitches[begin])
-        found.append(Matrix(int(addresses[at]), devices[at], size, end - at + 1, pitch, size))
+        found.append(Matrix(int(hosts[at]), int(devices[at]), size, end - at + 1, pitch, size))
         at = end + 1
-    found += [_page(places, devices, n) for n in range(at, pages)]
+    found += [_page(pieces, n) for n in range(at, pages)]
     return found
 
 
-def _page(places: Places, devices: Sequence[int], at: int) -> Matrix:
-    size = int(places.sizes[at])
-    return Matrix(int(places.addresses[at]), devices[at], size, 1, size, size)
+def _page(pieces: Pieces, at: int) -> Matrix:
+    size = int(pieces.sizes[at])
+    return Matrix(int(pieces.hosts[at]), int(pieces.devices[at]), size, 1, size, size)
 
 
-def _cut_pieces(places: Places, mapping: PinnedMapping) -> Places:
+def _cut_pieces(pieces: Pieces, mapping: PinnedMapping) -> Pieces:
     """The same bytes, and no piece crosses a seam."""
-    addresses, sizes = places
+    hosts, devices, sizes = pieces
     while True:
-        seams = (addresses - mapping.base) // mapping.part_bytes + 1
+        seams = (hosts - mapping.base) // mapping.part_bytes + 1
         seams = mapping.base + seams * mapping.part_bytes
-        crossing = addresses + sizes > seams
+        crossing = hosts + sizes > seams
         if not crossing.any():
-            return Places(addresses, sizes)
-        first = np.where(crossing, seams - addresses, sizes)
+            return Pieces(hosts, devices, sizes)
+        first = np.where(crossing, seams - hosts, sizes)
         number = np.repeat(np.arange(len(sizes)), 1 + crossing)
         second = np.concatenate(([False], number[1:] == number[:-1]))
-        addresses = np.where(second, seams[number], addresses[number])
+        hosts = np.where(second, seams[number], hosts[number])
+        devices = devices[number] + np.where(second, first[number], 0)
         sizes = np.where(second, sizes[number] - first[number], first[number])
 
 

@@ -24,8 +24,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from prfaas.device.page_copies import copy_matrices, copy_whole, cut_at_seams, matrices
-from prfaas.device.page_pins import PagePins, Pages, PinnedMapping, nbytes_of
+from prfaas.device.page_copies import (
+    copy_matrices,
+    copy_whole,
+    cut_at_seams,
+    matrices,
+    pieces_of,
+)
+from prfaas.device.page_pins import PagePins, Pages, PinnedMapping, join_pages, nbytes_of
 from prfaas.device.row_pages import (
     RowShape,
     gather_bytes,
@@ -41,6 +47,7 @@ from prfaas.kvspec.mapped import MappedRanges
 
 RING_BYTES = 1 << 30  # 32 layers of 8,192 tokens with 4 KiB each, or the states of 10 requests
 TIMEOUT_S = 60.0
+_TOGETHER_BYTES = 16 << 20  # of loads that are queued with one call
 
 
 class Staged(Protocol):
@@ -265,9 +272,11 @@ class StagingRing:
         # The memory of the tensors may have had other owners on that stream.
         fence = None if current is None else _recorded(current)
         try:
-            for target, pages in loads:
+            for some in _together(loads):
                 with _in_turn(self._ins, next(self.memory.turns), fence) as stream:
-                    self._fill(target, pages, stream)
+                    if not self._fill_all(some, stream):
+                        for target, pages in some:
+                            self._fill(target, pages, stream)
         except BaseException:
             self.wait_for_device()
             self._drop_loads()
@@ -310,6 +319,30 @@ class StagingRing:
                     return
                 self._flying.popleft()
             self.drop(load)
+
+    def _fill_all(
+        self, loads: Sequence[tuple[torch.Tensor, Pages]], stream: torch.cuda.Stream | None
+    ) -> bool:
+        """Several tensors from their pages with few calls, on a stream that is the current one.
+        False where that is not possible."""
+        if self._pins is None or len(loads) == 1:
+            return False
+        for target, pages in loads:
+            _check_bytes(pages, target.nbytes)
+        taken = self._pins.take(join_pages([pages for _, pages in loads]))
+        if taken is None:
+            return False
+        mapping, places = taken
+        try:
+            targets = [(target.data_ptr(), target.nbytes) for target, _ in loads]
+            copy_whole(pieces_of(places, targets), mapping, stream, into_pages=False)
+        except BaseException:
+            self.wait_for_device()
+            self._pins.give(mapping)
+            raise
+        event = None if stream is None else _recorded(stream)
+        self._fly(Chunk(None, whole_rows(1), 0, event, pinned=mapping))
+        return True
 
     def _fill(self, target: torch.Tensor, pages: Pages, stream: torch.cuda.Stream | None) -> None:
         """A tensor from its pages, on a stream that is the current one."""
@@ -359,7 +392,8 @@ class StagingRing:
         mapping, places = taken
         try:
             if shape.is_whole:
-                copy_whole(places, address, mapping, stream, into_pages=into_pages)
+                pieces = pieces_of(places, [(address, flat.nbytes)])
+                copy_whole(pieces, mapping, stream, into_pages=into_pages)
                 return mapping
             found = matrices(places.pairs(), address, shape)
             if found is not None:
@@ -419,6 +453,23 @@ def _read_rows(pages: Sequence[memoryview], chunk: Chunk, flat: torch.Tensor) ->
         own = staged[at : at + len(run)]
         for place, begin in shape.columns:
             own[:, begin : begin + len(place)].copy_(run[:, place.start : place.stop])
+
+
+def _together(
+    loads: Iterable[tuple[torch.Tensor, Pages]],
+) -> Iterator[list[tuple[torch.Tensor, Pages]]]:
+    """Loads that are queued at once: the device begins with the first while later ones are
+    prepared."""
+    some: list[tuple[torch.Tensor, Pages]] = []
+    nbytes = 0
+    for target, pages in loads:
+        some.append((target, pages))
+        nbytes += target.nbytes
+        if nbytes >= _TOGETHER_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
 
 
 def _check_bytes(pages: Pages, nbytes: int) -> None:

@@ -42,6 +42,9 @@ _LOG = logging.getLogger(__name__)
 MAX_WAITING = 256  # pieces in staging whose pages are not known yet
 MAX_FLYING = 4  # copies that are queued on the device; they keep the bus busy
 BATCH_BYTES = 32 << 20  # of segments that are copied together
+# A segment waits for the next ones while there are few bytes and little time has passed: a copy
+# costs the launching thread and the writer's thread as much as several megabytes.
+HOLD_BYTES, HOLD_S = 8 << 20, 1e-3
 _WIDEST = 8  # bytes of an element in which segments are packed
 IDLE_S = 60.0
 
@@ -119,6 +122,7 @@ class StagedWriter:
         # Of the launching thread: segments that are not on their way yet.
         self._batch_bytes = min(BATCH_BYTES, ring.chunk_bytes)
         self._open: OpenChunk | None = None
+        self._opened_s = 0.0
         self._parts: list[_Part] = []
         self._thread = threading.Thread(target=self._carry, name="prfaas-export", daemon=True)
         self._thread.start()
@@ -181,8 +185,8 @@ class StagedWriter:
             self._ring.drop(piece.chunk)  # waits for the device
 
     def _add(self, segment: Segment, parts: rows.Rows, count: int, width: int) -> None:
-        """To the segments that are copied together. They are on their way at once while nothing
-        else is."""
+        """To the segments that are copied together. They are on their way soon while nothing else
+        is."""
         nbytes = count * width
         if self._open is not None and (self._open.room < nbytes or self._open.used % _WIDEST):
             self.flush()
@@ -190,8 +194,11 @@ class StagedWriter:
             self._wait(lambda: len(self._waiting) < MAX_WAITING, "take state")
             with self._waiting_counted():
                 self._open = self._ring.open_chunk(self._batch_bytes, self._patience_s)
+            self._opened_s = time.monotonic()
         rows.fill(self._open.add(nbytes).view(count, width), parts)
         self._parts.append(_Part(segment, range(nbytes), is_last=True))
+        if self._open.used < HOLD_BYTES and time.monotonic() - self._opened_s < HOLD_S:
+            return
         with self._changed:
             is_idle = not self._waiting and not self._flying
         if is_idle:
