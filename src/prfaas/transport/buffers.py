@@ -35,19 +35,12 @@ class FileRange:
 class BufferSequence:
     """The buffers of one segment, in order. Their memoryviews must have items of one byte."""
 
-    __slots__ = ("_file", "_files", "_starts", "_view", "_views")
+    __slots__ = ("_files", "_starts", "_view", "_views")
 
     def __init__(self, name: str, nbytes: int, parts: Sequence[memoryview | FileSlice]) -> None:
-        self._file: FileSlice | None = None
         self._view: memoryview | None = None
-        if len(parts) == 1:
-            part = parts[0]
-            if type(part) is FileSlice:
-                self._file = part
-                self._view = part.view
-            else:
-                assert isinstance(part, memoryview)
-                self._view = part
+        if len(parts) == 1 and isinstance(parts[0], memoryview):
+            self._view = parts[0]
             given_bytes, item_bytes = self._view.nbytes, self._view.itemsize
         else:
             self._views = [part.view if isinstance(part, FileSlice) else part for part in parts]
@@ -68,7 +61,7 @@ class BufferSequence:
     @property
     def on_file(self) -> bool:
         """Whether all bytes lie in files."""
-        return self._file is not None or (self._view is None and bool(self._files))
+        return self._view is None and bool(self._files)
 
     def slices(self, offset: int, nbytes: int) -> list[memoryview]:
         """The range [offset, offset + nbytes), as one or more views."""
@@ -82,9 +75,6 @@ class BufferSequence:
 
     def add_ranges(self, offset: int, nbytes: int, ranges: list[FileRange]) -> None:
         """Appends the same bytes as file ranges; adjacent ranges of one file are merged."""
-        if self._file is not None:
-            _append(ranges, self._file.fd, self._file.offset + offset, nbytes)
-            return
         for index, within, taken in self._parts_of(offset, nbytes):
             file = self._files[index]
             _append(ranges, file.fd, file.offset + within, taken)
@@ -101,6 +91,42 @@ class BufferSequence:
             nbytes -= taken
             index += 1
         return found
+
+
+def check_buffers(
+    name: str, nbytes: int, parts: Sequence[memoryview | FileSlice]
+) -> BufferSequence | FileSlice:
+    """The buffers of a segment of `nbytes`. A single part of a file stays as it is: transfers of
+    small segments have tens of thousands of them. Raises InputError."""
+    if len(parts) == 1:
+        part = parts[0]
+        if type(part) is FileSlice and part.view.nbytes == nbytes and part.view.itemsize == 1:
+            return part
+    return BufferSequence(name, nbytes, parts)
+
+
+def is_on_file(buffers: BufferSequence | FileSlice) -> bool:
+    return buffers.on_file if isinstance(buffers, BufferSequence) else True
+
+
+def slices_of(buffers: BufferSequence | FileSlice, offset: int, nbytes: int) -> list[memoryview]:
+    """The range [offset, offset + nbytes), as one or more views."""
+    if type(buffers) is FileSlice:
+        view = buffers.view
+        return [view if nbytes == view.nbytes else view[offset : offset + nbytes]]
+    assert isinstance(buffers, BufferSequence)
+    return buffers.slices(offset, nbytes)
+
+
+def add_ranges(
+    buffers: BufferSequence | FileSlice, offset: int, nbytes: int, ranges: list[FileRange]
+) -> None:
+    """Appends the same bytes as file ranges; adjacent ranges of one file are merged."""
+    if type(buffers) is FileSlice:
+        _append(ranges, buffers.fd, buffers.offset + offset, nbytes)
+        return
+    assert isinstance(buffers, BufferSequence)
+    buffers.add_ranges(offset, nbytes, ranges)
 
 
 def _append(ranges: list[FileRange], fd: int, offset: int, nbytes: int) -> None:

@@ -14,7 +14,16 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from prfaas.errors import WireError
-from prfaas.transport.buffers import DISCARDED, BufferSequence, FileRange, FileSlice
+from prfaas.transport.buffers import (
+    DISCARDED,
+    BufferSequence,
+    FileRange,
+    FileSlice,
+    add_ranges,
+    check_buffers,
+    is_on_file,
+    slices_of,
+)
 from prfaas.transport.messages import Ended, Manifest
 from prfaas.transport.wire import SegmentPiece
 from prfaas.types import Grant
@@ -66,7 +75,7 @@ class ReceiverTransfer:
         self.expires_s = now + grant.deadline_s
         self.manifest: Manifest | None = None
         self.received_bytes = 0  # verified
-        self._buffers: Sequence[BufferSequence] = ()
+        self._buffers: Sequence[BufferSequence | FileSlice] = ()
         self.on_file = False  # all bytes lie in files
         self._first_quantum: list[int] = []
         self._states = bytearray()
@@ -91,11 +100,11 @@ class ReceiverTransfer:
     def open(self, manifest: Manifest, buffers: Sequence[Sequence[memoryview | FileSlice]]) -> None:
         """Raises an error, and changes nothing, when the buffers do not fit the manifest."""
         placed = [
-            BufferSequence(segment.name, segment.nbytes, views)
+            check_buffers(segment.name, segment.nbytes, views)
             for segment, views in zip(manifest.segments, buffers, strict=True)
         ]
         self.manifest, self._buffers = manifest, placed
-        self.on_file = all(one.on_file for one in placed)
+        self.on_file = all(map(is_on_file, placed))
         quantum = manifest.quantum_bytes
         counts = [-(-segment.nbytes // quantum) for segment in manifest.segments]
         self._first_quantum = list(accumulate(counts, initial=0))
@@ -132,9 +141,9 @@ class ReceiverTransfer:
                     quanta.append(quantum)
                     claimed_bytes += raw_bytes
                     if in_files:
-                        self._buffers[segment].add_ranges(offset, raw_bytes, files)
+                        add_ranges(self._buffers[segment], offset, raw_bytes, files)
                     else:
-                        targets.append(self._buffers[segment].slices(offset, raw_bytes))
+                        targets.append(slices_of(self._buffers[segment], offset, raw_bytes))
                 else:
                     busy = busy or state == CLAIMED
                     if in_files:
