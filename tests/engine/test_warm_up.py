@@ -82,9 +82,9 @@ def test_every_length_is_exported_resumed_and_decoded() -> None:
     ]
     assert resumed[:4] == [(300, TAILS[0], 1), (300, TAILS[1], 1), (20, TAILS[0], 1), (20, 1, 1)]
     together = resumed[4:]
-    assert len(together) == 16 and all(steps > 16 for _, _, steps in together)
-    assert {job.sampling.temperature for job in engine.jobs[-16:]} == {0.0, 1.0}
-    assert (report.lengths, report.skipped, report.together) == ((300, 20), (), 16)
+    assert len(together) == TOGETHER and all(steps > TOGETHER for _, _, steps in together)
+    assert {job.sampling.temperature for job in engine.jobs[-TOGETHER:]} == {0.0, 1.0}
+    assert (report.lengths, report.skipped, report.together) == ((300, 20), (), TOGETHER)
 
 
 def test_an_emulated_engine_is_warmed_up(engine: EmulatedEngine) -> None:

@@ -26,7 +26,7 @@ from prfaas.config.host import NodeSection, load_host_config
 from prfaas.contracts.readiness import NodeReady, readiness_line
 from prfaas.engine.checkpoint.read_ahead import read_ahead
 from prfaas.engine.emulated.pace import Scales
-from prfaas.engine.start_phases import start_phase
+from prfaas.engine.start_phases import freeze_objects, start_phase
 from prfaas.engine.warm_up import WHERE, warm_up
 from prfaas.errors import EngineError, InputError
 from prfaas.launch.allocator import limit_heap_growth
@@ -189,6 +189,7 @@ def node(
         chosen, found = _start(section, section.model, wait_for_kvd)
         stack.callback(chosen.engine.close)
         _warm_up(chosen, section.warm_up)
+        freeze_objects()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_node(chosen.engine, tokenizer, found, settings, credentials, announce))
 

@@ -14,7 +14,8 @@ import functools
 import logging
 import mmap
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,9 @@ PART_BYTES = 64 << 20  # a multiple of every memory page
 REGISTER_S = 60.0  # for a part that another thread registers
 AHEAD_BYTES = 1 << 30
 _IDLE_S = 60.0
-_PACE_S = 0.05  # between parts, once enough are registered: kernels start in between
+# Once enough is registered, the next parts wait for each other, and longer while the device is in
+# use: a part takes 50 ms of a core and of the bus, which a first token would wait for.
+_PACE_S, _BUSY_PACE_S = 0.05, 0.5
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 Pages: TypeAlias = Sequence[memoryview] | MappedRanges
 
@@ -249,8 +252,16 @@ class PagePins:
 class PinsAhead:
     """Registers the parts of a mapping that will be used next, in a thread of its own."""
 
-    def __init__(self, pins: PagePins, ahead_bytes: int = AHEAD_BYTES) -> None:
+    def __init__(
+        self,
+        pins: PagePins,
+        ahead_bytes: int = AHEAD_BYTES,
+        *,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_busy` returns whether the device computes, for any thread."""
         self._pins = pins
+        self._is_busy = is_busy
         self._ahead_bytes = ahead_bytes
         self._lock = threading.Lock()  # protects the next two
         self._memory: mmap.mmap | None = None
@@ -288,14 +299,20 @@ class PinsAhead:
             if memory is not None and memory is not adopted:
                 self._pins.adopt(memory)
                 adopted = memory
+            if self._settled.is_set():
+                self._rest()
             if memory is not None and self._pins.register_next(memory, self._ahead_bytes):
-                if self._settled.is_set():
-                    self._stopped.wait(_PACE_S)
                 continue
             with self._lock:
                 if memory is not None and memory is self._memory:
                     self._settled.set()
             self._pins.used_more.wait(_IDLE_S)
+
+    def _rest(self) -> None:
+        until_s = time.monotonic() + _BUSY_PACE_S
+        self._stopped.wait(_PACE_S)
+        while self._is_busy() and time.monotonic() < until_s and not self._stopped.is_set():
+            self._stopped.wait(_PACE_S)
 
 
 def _memory_of(pages: Sequence[memoryview]) -> mmap.mmap | None:

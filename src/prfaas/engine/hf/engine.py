@@ -71,7 +71,11 @@ class HFEngine:
         if staging is None and loaded.device.type == "cuda":
             staging = _staging(loaded.device)
         self._ring = staging[0] if staging is not None else None
-        self._ahead = PinsAhead(staging[1]) if staging is not None else None
+        self._ahead = (
+            PinsAhead(staging[1], is_busy=lambda: bool(self._prefilling or self._running))
+            if staging is not None
+            else None
+        )
         self._slots = SlotCache(
             loaded.shapes,
             loaded.model.config.get_text_config().num_hidden_layers,

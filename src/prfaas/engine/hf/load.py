@@ -20,7 +20,7 @@ from prfaas.engine.fingerprint import fingerprint
 from prfaas.engine.hf import tuning
 from prfaas.engine.hf.attention import without_stored_masks
 from prfaas.engine.hf.shapes import LayerShape, layer_shapes
-from prfaas.engine.start_phases import start_phase
+from prfaas.engine.start_phases import start_phase, without_collection
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec, build_spec
 from prfaas.types import Compat
@@ -80,7 +80,10 @@ def load_model(
         config = _config(path)
         geometry = read_hf_config(path)
     spec = build_spec(geometry.geometries, kv_dtype=dtype_name, state_dtype=geometry.state_dtype)
-    with start_phase("imported the model's code"):  # and the kernels' libraries
+    with (
+        start_phase("imported the model's code"),
+        without_collection(),
+    ):  # and the kernels' libraries
         _import_code(path, config)
     with start_phase(f"loaded the weights onto {torch_device}"):
         model = _model(path, config, torch_device, DTYPES[dtype_name], random_weights)

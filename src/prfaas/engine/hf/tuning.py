@@ -29,7 +29,7 @@ from typing import Any
 
 _LOG = logging.getLogger(__name__)
 MOST_THREADS = 32
-MOST_VARIANTS = 8
+MOST_VARIANTS = 5
 TIMED_MS, UNTIMED_MS = 20, 5  # Triton's own: 100 and 25
 # Arguments that grow with tokens or sequences. Kernels of the fla package have one or two of these
 # in the key of their tuning, besides the sizes of heads.
