@@ -63,6 +63,10 @@ class BufferSequence:
         """Whether all bytes lie in files."""
         return self._view is None and bool(self._files)
 
+    def count(self, offset: int, nbytes: int) -> int:
+        """The number of views that `slices` would return."""
+        return 1 if self._view is not None else len(self._parts_of(offset, nbytes))
+
     def slices(self, offset: int, nbytes: int) -> list[memoryview]:
         """The range [offset, offset + nbytes), as one or more views."""
         view = self._view

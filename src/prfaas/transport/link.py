@@ -680,13 +680,13 @@ class _SenderConnection:
         if isinstance(channel, WorkerChannel) and frame.ranges:
             channel.send_frame(head, frame.ranges, checked=checked, meanwhile=meanwhile)
             return
+        views = frame.views()
         if checked:
-            seal(head, frame.views)
+            seal(head, views)
         if isinstance(channel, Channel) and frame.ranges and channel.can_send_files:
             channel.send_files(memoryview(head), frame.ranges, meanwhile)
         else:
-            views = [memoryview(head), *frame.views]
-            channel.send(views, len(head) + frame.nbytes, meanwhile)
+            channel.send([memoryview(head), *views], len(head) + frame.nbytes, meanwhile)
 
     def _handle_response(self, frame: Frame) -> None:
         header, now = frame.header, self._link.clock.now()

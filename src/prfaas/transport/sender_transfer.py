@@ -20,7 +20,6 @@ from prfaas.transport.buffers import (
     FileSlice,
     add_ranges,
     check_buffers,
-    is_on_file,
     slices_of,
 )
 from prfaas.transport.messages import Manifest
@@ -37,9 +36,16 @@ _piece: Callable[[tuple[int, ...]], SegmentPiece] = partial(tuple.__new__, Segme
 class SenderFrame(NamedTuple):
     sequence: int
     pieces: list[SegmentPiece]
-    views: list[memoryview]
+    buffers: list[BufferSequence | FileSlice]  # of each piece's segment
     ranges: list[FileRange]  # the same bytes in files; empty unless all bytes lie in files
     nbytes: int
+
+    def views(self) -> list[memoryview]:
+        """The payload. Made when it is needed: a worker process reads the ranges instead."""
+        found: list[memoryview] = []
+        for (_, _, offset, raw_bytes, _), buffers in zip(self.pieces, self.buffers, strict=True):
+            found += slices_of(buffers, offset, raw_bytes)
+        return found
 
 
 class SenderTransfer:
@@ -103,24 +109,31 @@ class SenderTransfer:
     def next_frame(self, frame_bytes: int) -> SenderFrame:
         """Takes pending pieces of about `frame_bytes`; they are in flight from now on."""
         pieces: list[SegmentPiece] = []
-        views: list[memoryview] = []
+        sources: list[BufferSequence | FileSlice] = []
         ranges: list[FileRange] = []
         on_file = True
-        nbytes = 0
-        while self._pending and nbytes < frame_bytes and len(pieces) < MAX_PIECES:
-            piece = self._pending[0]
-            buffers = self._views[piece.segment]
-            found = slices_of(buffers, piece.offset, piece.raw_bytes)
-            if pieces and len(views) + len(found) > MAX_VIEWS:
+        nbytes = views = 0
+        pending, known = self._pending, self._views
+        while pending and nbytes < frame_bytes and len(pieces) < MAX_PIECES:
+            piece = pending[0]
+            segment, _, offset, raw_bytes, _ = piece
+            buffers = known[segment]
+            if isinstance(buffers, BufferSequence):
+                views += buffers.count(offset, raw_bytes)
+                on_file = on_file and buffers.on_file
+            else:
+                views += 1
+            if pieces and views > MAX_VIEWS:
                 break
-            self._pending.popleft()
+            pending.popleft()
             pieces.append(piece)
-            views += found
-            on_file = on_file and is_on_file(buffers)
+            sources.append(buffers)
             if on_file:
-                add_ranges(buffers, piece.offset, piece.raw_bytes, ranges)
-            nbytes += piece.raw_bytes
-        frame = SenderFrame(self._next_sequence, pieces, views, ranges if on_file else [], nbytes)
+                add_ranges(buffers, offset, raw_bytes, ranges)
+            nbytes += raw_bytes
+        if not on_file:
+            ranges = []
+        frame = SenderFrame(self._next_sequence, pieces, sources, ranges, nbytes)
         self._next_sequence += 1
         self._in_flight[frame.sequence] = frame
         self.pending_bytes -= nbytes
