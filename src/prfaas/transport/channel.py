@@ -144,20 +144,15 @@ class Channel:
     ) -> None:
         """Fills all views (`nbytes` together) or raises ConnectionLost. While the bytes take longer
         than a tick, calls `meanwhile` with the number of bytes received so far."""
-        got = self._receive_some(views)
+        got = self.receive_some(views)
         if got != nbytes:
             self._receive_rest(list(views), got, meanwhile)
-
-    def receive_part(self, view: memoryview) -> int:
-        """Receives at most as much as `view` holds, and returns how much. Waits for a tick at
-        most."""
-        return self._receive_some([view])
 
     def receive_if_any(self, view: memoryview, *, wait: bool) -> bool:
         """Fills `view`. Returns False when no byte is available (with `wait`: within a tick)."""
         if not wait and self._sock.fileno() not in self.wait(0):
             return False
-        got = self._receive_some([view])
+        got = self.receive_some([view])
         if 0 < got < view.nbytes:
             self._receive_rest([view], got)
         return got > 0
@@ -213,7 +208,7 @@ class Channel:
                 silent_until = now + self._silence_s
             elif now >= silent_until:
                 raise ConnectionLost(f"the peer sent nothing for {self._silence_s:g} s")
-            got = self._receive_some(views)
+            got = self.receive_some(views)
 
     def _send_all(
         self,
@@ -251,7 +246,8 @@ class Channel:
         except (OSError, ValueError) as error:
             raise _lost(error) from None
 
-    def _receive_some(self, views: list[memoryview]) -> int:
+    def receive_some(self, views: list[memoryview]) -> int:
+        """Fills the views as far as bytes arrive within a tick, and returns their number."""
         try:
             if self._tls:
                 return self._receive_records(views)

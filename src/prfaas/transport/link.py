@@ -345,7 +345,8 @@ class TransferLink:
     def connect(self, abandoned: Callable[[], bool]) -> Channel | WorkerChannel:
         worker = self._workers.take() if self._workers is not None else None
         try:
-            sock = self._connect(abandoned, tls=self._tls if worker is None else None)
+            tls = self._tls if worker is None else None
+            sock = _connect(self.address, self.options, tls, abandoned)
         except BaseException:
             if worker is not None:
                 worker.leave()
@@ -366,23 +367,6 @@ class TransferLink:
         except PeerError as error:
             sock.close()
             raise ConnectionLost(f"{Address(*self.address)}: {error}") from None
-
-    def _connect(
-        self, abandoned: Callable[[], bool], *, tls: Callable[[], ssl.SSLContext] | None
-    ) -> socket.socket:
-        try:
-            context = None if tls is None else tls()
-        except (PrfaasError, OSError) as error:
-            raise ConnectionLost(f"{Address(*self.address)}: TLS: {error}") from None
-        return connect(
-            self.address,
-            timeout_s=self.options.connect_s,
-            tls=context,
-            tls_name=self.options.tls_name,
-            congestion_control=self.options.congestion_control,
-            buffer_bytes=self.options.buffer_bytes,
-            abandoned=abandoned,
-        )
 
     def mark_established(self, connection: _SenderConnection) -> None:
         """The receiver has answered on this connection."""
@@ -476,6 +460,27 @@ def _check_segments(segments: Mapping[str, int], label: bytes) -> None:
         raise InputError(
             f"the label has {len(label)} bytes", where="label", fix=f"give up to {MAX_LABEL_BYTES}"
         )
+
+
+def _connect(
+    address: tuple[str, int],
+    options: LinkOptions,
+    tls: Callable[[], ssl.SSLContext] | None,
+    abandoned: Callable[[], bool],
+) -> socket.socket:
+    try:
+        context = None if tls is None else tls()
+    except (PrfaasError, OSError) as error:
+        raise ConnectionLost(f"{Address(*address)}: TLS: {error}") from None
+    return connect(
+        address,
+        timeout_s=options.connect_s,
+        tls=context,
+        tls_name=options.tls_name,
+        congestion_control=options.congestion_control,
+        buffer_bytes=options.buffer_bytes,
+        abandoned=abandoned,
+    )
 
 
 class _SenderConnection:

@@ -33,7 +33,7 @@ class ReadAhead:
             self._buffer = memoryview(bytearray(AHEAD_BYTES))
         most, at = min(nbytes, AHEAD_BYTES), 0
         while at < most and not is_decided():
-            got = channel.receive_part(self._buffer[at : min(at + _STEP_BYTES, most)])
+            got = channel.receive_some([self._buffer[at : min(at + _STEP_BYTES, most)]])
             at += got
             if not got:
                 break
