@@ -63,7 +63,6 @@ class NodeSettings:
     replay: str
     timeouts: NodeTimeouts
     insecure: bool = False
-    keep_answers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,7 @@ async def run_node(
     translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
-        keeps = settings.keep_answers
-        client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
+        client = stack.enter_context(_client(engine, kvd, url))
         await _prepare_memory(engine, client)
         publisher = await stack.enter_async_context(
             open_publisher(settings.events, settings.replay)
@@ -111,7 +109,7 @@ async def run_node(
         request_runner = await stack.enter_async_context(
             open_request_runner(
                 engine,
-                JobBuilder(client, block_tokens, keeps_answers=keeps),
+                JobBuilder(client, block_tokens),
                 metrics,
                 MonotonicClock(),
                 PromptListener(translator, publisher),
@@ -165,7 +163,7 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _client(engine: Engine, kvd: KvdAddress, url: str, *, keeps_answers: bool) -> KvdClient:
+def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
     try:
         return KvdClient(
             kvd.socket,
@@ -174,7 +172,6 @@ def _client(engine: Engine, kvd: KvdAddress, url: str, *, keeps_answers: bool) -
             block_tokens=engine.compat.block_tokens,
             compat=engine.compat,
             url=url,
-            keeps_answers=keeps_answers,
         )
     except ConnectionLost as error:
         raise InputError(
