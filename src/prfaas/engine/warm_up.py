@@ -42,7 +42,7 @@ MOST_LENGTHS = 64
 JOB_S = 300.0  # for one job; a kernel with many variants may compile for a minute
 DEFAULT_S = 120.0  # for lengths that the operator has not named
 TAILS = (37, 1)  # tokens after a resumed state: a short chunk, and the step for a single token
-TOGETHER = 8  # sequences; more than these use the kernels of these
+TOGETHER = 8  # sequences; more of them may load a few kernels more
 # Some attention kernels differ by the remainder of a length modulo 8.
 STEPS = 9
 FEW_TOKENS = 100  # the context of sequences that decode together

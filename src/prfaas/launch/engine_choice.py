@@ -51,9 +51,9 @@ class ChosenEngine:
     default_warm_up: tuple[int, ...] = ()  # lengths that its device needs; none on a CPU
 
 
-# With it, torch's allocator grows what it has. Without it, a state of other sizes than before may
-# make it give all cached memory back to CUDA and ask for new, a third of a second for 850 MB, while
-# a first token waits. The second name is the older one; a setting of the operator stays.
+# With it, torch's allocator grows the memory that it has. States of many sizes would otherwise cut
+# it into parts that fit no later one. The figures of docs/gpu.md were taken with it; what it gains
+# was not measured alone. The second name is the older one; a setting of the operator stays.
 _ALLOCATOR, _OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _GROWING = "expandable_segments:True"
 

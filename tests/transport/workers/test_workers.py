@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.config.address import Address
-from prfaas.errors import TransferFailed
+from prfaas.errors import ConnectionLost, TransferFailed
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity
 from prfaas.transport.grants import transfer_key
@@ -318,3 +319,13 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_a_worker_whose_connection_was_not_made_is_free_again(pool: WorkerPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[:2]
+    with TransferLink(closed, workers=pool) as link, pytest.raises(ConnectionLost):
+        link.connect(lambda: False)
+    worker = pool.take()
+    assert worker is not None and worker.connections == 1, "this one only"
+    worker.leave()

@@ -80,10 +80,8 @@ def load_model(
         config = _config(path)
         geometry = read_hf_config(path)
     spec = build_spec(geometry.geometries, kv_dtype=dtype_name, state_dtype=geometry.state_dtype)
-    with (
-        start_phase("imported the model's code"),
-        without_collection(),
-    ):  # and the kernels' libraries
+    # The libraries of kernels are part of it.
+    with start_phase("imported the model's code"), without_collection():
         _import_code(path, config)
     with start_phase(f"loaded the weights onto {torch_device}"):
         model = _model(path, config, torch_device, DTYPES[dtype_name], random_weights)
