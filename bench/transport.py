@@ -87,6 +87,12 @@ def parse_connections(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def parse_mib(text: str) -> int:
+    if not text.isdecimal() or not 16 <= int(text) <= 16 << 10:
+        raise argparse.ArgumentTypeError("give a number from 16 to 16384")
+    return int(text)
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="Runs per case (default 5).")
@@ -110,7 +116,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--mib",
-        type=int,
+        type=parse_mib,
         default=256,
         help="MiB per run (default 256). More suits many connections: 256 MiB take 20 ms then.",
     )

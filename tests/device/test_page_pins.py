@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from prfaas.device import PinsAhead
+from prfaas.device import PinsAhead, page_pins
 from prfaas.device.page_pins import take_memory
 from prfaas.errors import EngineError
 from prfaas.kvspec.mapped import MappedRanges
@@ -165,6 +165,34 @@ def test_copies_go_on_while_other_parts_are_registered() -> None:
         assert not waiting.is_alive()
     finally:
         pins.let.set()
+        ahead.stop()
+
+
+def test_parts_wait_while_the_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_pins, "_PACE_S", 1e-3)
+    monkeypatch.setattr(page_pins, "_BUSY_PACE_S", 1e9)
+    memory = mmap.mmap(-1, 4 * PART)
+    pins = HostPins(PART)
+    busy, asked = threading.Event(), threading.Semaphore(0)
+
+    def is_busy() -> bool:
+        asked.release()
+        return busy.is_set()
+
+    ahead = PinsAhead(pins, PART, is_busy=is_busy)
+    try:
+        ahead.use(memory)
+        assert ahead.wait(PATIENCE_S) and len(pins.registered) == 1
+        busy.set()
+        taken = pins.take(ranges(memory, (0, 1)))  # one is in use, so that one more is wanted
+        assert taken is not None
+        for _ in range(5):
+            assert asked.acquire(timeout=PATIENCE_S)
+            assert len(pins.registered) == 1
+        busy.clear()
+        wait_until(lambda: len(pins.registered) == 2)
+        pins.give(taken[0])
+    finally:
         ahead.stop()
 
 
