@@ -6,8 +6,11 @@ one that was used: many short prefixes filled it, a random half of them was rele
 that are measured get what is evicted.
 
     segments    one layer's tokens, as the Hugging Face engine writes them: 4 KiB a token
-    latent      the same, of the seven MLA layers of Kimi Linear
-    states      its linear states, 2 MiB a layer
+    latent      the same, of the seven MLA layers of Kimi Linear, in a prompt of several chunks
+    states      its linear states, 2 MiB a layer, kept after every chunk of that prompt
+    latent1     the latents of short prompts, of one chunk each, one prompt after the other: what a
+                prompt costs apart from its bytes
+    states1     the states of these
     blocks16k   vLLM-shaped caches, 16-token blocks in random order, 16 KiB a block and layer
     blocks32k   the same with 32 KiB
 
@@ -71,7 +74,8 @@ class Sizes:
     ring_bytes: int
     layers: int  # of vLLM's caches
     segment_layers: int
-    requests: int  # of the hybrid model
+    requests: int  # of the hybrid model, with one chunk
+    chunks: int  # of its long prompt
     linear: Linear
     mla: MLA
     rounds: int
@@ -86,6 +90,7 @@ def sizes_of(options: GpuOptions) -> Sizes:
             layers=3,
             segment_layers=2,
             requests=2,
+            chunks=2,
             linear=Linear((2, 3), 2, 2, 16, 16, 4),
             mla=MLA((0, 1), 32, 16),
             rounds=2,
@@ -97,6 +102,7 @@ def sizes_of(options: GpuOptions) -> Sizes:
         layers=60,
         segment_layers=24,
         requests=6,
+        chunks=8,
         linear=Linear(tuple(range(7, 27)), 32, 32, 128, 128, 4),
         mla=MLA(tuple(range(7)), 512, 64),
         rounds=7,
@@ -167,9 +173,10 @@ class _NoKvd:
 
 
 class ArenaUse:
-    """A pool over an arena, with prompts that share no prefix."""
+    """A pool over an arena, with prompts that share no prefix. States are kept every
+    `chunk_tokens`."""
 
-    def __init__(self, spec: KVSpec, arena: Arena) -> None:
+    def __init__(self, spec: KVSpec, arena: Arena, chunk_tokens: int) -> None:
         layout = choose_layout(unit_bytes(spec, WIRE_TOKENS))
         self._mapped = MappedArena(spec, WIRE_TOKENS, arena)
         self._pool = HybridPrefixPool(
@@ -177,7 +184,7 @@ class ArenaUse:
             WIRE_TOKENS,
             PoolStorage(layout, arena.pages, arena),
             eviction=LRU(),
-            checkpoints=checkpoint_policy("last", WIRE_TOKENS),
+            checkpoints=checkpoint_policy(f"every:{chunk_tokens // WIRE_TOKENS}", WIRE_TOKENS),
         )
         self._names = count()
         self._now = count()
@@ -269,18 +276,19 @@ class Copied(Protocol):
 
 
 class Segments:
-    """Rows of some layers, in one tensor for each segment."""
+    """Rows of some layers, in one tensor for each segment, chunk by chunk."""
 
-    def __init__(self, ring: StagingRing, group: str, layers: Sequence[int],
-                 row_bytes: int, rows: int, tokens: int, requests: int) -> None:  # fmt: skip
+    def __init__(self, ring: StagingRing, segments: Sequence[Segment],
+                 row_bytes: int, rows: int, requests: int) -> None:  # fmt: skip
         self._ring = ring
         self._rows = rows
-        self._segments = [Segment(group, layer, 0, tokens) for layer in layers]
+        self._segments = segments
         self._tensors = [
-            [_random_bytes(rows * row_bytes, ring.device) for _ in layers] for _ in range(requests)
+            [_random_bytes(rows * row_bytes, ring.device) for _ in segments]
+            for _ in range(requests)
         ]
         self._before = [[tensor.clone() for tensor in some] for some in self._tensors]
-        self.nbytes = requests * len(layers) * rows * row_bytes
+        self.nbytes = requests * len(segments) * rows * row_bytes
 
     def _parts(
         self, leases: Sequence[LeasedPages]
@@ -426,6 +434,7 @@ class Case:
     name: str
     geometries: tuple[Geometry, ...]
     requests: int
+    chunks: int
     goal_GBps: float | None
     make: Callable[[StagingRing, KVSpec], Copied]
 
@@ -438,17 +447,25 @@ def cases(sizes: Sizes, dtype: str) -> list[Case]:
         heads = bytes_per_token // (2 * HEAD_DIM * element)
         return GQA(tuple(layers), heads, HEAD_DIM, HEAD_DIM)
 
-    def of_tokens(ring: StagingRing, spec: KVSpec, requests: int) -> Copied:
-        group = spec["full0"]
+    def of_tokens(ring: StagingRing, spec: KVSpec, requests: int, chunks: int) -> Copied:
+        group, rows = spec["full0"], sizes.tokens
         assert not isinstance(group, LinearState)
-        rows, row_bytes = sizes.tokens, group.bytes_per_token
-        return Segments(ring, "full0", group.layers, row_bytes, rows, sizes.tokens, requests)
+        segments = [
+            Segment("full0", layer, chunk * rows, (chunk + 1) * rows)
+            for chunk in range(chunks)
+            for layer in group.layers
+        ]
+        return Segments(ring, segments, group.bytes_per_token, rows, requests)
 
-    def of_states(ring: StagingRing, spec: KVSpec) -> Copied:
+    def of_states(ring: StagingRing, spec: KVSpec, requests: int, chunks: int) -> Copied:
         group = spec["linear0"]
         assert isinstance(group, LinearState)
-        size, tokens = group.state_bytes, sizes.tokens
-        return Segments(ring, "linear0", group.layers, size, 1, tokens, sizes.requests)
+        segments = [
+            Segment("linear0", layer, 0, (chunk + 1) * sizes.tokens)
+            for chunk in range(chunks)
+            for layer in group.layers
+        ]
+        return Segments(ring, segments, group.state_bytes, 1, requests)
 
     def of_blocks(geometry: GQA) -> Callable[[StagingRing, KVSpec], Copied]:
         return lambda ring, _: Blocks(ring, geometry, dtype, sizes.tokens)
@@ -456,14 +473,16 @@ def cases(sizes: Sizes, dtype: str) -> list[Case]:
     dense = attention(4096, range(sizes.segment_layers))
     hybrid = (sizes.mla, sizes.linear)
     small, large = (attention(kib << 10, numbers) for kib in (1, 2))
+    every, chunks = sizes.requests, sizes.chunks
     return [
-        Case("segments", (dense,), 1, 40.0, lambda ring, spec: of_tokens(ring, spec, 1)),
-        Case("latent", hybrid, sizes.requests, 40.0,
-             lambda ring, spec: of_tokens(ring, spec, sizes.requests)),
-        Case("states", hybrid, sizes.requests, 40.0, of_states),
-        Case("blocks16k", (small,), 1, 30.0, of_blocks(small)),
-        Case("blocks32k", (large,), 1, 30.0, of_blocks(large)),
-    ]  # fmt: skip
+        Case("segments", (dense,), 1, 1, 40.0, lambda r, spec: of_tokens(r, spec, 1, 1)),
+        Case("latent", hybrid, 1, chunks, 40.0, lambda r, spec: of_tokens(r, spec, 1, chunks)),
+        Case("states", hybrid, 1, chunks, 40.0, lambda r, spec: of_states(r, spec, 1, chunks)),
+        Case("latent1", hybrid, every, 1, None, lambda r, spec: of_tokens(r, spec, every, 1)),
+        Case("states1", hybrid, every, 1, None, lambda r, spec: of_states(r, spec, every, 1)),
+        Case("blocks16k", (small,), 1, 1, 30.0, of_blocks(small)),
+        Case("blocks32k", (large,), 1, 1, 30.0, of_blocks(large)),
+    ]
 
 
 def measure(options: GpuOptions) -> dict[str, Any]:
@@ -505,10 +524,10 @@ def _case(case: Case, sizes: Sizes, options: GpuOptions, file: ArenaFile) -> lis
     with _ring(options.device, sizes.ring_bytes) as ring, _threads() as threads:
         copied = case.make(ring, spec)
         for name in ("fresh", "fragmented"):
-            use = ArenaUse(spec, arena)
+            use = ArenaUse(spec, arena, sizes.tokens)
             if name == "fragmented":
                 use.fragment()
-            leases = [use.lease(sizes.tokens) for _ in range(case.requests)]
+            leases = [use.lease(case.chunks * sizes.tokens) for _ in range(case.requests)]
             result: dict[str, Any] = {"case": case.name, "arena": name}
             result |= _rates(copied, leases, ring, threads, sizes.rounds)
             result["pages_per_run"] = round(

@@ -20,7 +20,7 @@ def options(tmp_path: Path) -> Any:
 def test_every_case_is_exact_in_a_fresh_and_in_a_fragmented_arena(tmp_path: Path) -> None:
     result = bench("_gpu_copies").measure(options(tmp_path))
     found = {(case["case"], case.get("arena")): case for case in result["cases"]}
-    names = ("segments", "latent", "states", "blocks16k", "blocks32k")
+    names = ("segments", "latent", "states", "latent1", "states1", "blocks16k", "blocks32k")
     assert list(found) == [(name, arena) for name in names for arena in ("fresh", "fragmented")]
     for case in found.values():
         assert case["exact"], case
@@ -42,4 +42,4 @@ def test_a_copy_that_loses_bytes_is_not_exact(
     whole = StagingRing.end_write
     monkeypatch.setattr(StagingRing, "end_write", end_write)
     result = bench("_gpu_copies").measure(options(tmp_path))
-    assert [case["exact"] for case in result["cases"]] == [False] * 10
+    assert [case["exact"] for case in result["cases"]] == [False] * 14

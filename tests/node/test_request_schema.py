@@ -9,20 +9,24 @@ import pytest
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, decode
 from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
-from prfaas.node.request_schema import Completion, parse_completion
+from prfaas.node.request_schema import Completion, TextCompletion, parse_completion
 from prfaas.types import Grant, TransferId
 
 GRANT = Grant(TransferId("t-1"), "secret", "127.0.0.1:1", {"full0": 64}, 1000, 5.0)
 
 
-def parse(**fields: Any) -> Completion:
+def parse_all(**fields: Any) -> TextCompletion:
     return parse_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
+
+
+def parse(**fields: Any) -> Completion:
+    return parse_all(**fields).asked
 
 
 def test_defaults_are_vllms() -> None:
     asked = parse()
     assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
-    assert asked.only_prompt == [1, 2, 3] and not asked.stream and asked.stops == ()
+    assert not asked.stream and asked.stops == ()
 
 
 def test_every_field_reaches_the_engine() -> None:
@@ -39,20 +43,47 @@ def test_null_is_absence() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "only"),
-    [("text", "text"), (["text"], "text"), ([[4, 5]], [4, 5]), ([], [])],
+    [
+        ("text", "text"),
+        (["text"], "text"),
+        ([1, 2**32 - 1], [1, 2**32 - 1]),
+        ([[4, 5]], [4, 5]),
+        ([], []),
+    ],
 )
 def test_prompts_come_in_four_shapes(prompt: Any, only: Any) -> None:
-    assert parse(prompt=prompt).only_prompt == only
+    found = parse_all(prompt=prompt).prompt
+    assert (found if isinstance(found, str) else found.tolist()) == only
+
+
+@pytest.mark.parametrize("text", ["[ 5 ,\n6\t]", "[0]", "[" + ",".join(["4294967295"] * 99) + "]"])
+def test_token_ids_are_read_as_json_reads_them(text: str) -> None:
+    parsed = parse_completion(b'{"prompt": ' + text.encode() + b"}")
+    assert list(parsed.prompt) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", ["[007]", "[1,]", "[1 2]", "[4294967296]", "[" + "9" * 40 + "]"])
+def test_what_is_no_list_of_token_ids(text: str) -> None:
+    with pytest.raises(InputError):
+        parse_completion(b'{"prompt": ' + text.encode() + b"}")
+
+
+def test_the_last_prompt_of_a_body_counts() -> None:
+    parsed = parse_completion(b'{"prompt": "text", "max_tokens": 1, "prompt": [7]}')
+    assert list(parsed.prompt) == [7] and parsed.asked.max_tokens == 1
 
 
 def test_fields_nobody_knows_are_skipped() -> None:
-    assert parse(user="somebody", priority=3).only_prompt == [1, 2, 3]
+    assert list(parse_all(user="somebody", priority=3).prompt) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
         ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, 2**32]}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"n": 2}, "n"),
@@ -72,7 +103,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], where: str) -> None:
 
 def test_several_prompts_are_refused() -> None:
     with pytest.raises(InputError, match="2 prompts"):
-        _ = parse(prompt=["a", "b"]).only_prompt
+        parse(prompt=["a", "b"])
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"{}", b"\xff"])

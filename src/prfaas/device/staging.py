@@ -73,38 +73,6 @@ class Chunk(NamedTuple):
     pages: Sequence[memoryview] = ()  # to be written from the host's staging
 
 
-class OpenChunk:
-    """Staging that is filled bit by bit, on one stream."""
-
-    def __init__(self, ring: StagingRing, extent: Extent, nbytes: int) -> None:
-        self._ring = ring
-        self._extent = extent
-        self._nbytes = nbytes
-        self.used = 0
-
-    @property
-    def room(self) -> int:
-        return self._nbytes - self.used
-
-    def add(self, nbytes: int) -> torch.Tensor:
-        """The next bytes of staging: uint8, flat. The caller fills them on its current stream."""
-        start = self._extent.start + self.used
-        self.used += nbytes
-        return self._ring.memory.on_device[start : start + nbytes]
-
-    def close(self, shape: RowShape, rows: int) -> Chunk:
-        """What was added, as these rows. `begin_write` or `drop` of the ring takes the result."""
-        event = None
-        if self._ring.memory.outs:
-            event = _recorded(torch.cuda.current_stream(self._ring.device))
-        return Chunk(self._extent, shape, rows, event)
-
-    def drop(self) -> None:
-        """Instead of `close`."""
-        self._ring.wait_for_device()
-        self._ring.release(self._extent)
-
-
 class StagingRing:
     """Staging of one device, shared by all layers of a worker. Thread-safe."""
 
@@ -180,17 +148,18 @@ class StagingRing:
     ) -> Chunk:
         """Lets `fill` write rows on the caller's stream. `begin_write` or `drop` takes the
         result."""
-        opened = self.open_chunk(rows * shape.own_bytes, timeout_s)
+        extent = self.allocate(rows * shape.own_bytes, timeout_s)
+        chunk = Chunk(extent, shape, rows, None)
         try:
-            fill(opened.add(rows * shape.own_bytes))
-            return opened.close(shape, rows)
+            fill(self._staged(chunk))
+            if self._outs:
+                stream = torch.cuda.current_stream(self.device)
+                chunk = chunk._replace(event=_recorded(stream))
+            return chunk
         except BaseException:
-            opened.drop()
+            self.wait_for_device()
+            self.release(extent)
             raise
-
-    def open_chunk(self, nbytes: int, timeout_s: float | None = None) -> OpenChunk:
-        """As `allocate`, for several parts that are written together."""
-        return OpenChunk(self, self.allocate(nbytes, timeout_s), nbytes)
 
     def begin_write(self, chunk: Chunk, pages: Pages) -> Chunk:
         """Queues the copy of a chunk into the pages of its rows, for any thread. `end_write` takes

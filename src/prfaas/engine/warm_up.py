@@ -2,8 +2,9 @@
 
 A GPU compiles, tunes and loads kernels when they are first used, and which ones are used depends on
 the length of a chunk, on whether a state precedes it, and on the number of sequences that decode
-together. So for every length the engine prefills a prompt and exports its state, continues that
-state with one token and with a few, and then decodes with every number of sequences up to a limit.
+together. So for every length the engine prefills a prompt and exports its state, continues the
+longest and the shortest (or every named one) with one token and with a few, and then decodes with
+every number of sequences up to a limit.
 
     one token          must succeed: an engine that cannot serve it never becomes ready
     each length        longest first, because kernels are tuned by their first run
@@ -118,9 +119,13 @@ class _WarmUp:
         except PrfaasError as error:
             raise EngineError(f"the engine cannot serve a prompt of one token: {error}") from error
         done, skipped = [], []
-        for length in sorted(set(lengths), reverse=True):
+        ordered = sorted(set(lengths), reverse=True)
+        for length in ordered:
             late = not named and self._clock.now() - started_s > default_s
-            if late or not self._ran(partial(self._at, length), length, named):
+            # The kernels of a continued state depend on what follows it. A long and a short one
+            # suffice where no length is named.
+            resumed = named or length in (ordered[0], ordered[-1])
+            if late or not self._ran(partial(self._at, length, resumed=resumed), length, named):
                 skipped.append(length)
             else:
                 done.append(length)
@@ -153,9 +158,9 @@ class _WarmUp:
             return False
         return True
 
-    def _at(self, length: int) -> None:
+    def _at(self, length: int, *, resumed: bool) -> None:
         prompt, state = self._prefill(length)
-        for tail in TAILS:
+        for tail in TAILS if resumed else ():
             if length + tail + 1 <= self._limits.max_tokens:
                 longer = [*prompt, *self._tokens(tail)]
                 self._finish([self._job(longer, 1, resume=Resume(length, state))])

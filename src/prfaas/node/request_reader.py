@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,7 +65,7 @@ class ReadRequest(NamedTuple):
 
     asked: GenerationRequest
     shape: ResponseShape
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: Sampling
 
     def tokenized(self) -> TokenizedRequest:
@@ -101,15 +101,18 @@ class RequestReader:
             return parse(body)
 
     async def read_completion(self, request: web.Request) -> ReadRequest:
-        asked = await self.parsed(request, parse_completion)
+        parsed = await self.parsed(request, parse_completion)
+        asked = parsed.asked
         self._check_model(asked)
-        prompt = asked.only_prompt
-        if isinstance(prompt, str):
+        prompt: Sequence[int]
+        if isinstance(parsed.prompt, str):
             prompt = await asyncio.to_thread(
                 self._model.require_tokenizer().encode,
-                prompt,
+                parsed.prompt,
                 add_special_tokens=asked.add_special_tokens,
             )
+        else:
+            prompt = parsed.prompt
         default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
         return ReadRequest(asked, TEXT, prompt, asked.sampling(default_tokens))
 
@@ -148,7 +151,7 @@ class RequestReader:
         }
         return {
             "request_id": tokenized.id,
-            "token_ids": read.prompt,
+            "token_ids": list(read.prompt),
             "sampling_params": sampling,
             "model": self._model.name,
             "stream": read.asked.stream,
@@ -183,7 +186,7 @@ class RequestReader:
             or (transfer is not None and transfer.report_cuts),
         )
 
-    def _rest_tokens(self, prompt: list[int]) -> int:
+    def _rest_tokens(self, prompt: Sequence[int]) -> int:
         """The default of max_tokens, as in vLLM: the rest of the model's context."""
         return max(1, self._engine.limits.max_tokens - len(prompt))
 

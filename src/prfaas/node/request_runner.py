@@ -55,6 +55,7 @@ class ActiveRequest:
         self.over = False
         self.resumed_tokens = 0
         self.generated_tokens = 0
+        self.prompt_told = False
         self._cancel_job = cancel_job
 
     def __repr__(self) -> str:
@@ -167,11 +168,18 @@ class RequestRunner:
             if active.ended_by is not None:
                 return Finished("cancelled")
             self._submit(active, prepared, inbox)
-            # After the submission, because a long prompt takes milliseconds here.
-            self._on_prompt(request.prompt, prepared.hashes, request.salt)
             return await self._pass_on(active, prepared, inbox)
         finally:
             await self._in_thread(prepared.end)
+            self._tell_prompt(active, prepared)
+
+    def _tell_prompt(self, active: ActiveRequest, prepared: PreparedJob) -> None:
+        """Once per request, and not before its first token: a long prompt takes milliseconds here,
+        in which the engine's thread cannot launch kernels."""
+        if not active.prompt_told:
+            active.prompt_told = True
+            request = active.request
+            self._on_prompt(request.prompt, prepared.hashes, request.salt)
 
     def _submit(
         self, active: ActiveRequest, prepared: PreparedJob, inbox: asyncio.Queue[Event | _Lost]
@@ -219,6 +227,9 @@ class RequestRunner:
                     active.generated_tokens += 1
                     last_s = now
             active.events.put_nowait(event)
+            if isinstance(event, Token):
+                await asyncio.sleep(0)  # the handler sends the token first
+                self._tell_prompt(active, prepared)
 
     async def _computed(self, active: ActiveRequest, prepared: PreparedJob) -> None:
         try:

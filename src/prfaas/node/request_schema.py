@@ -8,8 +8,9 @@ prompt can have tokens: parsing holds the interpreter, and the node would seem t
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar, cast
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ _Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # token of text, or stands between two token ids.
 _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
+_IN_NUMBERS = b"0123456789, \t\r\n"
 _SHOWN_BYTES = 100  # of a value that is refused
 
 # Supported with these values only.
@@ -102,22 +104,11 @@ class Completion(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]  # token ids, or a list of one prompt
     add_special_tokens: bool = True
 
-    @property
-    def only_prompt(self) -> str | list[int]:
-        """The prompt. Several in one request are refused: a gateway sends them one by one."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        if set(map(type, self.prompt)) <= {int}:  # of 100,000 tokens: two milliseconds
-            return cast("list[int]", self.prompt)
-        if len(self.prompt) > 1:
-            raise InputError(
-                f"{len(self.prompt)} prompts in one request",
-                where="prompt",
-                fix="send one request per prompt",
-            )
-        (only,) = self.prompt
-        assert not isinstance(only, int)
-        return only
+
+@dataclass(frozen=True, slots=True)
+class TextCompletion:
+    asked: Completion  # without its prompt
+    prompt: str | array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +135,8 @@ _ANY = msgspec.json.Decoder()
 def check_values(body: bytes, max_tokens: int) -> None:
     """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
     need. Counts in numpy, which does not hold the interpreter."""
-    array = np.frombuffer(body, dtype=np.uint8)
-    values = sum(int(np.count_nonzero(array == ord(mark))) for mark in "[{,")
+    read = np.frombuffer(body, dtype=np.uint8)
+    values = sum(int(np.count_nonzero(read == ord(mark))) for mark in "[{,")
     limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
     if values > limit:
         raise InputError(
@@ -155,12 +146,49 @@ def check_values(body: bytes, max_tokens: int) -> None:
         )
 
 
-def parse_completion(body: bytes) -> Completion:
+def parse_completion(body: bytes) -> TextCompletion:
     """Parses and checks a completion request. InputError names the field."""
-    _check_fixed(_fields(body), _FIXED)
-    request = _decoded(_COMPLETION, body)
-    _check_stops(request)
-    return request
+    fields = _fields(body)
+    _check_fixed(fields, _FIXED)
+    ids = _token_ids(fields["prompt"]) if "prompt" in fields else None
+    if ids is not None:
+        asked = _decoded(_COMPLETION, msgspec.json.encode({**fields, "prompt": ""}))
+        prompt: str | array[int] = ids
+    else:
+        asked = _decoded(_COMPLETION, body)
+        prompt = _only_prompt(asked.prompt)
+    _check_stops(asked)
+    return TextCompletion(asked, prompt)
+
+
+def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
+    """Of a flat list, without an object per token: a first token waits for the ids of a long
+    prompt. None for anything else."""
+    text = bytes(prompt)
+    if text.translate(None, _IN_NUMBERS) != b"[]" or not text[1:-1].strip():
+        return None
+    # What is JSON and has these characters only, is a list of whole numbers.
+    numbers = np.fromstring(text[1:-1], dtype=np.uint64, sep=",")
+    if numbers.max() >= 2**32:
+        return None
+    return array("I", numbers.astype(np.uint32).tobytes())
+
+
+def _only_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | array[int]:
+    """Several in one request are refused: a gateway sends them one by one."""
+    if isinstance(prompt, str):
+        return prompt
+    if not prompt:
+        return array("I")
+    if len(prompt) > 1:
+        raise InputError(
+            f"{len(prompt)} prompts in one request",
+            where="prompt",
+            fix="send one request per prompt",
+        )
+    (only,) = prompt
+    assert not isinstance(only, int)
+    return only if isinstance(only, str) else array("I", only)
 
 
 def parse_chat(body: bytes) -> ChatCompletion:

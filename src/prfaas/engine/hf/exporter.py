@@ -29,7 +29,7 @@ from transformers import DynamicCache
 from prfaas.device import StagingRing
 from prfaas.device.page_pins import Pages, join_pages
 from prfaas.device.row_pages import page_range, whole_rows
-from prfaas.device.staging import Chunk, OpenChunk
+from prfaas.device.staging import Chunk
 from prfaas.engine.api import Export
 from prfaas.engine.chunks import ExportPlan
 from prfaas.engine.hf import rows
@@ -45,16 +45,15 @@ BATCH_BYTES = 32 << 20  # of segments that are copied together
 # A segment waits for the next ones while there are few bytes and little time has passed: a copy
 # costs the launching thread and the writer's thread as much as several megabytes.
 HOLD_BYTES, HOLD_S = 8 << 20, 1e-3
-_WIDEST = 8  # bytes of an element in which segments are packed
 IDLE_S = 60.0
 
 
 class SegmentWriter(Protocol):
     def write(self, segment: Segment, parts: rows.Rows) -> None:
-        """Copies the bytes now; the tensors may change afterwards."""
+        """Copies the bytes now or in a later call; the tensors may change after `flush`."""
 
     def flush(self) -> None:
-        """What was written so far is on its way to the sink."""
+        """What was written so far is copied, and on its way to the sink."""
 
     def finish(self) -> None:
         """Returns when everything is ready at the sink; raises what the sink raised."""
@@ -81,6 +80,15 @@ class HostWriter:
         pass
 
 
+class _Held(NamedTuple):
+    """A segment that is not copied yet."""
+
+    segment: Segment
+    parts: rows.Rows
+    row_count: int
+    width: int  # bytes of a row
+
+
 class _Part(NamedTuple):
     """Some rows of a segment."""
 
@@ -105,6 +113,7 @@ class StagedWriter:
 
     def __init__(self, sink: SegmentSink, ring: StagingRing) -> None:
         self._sink = sink
+        self._mapped = sink if isinstance(sink, MappedSink) else None
         self._ring = ring
         self._patience_s = ring.timeout_s
         self._changed = threading.Condition()  # protects the fields below
@@ -121,9 +130,9 @@ class StagedWriter:
         self._asked: tuple[Segment, Pages] | None = None  # the latest answer of the sink
         # Of the launching thread: segments that are not on their way yet.
         self._batch_bytes = min(BATCH_BYTES, ring.chunk_bytes)
-        self._open: OpenChunk | None = None
-        self._opened_s = 0.0
-        self._parts: list[_Part] = []
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+        self._held_since_s = 0.0
         self._thread = threading.Thread(target=self._carry, name="prfaas-export", daemon=True)
         self._thread.start()
 
@@ -132,7 +141,7 @@ class StagedWriter:
     def write(self, segment: Segment, parts: rows.Rows) -> None:
         count, width = len(parts[0]), rows.row_bytes(parts)
         if count * width <= self._batch_bytes:
-            self._add(segment, parts, count, width)
+            self._hold(_Held(segment, parts, count, width))
             return
         self.flush()  # a large row may need all of staging
         step = max(1, self._ring.chunk_bytes // width)
@@ -144,15 +153,19 @@ class StagedWriter:
             self._send(_Piece((_Part(segment, place, last == count),), chunk))
 
     def flush(self) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            parts, self._parts = self._parts, []
-            try:
-                chunk = opened.close(whole_rows(opened.used), 1)
-            except BaseException:
-                opened.drop()
-                raise
-            self._send(_Piece(parts, chunk))
+        held, nbytes = self._held, self._held_bytes
+        self._held, self._held_bytes = [], 0
+        if not held:
+            return
+        self._wait(lambda: len(self._waiting) < MAX_WAITING, "take state")
+
+        def fill(flat: torch.Tensor) -> None:
+            rows.fill_all(flat, [(one.parts, one.row_count * one.width) for one in held])
+
+        with self._waiting_counted():
+            chunk = self._ring.copy_out(whole_rows(nbytes), 1, fill, self._patience_s)
+        parts = [_Part(one.segment, range(one.row_count * one.width), is_last=True) for one in held]
+        self._send(_Piece(parts, chunk))
 
     def finish(self) -> None:
         self.flush()
@@ -166,9 +179,7 @@ class StagedWriter:
         self._aborted = True  # no further copy begins
         with self._touching:  # the one under way ends
             pass
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.drop()
+        self._held, self._held_bytes = [], 0
         self._drop_all()
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
@@ -184,20 +195,18 @@ class StagedWriter:
         for piece in left:
             self._ring.drop(piece.chunk)  # waits for the device
 
-    def _add(self, segment: Segment, parts: rows.Rows, count: int, width: int) -> None:
-        """To the segments that are copied together. They are on their way soon while nothing else
+    def _hold(self, held: _Held) -> None:
+        """With segments that are copied together. They are on their way soon while nothing else
         is."""
-        nbytes = count * width
-        if self._open is not None and (self._open.room < nbytes or self._open.used % _WIDEST):
+        nbytes = held.row_count * held.width
+        # Bytes that begin at any place would be packed one by one.
+        if self._held_bytes + nbytes > self._batch_bytes or self._held_bytes % rows.WIDEST:
             self.flush()
-        if self._open is None:
-            self._wait(lambda: len(self._waiting) < MAX_WAITING, "take state")
-            with self._waiting_counted():
-                self._open = self._ring.open_chunk(self._batch_bytes, self._patience_s)
-            self._opened_s = time.monotonic()
-        rows.fill(self._open.add(nbytes).view(count, width), parts)
-        self._parts.append(_Part(segment, range(nbytes), is_last=True))
-        if self._open.used < HOLD_BYTES and time.monotonic() - self._opened_s < HOLD_S:
+        if not self._held:
+            self._held_since_s = time.monotonic()
+        self._held.append(held)
+        self._held_bytes += nbytes
+        if self._held_bytes < HOLD_BYTES and time.monotonic() - self._held_since_s < HOLD_S:
             return
         with self._changed:
             is_idle = not self._waiting and not self._flying
@@ -302,9 +311,9 @@ class StagedWriter:
             finally:
                 with self._changed:
                     self._flying.popleft()
-        for part in piece.parts:
-            if part.is_last:
-                with self._calling():
+        with self._calling():
+            for part in piece.parts:
+                if part.is_last:
                     self._sink.ready(part.segment)
         with self._changed:
             self._owed -= 1
@@ -324,8 +333,8 @@ class StagedWriter:
     def _pages(self, part: _Part) -> Pages:
         """A segment's pages are asked for once, as numbers where the sink has them."""
         if self._asked is None or self._asked[0] != part.segment:
-            if isinstance(self._sink, MappedSink):
-                self._asked = part.segment, self._sink.mapped_buffers(part.segment)
+            if self._mapped is not None:
+                self._asked = part.segment, self._mapped.mapped_buffers(part.segment)
             else:
                 self._asked = part.segment, self._sink.buffers(part.segment)
         pages, place = self._asked[1], part.place

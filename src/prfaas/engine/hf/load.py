@@ -92,7 +92,7 @@ def load_model(
         first_tokens = min(TUNED_TOKENS, text_config.max_position_embeddings)
         if not tuning.speed_up():
             _LOG.info("start: no Triton, or an old one: kernels are tuned one after the other")
-    with start_phase("ran the model once"):
+    with start_phase("ran the model once"), tuning.compiling_in_processes():
         shapes = layer_shapes(
             model,
             spec,

@@ -20,6 +20,7 @@ from prfaas.device.row_pages import gather_bytes, scatter_bytes
 from prfaas.engine.hf.shapes import StateShape, TokenShape
 from prfaas.errors import EngineError
 
+WIDEST = 8  # bytes of an element in which bytes are copied
 Rows = tuple[torch.Tensor, ...]  # parts, each uint8 [n, ..., bytes], in the order of a row
 
 
@@ -80,6 +81,35 @@ def fill(target: torch.Tensor, rows: Rows) -> None:
                 break
         to.copy_(source)
         at += width
+
+
+def fill_all(target: torch.Tensor, several: Sequence[tuple[Rows, int]]) -> None:
+    """Copies the rows of several segments, each with its bytes, one after the other into flat
+    uint8. Single rows that follow each other are copied with one call, because a call takes longer
+    than the bytes of a state."""
+    at = 0
+    single: list[torch.Tensor] = []
+    begin = 0  # of these, in the target
+    for rows, nbytes in several:
+        if len(rows[0]) == 1:
+            single += [part.reshape(-1) for part in rows]
+        else:
+            _join(target[begin:at], single)
+            fill(target[at : at + nbytes].view(len(rows[0]), -1), rows)
+            begin = at + nbytes
+        at += nbytes
+    _join(target[begin:at], single)
+
+
+def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Takes the parts."""
+    if not parts:
+        return
+    if all(_fits(part, WIDEST) for part in (target, *parts)):
+        torch.cat([part.view(torch.int64) for part in parts], out=target.view(torch.int64))
+    else:
+        torch.cat(parts, out=target)
+    parts.clear()
 
 
 def gather(views: Sequence[memoryview], count: int, width: int) -> torch.Tensor:

@@ -4,10 +4,9 @@ Kernels of linear attention are tuned when they first run: every variant is comp
 other, and timed for an eighth of a second. There are about a hundred variants, and some kernels are
 tuned again for every range of lengths. With `speed_up`,
 
-- the variants of a kernel are compiled at the same time, in as many threads as the host has cores,
-- at most `MOST_VARIANTS` are tried, spread over those that the kernel names: the compiler releases
-  the interpreter lock for a part of its work only, so that each variant costs a fifth of a second
-  on a host with 16 cores,
+- the variants of a kernel are compiled at the same time, on as many cores as the host has: in
+  processes within `compiling_in_processes`, else in threads, which share the interpreter lock,
+- at most `MOST_VARIANTS` are tried, spread over those that the kernel names,
 - a variant is timed for a fifth of Triton's time, which is still hundreds of runs,
 - a kernel that is known at one length is not tuned again at another, nor when it also gets a tensor
   that it can do without, such as the state before the first token.
@@ -23,18 +22,22 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+from prfaas.engine.hf.compile_processes import CopyingExecutor
+
 _LOG = logging.getLogger(__name__)
-MOST_THREADS = 32
+MOST_AT_ONCE = 32
 MOST_VARIANTS = 5
 TIMED_MS, UNTIMED_MS = 20, 5  # Triton's own: 100 and 25
 # Arguments that grow with tokens or sequences. Kernels of the fla package have one or two of these
 # in the key of their tuning, besides the sizes of heads.
 LENGTH_KEYS = frozenset({"B", "N", "NB", "NT", "T"})
 _CANDIDATES = "_prfaas_candidates"
+_executor: Callable[[int], Executor] = ThreadPoolExecutor
 
 
 def speed_up() -> bool:
@@ -91,6 +94,17 @@ def change_tuner(tuner: Any, compile_mode: Any, quick: Any) -> None:
     tuner.prune_configs, tuner._bench = prune_configs, bench_one
 
 
+@contextmanager
+def compiling_in_processes() -> Iterator[None]:
+    """For the start of a node, before other threads have begun their work."""
+    global _executor
+    before, _executor = _executor, CopyingExecutor
+    try:
+        yield
+    finally:
+        _executor = before
+
+
 def spread(variants: Sequence[Any], most: int) -> Sequence[Any]:
     """At most that many of them, evenly from the first to the last."""
     if len(variants) <= most:
@@ -130,8 +144,8 @@ def _compile_together(
     candidates to need more than the device has."""
 
     def compile_all() -> None:
-        workers = min(len(candidates), os.cpu_count() or 1, MOST_THREADS)
-        with ThreadPoolExecutor(workers) as pool, compile_mode(pool, ignore_errors=True):
+        workers = min(len(candidates), os.cpu_count() or 1, MOST_AT_ONCE)
+        with _executor(workers) as pool, compile_mode(pool, ignore_errors=True):
             for candidate in candidates:
                 kernel.run(*args, **{**meta, **candidate.all_kwargs(), "warmup": True})
 
