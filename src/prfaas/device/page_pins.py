@@ -89,10 +89,12 @@ class PinnedMapping:
         offsets = places.addresses - self.base
         first = offsets // self.part_bytes
         last = (offsets + places.sizes - 1) // self.part_bytes
-        needed = {*np.unique(first).tolist(), *np.unique(last).tolist()}
+        # Marking is several times as fast as sorting, and copies wait for this.
+        marked = np.zeros(self.count, dtype=np.bool_)
+        marked[first] = marked[last] = True
         for n in np.flatnonzero(last - first > 1).tolist():
-            needed.update(range(int(first[n]), int(last[n])))
-        return needed
+            marked[int(first[n]) : int(last[n])] = True
+        return set(np.flatnonzero(marked).tolist())
 
     @property
     def count(self) -> int:

@@ -163,7 +163,9 @@ class _WarmUp:
         for tail in TAILS if resumed else ():
             if length + tail + 1 <= self._limits.max_tokens:
                 longer = [*prompt, *self._tokens(tail)]
-                self._finish([self._job(longer, 1, resume=Resume(length, state))])
+                # Attention to a long context has kernels of its own for single tokens.
+                steps = 1 + STEPS if tail == TAILS[-1] else 1
+                self._finish([self._job(longer, steps, resume=Resume(length, state))])
 
     def _prefill(self, length: int) -> tuple[list[int], MemorySegments]:
         prompt, state = self._tokens(length), MemorySegments(self._engine.spec)

@@ -41,10 +41,10 @@ from prfaas.kvspec.mapped import MappedRanges, MappedSink
 _LOG = logging.getLogger(__name__)
 MAX_WAITING = 256  # pieces in staging whose pages are not known yet
 MAX_FLYING = 4  # copies that are queued on the device; they keep the bus busy
-BATCH_BYTES = 32 << 20  # of segments that are copied together
+BATCH_BYTES = 64 << 20  # of segments that are copied together
 # A segment waits for the next ones while there are few bytes and little time has passed: a copy
 # costs the launching thread and the writer's thread as much as several megabytes.
-HOLD_BYTES, HOLD_S = 8 << 20, 1e-3
+HOLD_BYTES, HOLD_S = 16 << 20, 1e-3
 IDLE_S = 60.0
 
 

@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from prfaas.cache.storage.arena import Arena
 from prfaas.cache.storage.places import PageTable, segment_ranges
-from prfaas.kvspec import FullAttention, KVSpec, Segment, SlidingWindow, block_slices
+from prfaas.cache.units import UnitKey
+from prfaas.errors import InputError
+from prfaas.kvspec import (
+    FullAttention,
+    KVSpec,
+    LinearState,
+    Segment,
+    SlidingWindow,
+    block_slices,
+)
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Ranges: TypeAlias = tuple[Numbers, Numbers]  # starts and stops in the arena
@@ -37,9 +46,18 @@ class UnitPlaces:
         self._arena = arena
         self._table = table
         self._units: dict[int, _Units | None] = {}
+        self._states: dict[UnitKey, Numbers | None] = {}
+        self._linear = {
+            group.name: number
+            for number, group in enumerate(spec.groups)
+            if isinstance(group, LinearState)
+        }
 
     def ranges(self, segment: Segment) -> Ranges:
         """InputError when the segment is not of the lease."""
+        state = self._state_pages(segment)
+        if state is not None:
+            return self._same_bytes(segment, state)
         size = self._block_tokens
         first, last = -(-segment.start // size), segment.stop // size  # whole blocks
         pages = self._pages(segment.group, first, last) if last - first > 1 else None
@@ -61,11 +79,27 @@ class UnitPlaces:
         (piece,) = block_slices(self._spec, block, self._block_tokens)
         page_bytes, stop = self._arena.page_bytes, piece.offset + piece.nbytes
         columns = range(piece.offset // page_bytes, -(-stop // page_bytes))
+        if columns.stop > pages.shape[1]:
+            raise InputError(f"segment {block.name} is not part of this lease")
         starts = pages[:, columns.start : columns.stop] * page_bytes
         stops = starts + page_bytes
         starts[:, 0] += piece.offset - columns.start * page_bytes
         stops[:, -1] -= columns.stop * page_bytes - stop
         return starts.reshape(-1), stops.reshape(-1)
+
+    def _state_pages(self, segment: Segment) -> Numbers | None:
+        """Of the unit of a linear state. None for tokens, and for a unit that is missing."""
+        number = self._linear.get(segment.group)
+        if number is None:
+            return None
+        key = (number, segment.stop)
+        if key not in self._states:
+            pages = self._table.get(key)
+            found = None if pages is None else np.array([pages], dtype=np.int64)
+            if found is not None and (found.min() < 0 or found.max() >= self._arena.pages):
+                found = None
+            self._states[key] = found
+        return self._states[key]
 
     def _one_by_one(self, segment: Segment) -> Ranges:
         found = segment_ranges(
