@@ -1,12 +1,14 @@
 """Agents on the case study's hardware, simulated with and without kept answers.
 
 \b
-    prfaas bench agents [--sessions 200] [--load 0.8] [--policy adaptive]
+    prfaas bench agents [--sessions 200] [--load 0.8] [--policy adaptive] [--no-link-back]
 
 The traffic is made from a seed (`_agent_traffic.py`): every prompt contains the answer to the one
 before. Both runs of a seed get the same requests at the same times. Reported are the share of
 prompt tokens that prefill nodes computed, and the time to the first token. 100% load is the planned
-capacity for these lengths.
+capacity for these lengths. The case study's link goes from the PrfaaS cluster to the PD cluster.
+Answers are kept at decode nodes, so this benchmark adds a link back, equally fast, over which they
+can be copied.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 from _agent_traffic import AgentTraffic, agent_rows, seen_share
-from prfaas.config import load_deployment
+from prfaas.config import Deployment, load_deployment
 from prfaas.config.trace import TraceRow
 from prfaas.errors import InputError
 from prfaas.scheduler.plan import find_optimum
@@ -35,8 +38,19 @@ CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 BUCKET_S = 0.0  # the times are exact, unlike those of the public traces
 
 
-def run_seed(traffic: AgentTraffic, policy: Policy, load: float, seed: int) -> dict[str, Any]:
+def read_deployment(*, link_back: bool) -> Deployment:
     deployment = load_deployment(CASE_STUDY)
+    if not link_back:
+        return deployment
+    links = deployment.links
+    across = [link for link in links if link.source != link.target]
+    back = [msgspec.structs.replace(one, source=one.target, target=one.source) for one in across]
+    return msgspec.structs.replace(deployment, links=[*links, *back])
+
+
+def run_seed(
+    deployment: Deployment, traffic: AgentTraffic, policy: Policy, load: float, seed: int
+) -> dict[str, Any]:
     problem = Study(CASE_STUDY, "exact").problem(deployment)
     rows = agent_rows(traffic, 1.0, seed)
     problem = planned_for(problem, replay(rows, seed, bucket_s=BUCKET_S))
@@ -102,6 +116,12 @@ def report(runs: list[dict[str, Any]]) -> dict[str, Any]:
 @click.option("--result-tokens", default=3_300, show_default=True, type=click.IntRange(1))
 @click.option("--load", default=0.8, show_default=True, help="Share of the planned capacity.")
 @click.option("--policy", default="adaptive", show_default=True, type=click.Choice(POLICIES))
+@click.option(
+    "--link-back/--no-link-back",
+    default=True,
+    show_default=True,
+    help="A link from the PD cluster to the PrfaaS cluster.",
+)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
@@ -110,6 +130,7 @@ def main(
     result_tokens: int,
     load: float,
     policy: Policy,
+    link_back: bool,
     seeds: int,
     _json: bool,
 ) -> None:
@@ -118,11 +139,17 @@ def main(
     traffic = AgentTraffic(
         sessions=sessions, answer_tokens=answer_tokens, result_tokens=result_tokens
     )
+    deployment = read_deployment(link_back=link_back)
     runs = []
     for seed in range(seeds):
-        runs.append(run_seed(traffic, policy, load, seed))
+        runs.append(run_seed(deployment, traffic, policy, load, seed))
         click.echo(f"seed {seed + 1} of {seeds}", err=True)
-    click.echo(json.dumps({"policy": policy, "load": load, **report(runs), "runs": runs}, indent=2))
+    click.echo(
+        json.dumps(
+            {"policy": policy, "load": load, "link_back": link_back, **report(runs), "runs": runs},
+            indent=2,
+        )
+    )
 
 
 if __name__ == "__main__":
