@@ -44,7 +44,7 @@ def test_parts_and_connections_are_checked() -> None:
 def test_only_the_wanted_parts_run() -> None:
     everything = transport.parse_arguments([])
     assert everything.only == set(transport.PARTS) and everything.connections == [1, 2, 4, 8]
-    chosen = transport.cases([2, 4], {"tls", "small"})
+    chosen = transport.cases([2, 4], {"tls", "small"}, 256 << 20)
     assert [(one.part, one.connections) for one in chosen] == [
         ("tls", 2),
         ("small", 2),

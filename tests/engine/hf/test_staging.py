@@ -15,7 +15,7 @@ import torch
 
 from prfaas.device import StagingRing
 from prfaas.engine.api import EngineJob, Export, Finished, Prefilled, Resume, Sampling
-from prfaas.engine.hf import HFEngine
+from prfaas.engine.hf import HFEngine, exporter
 from prfaas.engine.hf.exporter import StagedWriter
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import run
@@ -278,7 +278,31 @@ class Copies(StagingRing):
         return super().end_write(chunk)  # type: ignore[arg-type]
 
 
-def test_segments_that_become_ready_during_a_copy_are_copied_together() -> None:
+def test_segments_that_become_ready_at_once_are_copied_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "HOLD_S", 1e9)
+    ring = Copies()
+    sink = MemorySegments(models.loaded("qwen3").spec)
+    group = sink.spec.groups[0]
+    width = group.bytes_per_token  # type: ignore[union-attr]
+    segments = [Segment(group.name, layer, 0, 8) for layer in group.layers]
+    writer = StagedWriter(sink, ring)
+    for segment in segments:
+        writer.write(segment, (torch.ones((8, width), dtype=torch.uint8),))
+    assert not ring.reached.is_set(), "there may be more in a moment"
+    writer.flush()
+    assert ring.reached.wait(PATIENCE_S)
+    ring.let.set()
+    writer.finish()
+    assert ring.ended == 1
+    assert all(b"".join(sink.views(segment)) == bytes([1]) * 8 * width for segment in segments)
+
+
+def test_segments_that_become_ready_during_a_copy_are_copied_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "HOLD_S", 0.0)
     ring = Copies()
     sink = MemorySegments(models.loaded("qwen3").spec)
     group = sink.spec.groups[0]
@@ -298,7 +322,10 @@ def test_segments_that_become_ready_during_a_copy_are_copied_together() -> None:
     assert all_free(ring)
 
 
-def test_an_abort_waits_for_the_copy_under_way_and_drops_the_queued_ones() -> None:
+def test_an_abort_waits_for_the_copy_under_way_and_drops_the_queued_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "HOLD_S", 0.0)
     ring = Copies()
     sink = MemorySegments(models.loaded("qwen3").spec)
     group = sink.spec.groups[0]
