@@ -9,12 +9,16 @@
 A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belong to a prefix and
 stay when no lease uses them; the eviction policy decides which idle block is evicted first. The
 arena has the bytes, the tree has the block hashes.
+
+Some pages may be set aside for answers that are being written (`SetAside`). They do not count as
+free, and their blocks do not count as used by others, so that writers of answers take nothing from
+other reservations.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.storage.page_supply import PageSupply
@@ -62,6 +66,29 @@ class Eviction(Protocol):
         """Asserts the policy's invariants."""
 
 
+class SetAside:
+    """Pages that only writers of answers get, and the blocks that they have now."""
+
+    def __init__(self) -> None:
+        self.limit_pages = 0
+        self.used_pages = 0
+        self._blocks: dict[int, Block] = {}  # by identity
+
+    def add(self, block: Block) -> None:
+        self._blocks[id(block)] = block
+        self.used_pages += len(block.pages)
+
+    def remove(self, block: Block) -> None:
+        """The block counts as any other from now on, or is gone. Without effect on other blocks."""
+        if self._blocks.pop(id(block), None) is not None:
+            self.used_pages -= len(block.pages)
+
+    def check(self, live: Mapping[int, Block]) -> None:
+        assert self._blocks.keys() <= live.keys()
+        assert self.used_pages == sum(len(block.pages) for block in self._blocks.values())
+        assert self.used_pages <= self.limit_pages
+
+
 class BlockPool:
     """`capacity_pages` of None means unlimited (for replays; no arena can back it). With a `share`
     of a budget the pool has at most what the budget leaves it."""
@@ -70,6 +97,7 @@ class BlockPool:
         self, capacity_pages: int | None, eviction: Eviction, share: BudgetShare | None = None
     ) -> None:
         self.supply = PageSupply(capacity_pages, share)
+        self.aside = SetAside()
         self._eviction = eviction
         self._live: dict[int, Block] = {}  # every block with pages, by identity
         self._idle: dict[int, Block] = {}
@@ -81,12 +109,16 @@ class BlockPool:
 
     @property
     def capacity_pages(self) -> int | None:
-        return self.supply.capacity_pages
+        """Without the pages that are set aside."""
+        capacity = self.supply.capacity_pages
+        return None if capacity is None else capacity - self.aside.limit_pages
 
     @property
     def free_pages(self) -> int | None:
+        """Negative when an answer has been added that the pool has no room for: the excess is on
+        pages that are set aside, until other blocks are evicted."""
         capacity = self.capacity_pages
-        return None if capacity is None else capacity - self.used_pages
+        return None if capacity is None else capacity - self.used_pages + self.aside.used_pages
 
     def can_ever_hold(self, pages: int) -> bool:
         capacity = self.capacity_pages
@@ -97,17 +129,23 @@ class BlockPool:
         free = self.free_pages
         return free is None or pages <= free + self.idle_pages + self.leaving_pages
 
-    def has_room(self, pages: int) -> bool:
+    def has_room(self, pages: int, *, aside: bool = False) -> bool:
+        """Whether that many pages are free, or with `aside` are free of those set aside."""
+        if aside:
+            capacity, limit = self.supply.capacity_pages, self.aside.limit_pages
+            exists = capacity is None or pages <= capacity - self.used_pages
+            return exists and self.aside.used_pages + pages <= limit
         free = self.free_pages
         return free is None or pages <= free
 
-    def allocate(self, units: Sequence[tuple[int, int]]) -> list[Block]:
+    def allocate(self, units: Sequence[tuple[int, int]], *, aside: bool = False) -> list[Block]:
         """Blocks in use by one holder, for units (group, pages), in the same order and as
-        neighbours where possible. The caller has made room for all of them."""
+        neighbours where possible, from the pages that are set aside or from the others. The caller
+        has made room for all of them."""
         blocks = [Block(group, ()) for group, _ in units]
         for block in blocks:
             block.refs = 1
-        self._take(blocks, [pages for _, pages in units])
+        self._take(blocks, [pages for _, pages in units], aside=aside)
         return blocks
 
     def restore(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
@@ -191,6 +229,7 @@ class BlockPool:
             assert not leaving or (block.refs == 0 and block.slot is not None), block
             assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
         self.supply.check(seen)
+        self.aside.check(self._live)
         assert self.used_pages == len(seen)
         assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
         assert self.leaving_pages == sum(len(block.pages) for block in self._leaving.values())
@@ -200,17 +239,21 @@ class BlockPool:
             by_group[block.group] += len(block.pages)
         assert by_group == +self.pages_by_group
 
-    def _take(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
+    def _take(self, blocks: Sequence[Block], pages: Sequence[int], *, aside: bool = False) -> None:
         needed = sum(pages)
-        assert self.has_room(needed), f"{needed} pages requested, {self.free_pages} free"
+        has_room = not needed or self.has_room(needed, aside=aside)  # a pool may be over its limit
+        assert has_room, f"{needed} pages requested, {self.free_pages} free"
         self.used_pages += needed
         for block, taken in zip(blocks, self.supply.take(pages), strict=True):
             block.pages = taken
             self.pages_by_group[block.group] += len(taken)
             self._live[id(block)] = block
+            if aside:
+                self.aside.add(block)
 
     def _give_back(self, block: Block) -> None:
         del self._live[id(block)]
+        self.aside.remove(block)
         self.used_pages -= len(block.pages)
         self.pages_by_group[block.group] -= len(block.pages)
         self.supply.give_back(block.pages)

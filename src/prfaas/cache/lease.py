@@ -52,6 +52,8 @@ class LeaseRecord:
     new: dict[UnitKey, Block]
     promotable: set[UnitKey]  # of `new`: kept as prefix on commit
     spare_tokens: frozenset[int]  # lengths whose checkpoint is speculative
+    # Of an answer, which pins nothing: the blocks of each group that must precede it at the commit.
+    answer_runs: Mapping[int, int] | None = None
     committed: bool = False
 
 
@@ -68,11 +70,12 @@ class PoolStats:
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, but not what was written
     dropped_blocks: int = 0  # evicted without a copy on SSD, although the pool has one
+    kept_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full a pool is now."""
+    """How full a pool is now, without the pages that are set aside for answers."""
 
     capacity_pages: int | None
     used_pages: int

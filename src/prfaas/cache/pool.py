@@ -13,6 +13,9 @@ only. The pool has no clock: the caller passes the time. It has no locks: it has
 have no deadline: the owner decides when a lease ends, because only the owner knows when the last
 writer has stopped.
 
+An answer is reserved and committed in the same way when it has been generated, but on pages that
+are set aside, and without pinning what precedes it: no other reservation fails because of it.
+
 No call reads or writes the SSD. `reserve` and `pin` find what is in memory; `prepare` first brings
 a prefix there, in jobs that the owner may run in another thread.
 
@@ -106,7 +109,7 @@ class HybridPrefixPool:
         blocks = self._blocks
         return Occupancy(
             blocks.capacity_pages,
-            blocks.used_pages,
+            blocks.used_pages - blocks.aside.used_pages,
             blocks.idle_pages + blocks.leaving_pages,
             len(self._leases),
             self._tiers.spilled_units,
@@ -169,6 +172,57 @@ class HybridPrefixPool:
         asked = _check_request(hashes, tokens, self.block_tokens, checkpoint_tokens)
         return self._lease(hashes, tokens, asked, now)
 
+    def set_aside(self, pages: int) -> None:
+        """From now on this many pages are for answers that are being written, and no others."""
+        self._blocks.aside.limit_pages = max(pages, self._blocks.aside.used_pages)
+        self.settle(0.0)
+
+    def reserve_answer(
+        self, hashes: Sequence[BlockHash], tokens: int, *, first_token: int, now: float
+    ) -> Lease | NotNow:
+        """Pages for what an engine has generated: its full attention up to `tokens`, a boundary,
+        as far as the pool lacks it, and windows and states after `tokens`. The engine has attention
+        from `first_token` on; the pool must have what precedes it, and still have it at the commit.
+        Nothing is pinned or evicted, and only pages that are set aside are used."""
+        _check_request(hashes, tokens, self.block_tokens, (tokens,))
+        nodes = self._lookup.nodes(hashes)
+        hit = self._lookup.hit(nodes, resident=False)
+        runs = self._lookup.runs(nodes, resident=False)
+        if any(run * self.block_tokens < first_token for run in runs.values()):
+            return NotNow(f"the first {first_token} tokens are not in the pool", TOO_LARGE_RETRY_S)
+        firm = (len(hashes),) if len(hashes) > hit.blocks else ()
+        demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
+        pages = sum(self.layout.pages(group) for group, _ in demand.units)
+        if not self._blocks.has_room(pages, aside=True):
+            nbytes = pages * self.layout.page_bytes
+            return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        new = _allocate(self._blocks, self.layout, demand, aside=True)
+        lease = Lease(
+            id=LeaseId(next(self._ids)),
+            tokens=tokens,
+            match=self._lookup.match(hit),
+            skip_tokens={self.rules[g].name: run * self.block_tokens for g, run in runs.items()},
+            checkpoint_tokens=tuple(length * self.block_tokens for length in firm),
+            new_bytes=sum(self.layout.unit_bytes[group] for group, _ in new),
+        )
+        self._leases[lease.id] = LeaseRecord(
+            hashes=tuple(hashes),
+            pinned={},
+            new=new,
+            promotable=demand.promotable,
+            spare_tokens=frozenset(),
+            answer_runs=runs,
+        )
+        return lease
+
+    def settle(self, now: float) -> None:
+        """Evicts what is worth least until the pool is within its limit again, after an answer was
+        added. With an SSD tier, call it after a `prepare` has spilled the victims."""
+        blocks = self._blocks
+        if not blocks.has_room(0):
+            possible = (blocks.free_pages or 0) + blocks.idle_pages + blocks.leaving_pages
+            self._tiers.make_room(min(0, possible), now)
+
     def tables(self, lease_id: LeaseId) -> LeaseTables:
         """The pages of the lease's units; units keep their pages until the lease is released.
         Readers see the prefix that was found and, once committed, the rest. Writers see new units
@@ -180,12 +234,18 @@ class HybridPrefixPool:
             return LeaseTables({**readable, **new}, {})
         return LeaseTables(readable, new)
 
-    def commit(self, lease_id: LeaseId, now: float) -> None:
+    def commit(self, lease_id: LeaseId, now: float) -> bool:
         """Everything of the lease is written and verified: block-aligned units become prefix.
-        A second commit has no effect. InputError when the lease is not known here."""
+        A second commit has no effect. False, and nothing has changed, when the pool has lost what
+        precedes an answer. InputError when the lease is not known here."""
         record = _known(self._leases, lease_id)
         if record.committed:
-            return
+            return True
+        if record.answer_runs is not None:
+            runs = self._lookup.runs(self._lookup.nodes(record.hashes), resident=False)
+            if any(runs[group] < run for group, run in record.answer_runs.items()):
+                return False
+            self.stats.kept_answers += 1
         record.committed = True
         parent: PrefixNode | None = None
         path: list[PrefixNode] = []
@@ -203,14 +263,22 @@ class HybridPrefixPool:
         for node in reversed(path):
             if self._tree.get(node.hash) is node:
                 self._tree.prune(node)
+        return True
 
     def release(self, lease_id: LeaseId, now: float) -> bool:
-        """Ends a lease and drops what was not committed. False when it had ended before."""
+        """Ends a lease and drops what was not committed. False when it had ended before. After an
+        answer, a pool with an SSD tier may be beyond its limit until `settle`."""
         record = self._leases.pop(lease_id, None)
         if record is None:
             return False
         blocks = [*record.pinned.values(), *record.new.values()]
         self._blocks.release(in_prompt_order(blocks), now)
+        if record.answer_runs is not None:
+            # From here on the answer counts as any prefix, and may be the one that is evicted.
+            for block in blocks:
+                self._blocks.aside.remove(block)
+            if not self._tiers.has_ssd:
+                self.settle(now)
         return True
 
     def check(self) -> None:
@@ -262,7 +330,11 @@ class HybridPrefixPool:
             runs = lookup.equal_runs(hit.blocks)
         else:
             runs = lookup.runs(nodes, resident=resident)
-            plan = self._plan_checkpoints(tokens, hit, checkpoint_tokens)
+            size = self.block_tokens
+            if checkpoint_tokens is None:
+                plan = self._checkpoints.plan(tokens // size, hit.blocks, hit.attention)
+            else:
+                plan = _asked_checkpoints(tokens, size, hit, checkpoint_tokens)
             firm = (*plan.firm, *(length for length in more_checkpoints if length > hit.blocks))
             demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
         pinned = lookup.blocks_to_pin(nodes, hit, runs)
@@ -284,7 +356,8 @@ class HybridPrefixPool:
             self._blocks.pin(block)
         if not self._blocks.can_make_room(pages):
             self._blocks.release(in_prompt_order(pinned.values()), now)
-            return self._refusal(pages)
+            self.stats.refused += 1
+            return _refusal(self._blocks, self.layout, pages)
         self._tiers.make_room(pages, now)
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
         new = _allocate(self._blocks, self.layout, demand)
@@ -306,17 +379,8 @@ class HybridPrefixPool:
             promotable=demand.promotable,
             spare_tokens=frozenset(length * self.block_tokens for length in taken),
         )
-        self._count(match, nodes[hit.blocks - 1] if hit.blocks else None)
+        _count(self.stats, match, nodes[hit.blocks - 1] if hit.blocks else None)
         return lease
-
-    def _plan_checkpoints(
-        self, tokens: int, hit: Hit, asked: tuple[int, ...] | None
-    ) -> Checkpoints:
-        if asked is None:
-            return self._checkpoints.plan(tokens // self.block_tokens, hit.blocks, hit.attention)
-        aligned = {tokens} if tokens % self.block_tokens == 0 else set()
-        lengths = {length // self.block_tokens for length in {*asked, *aligned}}
-        return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
         """Adds those spare checkpoints for which pages are free: none is worth an eviction."""
@@ -332,34 +396,45 @@ class HybridPrefixPool:
             taken.append(length)
         return tuple(taken)
 
-    def _refusal(self, pages: int) -> NotNow:
-        self.stats.refused += 1
-        nbytes = pages * self.layout.page_bytes
-        if not self._blocks.can_ever_hold(pages):
-            why = f"{nbytes} bytes are more than the pool has"
-            if pages <= (self._blocks.supply.most_pages or 0):
-                why += ", because another form shares its memory"
-            return NotNow(why, TOO_LARGE_RETRY_S)
-        return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
-
     def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
 
-    def _count(self, match: Match, resumed: PrefixNode | None) -> None:
-        self.stats.queries += 1
-        self.stats.hit_tokens += match.tokens
-        self.stats.lost_tokens += match.lost_tokens
-        if resumed is not None:
-            resumed.hits += 1
+
+def _asked_checkpoints(
+    tokens: int, block_tokens: int, hit: Hit, asked: tuple[int, ...]
+) -> Checkpoints:
+    aligned = {tokens} if tokens % block_tokens == 0 else set()
+    lengths = {length // block_tokens for length in {*asked, *aligned}}
+    return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
 
 
-def _allocate(blocks: BlockPool, layout: PageLayout, demand: Demand) -> dict[UnitKey, Block]:
+def _count(stats: PoolStats, match: Match, resumed: PrefixNode | None) -> None:
+    stats.queries += 1
+    stats.hit_tokens += match.tokens
+    stats.lost_tokens += match.lost_tokens
+    if resumed is not None:
+        resumed.hits += 1
+
+
+def _refusal(blocks: BlockPool, layout: PageLayout, pages: int) -> NotNow:
+    nbytes = pages * layout.page_bytes
+    if not blocks.can_ever_hold(pages):
+        why = f"{nbytes} bytes are more than the pool has"
+        if pages <= (blocks.supply.most_pages or 0) - blocks.aside.limit_pages:
+            why += ", because another form shares its memory"
+        return NotNow(why, TOO_LARGE_RETRY_S)
+    return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
+
+
+def _allocate(
+    blocks: BlockPool, layout: PageLayout, demand: Demand, *, aside: bool = False
+) -> dict[UnitKey, Block]:
     """In the order of the demand. The pages are in the order of groups and tokens, in which engines
     copy them."""
     sizes = [layout.pages(group) for group in range(len(layout.unit_bytes))]
     order = sorted(demand.units)
-    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order])
+    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order], aside=aside)
     found = dict(zip(order, allocated, strict=True))
     new: dict[UnitKey, Block] = {}
     for key, filled_from in demand.units.items():

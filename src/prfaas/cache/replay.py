@@ -82,4 +82,17 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
 def block_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
     """Of whole blocks only: the last id often names a partial one, which no cache keeps."""
     whole = row.input_length // TRACE_BLOCK_TOKENS
-    return tuple(BlockHash(i.to_bytes(8, "big")) for i in row.hash_ids[:whole])
+    return _names(row.hash_ids[:whole])
+
+
+def conversation_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
+    """Of the whole blocks of prompt and answer. Empty when the trace does not have them, or the
+    answer completes no block."""
+    if not row.answer_hash_ids:
+        return ()
+    whole = row.input_length // TRACE_BLOCK_TOKENS
+    return _names([*row.hash_ids[:whole], *row.answer_hash_ids])
+
+
+def _names(ids: Iterable[int]) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(i.to_bytes(8, "big")) for i in ids)

@@ -60,6 +60,11 @@ class RequestTrace:
     first_token_s: float | None = None
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
 
+    def handed_off_cached(self) -> int | None:
+        """The prompt tokens that the prefill of a hand-off has not computed, as its node reports
+        them, or as the route expects until the report is here. None without a hand-off."""
+        return self.cached_tokens if self.form else None
+
 
 class Upstream(Protocol):
     """The decode engine's answer. For a stream every item is a list of whole events

@@ -1,4 +1,5 @@
-"""What a decode node keeps of the hand-offs it received: blocks by group, evicted in LRU order.
+"""What a decode node keeps of hand-offs and of its own answers: blocks by group, evicted in LRU
+order.
 
 The rules are the pool's (which blocks of which group make a prefix resumable), without its leases
 and checkpoints: a decode node takes no checkpoints, and the engine holds the running requests. The
@@ -32,7 +33,7 @@ class DecodeCache:
         self._held: OrderedDict[tuple[int, BlockHash], None] = OrderedDict()
 
     def put(self, hashes: Sequence[BlockHash], *, states: bool) -> None:
-        """Stores a hand-off of these whole blocks; `states`: with its windows and states."""
+        """Stores the state of these whole blocks; `states`: with its windows and states."""
         held, journal = self._held, self._journal
         for group, (rule, nbytes) in enumerate(self._groups):
             if rule.closes and not states:
@@ -60,6 +61,11 @@ class DecodeCache:
             if any((group, name) not in held for group in full):
                 return place * self._block_tokens
         return len(hashes) * self._block_tokens if full else 0
+
+    def holds_attention(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether every growing group holds all of these blocks."""
+        full = [group for group, (rule, _) in enumerate(self._groups) if not rule.closes]
+        return all((group, name) in self._held for name in hashes for group in full)
 
     def can_resume(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether a prompt could resume after exactly these blocks."""

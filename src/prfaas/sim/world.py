@@ -85,6 +85,7 @@ class World:
         self._cached: list[int] = arrivals.cached_tokens.tolist()
         self._times: list[float] = arrivals.at_s.tolist()
         self._hashes = arrivals.hashes
+        self._answers = arrivals.answers
 
         local = ClusterId(problem.local.pool.cluster)
         members = [(local, local_nodes(problem), problem.local.pool.profile)]
@@ -358,6 +359,9 @@ class World:
             self._span(node.name, "decode", attempt.started_s, now, attempt)
         del node.decodes[attempt]
         attempt.is_over = True
+        if self.caches is not None and self._answers is not None:
+            index = attempt.index
+            self.caches.store_answer(node.name, self._answers[index], self._prompts[index])
         self.board.record_end(attempt.route, attempt.kv_bytes)
         self.in_flight -= 1
         self.free_memory(node, attempt.kv_bytes)
