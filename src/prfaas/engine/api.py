@@ -13,11 +13,12 @@ raise. After Finished or JobFailed the engine touches neither the job's source n
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from prfaas.kvspec import FullAttention, KVSpec, SegmentSink, SegmentSource
 from prfaas.types import Compat, NotNow
 
 MAX_CUTS = 8192  # in one job, and in one report of them
+MAX_LOGPROBS = 20  # alternatives per token, as in vLLM
+MAX_BIASES = 300  # tokens with a bias, as in OpenAI's API
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024  # sequences and tokens of all, as in vLLM
 
 # Jobs -------------------------------------------------------------------------------------------
 
@@ -42,6 +46,31 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     want_logits: bool = False  # Token events carry them
+    top_k: int = 0  # 0: every token
+    min_p: float = 0.0  # part of the likeliest token's probability that a token must have
+    min_tokens: int = 0  # before them, neither the end of the text nor a stop token is generated
+    presence_penalty: float = 0.0  # for tokens of the answer so far
+    frequency_penalty: float = 0.0  # for each of their occurrences
+    repetition_penalty: float = 1.0  # for tokens of the prompt and of the answer so far
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are not completed
+    allowed_token_ids: frozenset[int] | None = None  # None: every token
+    logprobs: int | None = None  # Token events carry them, with this number of alternatives
+
+    @property
+    def logit_fields(self) -> tuple[str, ...]:
+        """The fields in use that need the model's logits, even where the choice is greedy."""
+        used = (
+            ("min_tokens", self.min_tokens > 0),
+            ("presence_penalty", self.presence_penalty != 0.0),
+            ("frequency_penalty", self.frequency_penalty != 0.0),
+            ("repetition_penalty", self.repetition_penalty != 1.0),
+            ("logit_bias", bool(self.logit_bias)),
+            ("bad_words", bool(self.bad_words_token_ids)),
+            ("allowed_token_ids", self.allowed_token_ids is not None),
+            ("logprobs", self.logprobs is not None),
+        )
+        return tuple(name for name, is_used in used if is_used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +136,19 @@ class Prefilled:
     cut_tokens: tuple[int, ...] = field(default=(), compare=False)
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities, from the model's logits before any change to them."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, in descending order
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     id: int
     logits: npt.NDArray[np.float32] | None = None
+    logprobs: TokenLogprobs | None = None
+    is_stop: bool = False  # a stop token or the end of the text: Finished("stop") follows
 
 
 class KeptAnswer(Protocol):
@@ -157,6 +195,7 @@ class EngineLimits:
     vocab_size: int
     max_running: int  # sequences decoded together
     max_waiting: int  # jobs that wait for their prefill; `submit` refuses one more with NotNow
+    has_logits: bool = True  # False: the engine makes tokens up and refuses `logit_fields`
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +273,7 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
             where="prompt",
             fix="tokenise with this model's tokenizer",
         )
-    _check_sampling(sampling)
+    _check_sampling(sampling, limits)
     if job.resume is not None and not 0 < job.resume.tokens < prompt_tokens:
         raise InputError(
             f"cannot resume after {job.resume.tokens} of {prompt_tokens} tokens",
@@ -267,15 +306,63 @@ def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:
             )
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def _check_sampling(sampling: Sampling, limits: EngineLimits) -> None:
     ranges = (
         ("max_tokens", sampling.max_tokens >= 0, "0 or more"),
         ("temperature", 0.0 <= sampling.temperature <= 100.0, "from 0 to 100"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "0 (every token) or more"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "from 0 to 1"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0, "from -2 to 2"),
+        ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0, "from -2 to 2"),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf, "above 0 and finite"),
+        ("logprobs", 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     )
     for name, good, wanted in ranges:
         if not good:
             raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
+    if not limits.has_logits and sampling.logit_fields:
+        raise InputError(
+            "this engine makes its tokens up without a model's logits",
+            where=sampling.logit_fields[0],
+            fix="leave it out, or use an engine with a model",
+        )
+    _check_sampled_ids(sampling, limits.vocab_size)
+
+
+def _check_sampled_ids(sampling: Sampling, vocab_size: int) -> None:
+    words, allowed = sampling.bad_words_token_ids, sampling.allowed_token_ids
+    sizes = (
+        ("logit_bias", len(sampling.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} tokens"),
+        ("bad_words", len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} token sequences"),
+        ("bad_words", all(words), "words that have at least one token"),
+        (
+            "bad_words",
+            sum(map(len, words)) <= MAX_BAD_WORD_TOKENS,
+            f"words of at most {MAX_BAD_WORD_TOKENS} tokens together",
+        ),
+        ("allowed_token_ids", allowed is None or len(allowed) > 0, "at least one token"),
+    )
+    for name, good, wanted in sizes:
+        if not good:
+            raise InputError("the list cannot be used", where=name, fix=f"send {wanted}")
+    ids: tuple[tuple[str, Iterable[int]], ...] = (
+        ("logit_bias", sampling.logit_bias),
+        ("bad_words", chain.from_iterable(words)),
+        ("allowed_token_ids", allowed or ()),
+        ("stop_token_ids", sampling.stop_token_ids),
+    )
+    for name, tokens in ids:
+        if any(not 0 <= token < vocab_size for token in tokens):
+            raise InputError(
+                f"a token id is outside 0 to {vocab_size - 1}",
+                where=name,
+                fix="use ids of this model's vocabulary",
+            )
+    for bias in sampling.logit_bias.values():
+        if not math.isfinite(bias):
+            raise InputError(f"{bias}", where="logit_bias", fix="send finite numbers")
 
 
 def _check_export(export: Export, job: EngineJob, spec: KVSpec) -> None:

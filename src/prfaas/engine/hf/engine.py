@@ -200,7 +200,7 @@ class HFEngine:
 
     def _prefilled(self, sequence: HFSequence, logits: torch.Tensor) -> None:
         cache, job, size = sequence.cache, sequence.job, self._compat.block_tokens
-        assert cache is not None and sequence.sampler is not None
+        assert cache is not None
         cache.finish()
         if self._loaded.device.type == "cuda":
             # Wait until the kernels have run.
@@ -210,7 +210,7 @@ class HFEngine:
         computed = len(job.prompt) - resumed
         sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts))
         ended = (
-            sequence.accept(sequence.sampler.pick(logits), logits, self._loaded.eos_token_ids)
+            sequence.next_token(logits, self._loaded.eos_token_ids)
             if job.sampling.max_tokens
             else Finished("length")
         )
@@ -257,21 +257,26 @@ class HFEngine:
         ids = torch.tensor(tokens, device=self._loaded.device)
         logits = _forward(self._loaded.model, ids, **self._slots.begin(lengths))
         greedy = logits.argmax(dim=-1).tolist()
-        ended: list[tuple[int, Finished]] = []
+        ended: list[tuple[int, Finished | JobFailed]] = []
         size = self._compat.block_tokens
         for row, sequence in enumerate(self._running):
             sequence.tokens += 1
-            assert sequence.sampler is not None
-            drawn = sequence.job.sampling.temperature > 0.0
-            token = sequence.sampler.pick(logits[row]) if drawn else greedy[row]
-            finished = sequence.accept(token, logits[row], self._loaded.eos_token_ids)
+            try:
+                finished = sequence.next_token(
+                    logits[row], self._loaded.eos_token_ids, greedy=greedy[row]
+                )
+            except EngineError as error:  # its request allows no token
+                ended.append((row, JobFailed(error)))
+                continue
             copy_boundary(self.spec, self._slots, row, sequence, size)
             if finished is not None:
                 ended.append((row, finished))
         # The last row first, because removing a row moves later rows only.
-        for row, finished in reversed(ended):
-            answer = take_answer(self.spec, self._slots, row, self._running[row])
-            self._leave(row).emit(Finished(finished.reason, answer))
+        for row, end in reversed(ended):
+            if isinstance(end, Finished):
+                answer = take_answer(self.spec, self._slots, row, self._running[row])
+                end = Finished(end.reason, answer)
+            self._leave(row).emit(end)
 
     def _leave(self, row: int) -> HFSequence:
         last = len(self._running) - 1
