@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prfaas.contracts.openai import ErrorBody, Usage
-from prfaas.node.request_schema import Completion, GenerationRequest, TokenizePrompt
+from prfaas.node.request_schema import ChatOptions, Completion, TokenizePrompt
 from prfaas.service.openapi import EVENT, EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content
 from prfaas.service.probes import PROBE_PATHS
 from prfaas.text import Chat
@@ -25,7 +25,7 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the node has a member key."""
-    kinds = (Completion, GenerationRequest, Chat, TokenizePrompt, Usage)
+    kinds = (Completion, ChatOptions, Chat, TokenizePrompt, Usage)
     document = ApiDocument("prfaas node", kinds, ErrorBody, _REASONS)
     keyed = (401,) if with_keys else ()
     answer = {
@@ -43,7 +43,7 @@ def openapi(*, with_keys: bool) -> bytes:
     }
     generated: Content = {JSON: answer, EVENTS: EVENT}
     failures = (*keyed, *_READING, 404, 424, 500)
-    chat = {"allOf": [document.ref(GenerationRequest), document.ref(Chat)]}
+    chat = {"allOf": [document.ref(ChatOptions), document.ref(Chat)]}
     document.add(
         "post",
         "/v1/completions",

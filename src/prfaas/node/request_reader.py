@@ -4,6 +4,7 @@ only check (`render`)."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +26,11 @@ from prfaas.engine.api import Engine, EngineJob, Sampling, check_cuts, check_job
 from prfaas.errors import InputError
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import TokenizedRequest
+from prfaas.node.logprobs import LogprobsReader, token_id_text
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     GenerationRequest,
+    TextCompletion,
     check_values,
     parse_chat,
     parse_completion,
@@ -67,6 +70,7 @@ class ReadRequest(NamedTuple):
     shape: ResponseShape
     prompt: Sequence[int]
     sampling: Sampling
+    echo: str = ""  # text before the answer
 
     def tokenized(self) -> TokenizedRequest:
         return TokenizedRequest(
@@ -114,14 +118,17 @@ class RequestReader:
         else:
             prompt = parsed.prompt
         default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
-        return ReadRequest(asked, TEXT, prompt, asked.sampling(default_tokens))
+        sampling = asked.sampling(default_tokens, await self._bad_words(asked))
+        echo = await self._echo(parsed) if asked.echo else ""
+        return ReadRequest(asked, TEXT, prompt, sampling, echo)
 
     async def read_chat(self, request: web.Request) -> ReadRequest:
         parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
         prompt = await self.encode_chat(parsed.chat)
-        return ReadRequest(asked, CHAT, prompt, asked.sampling(self._rest_tokens(prompt)))
+        sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked))
+        return ReadRequest(asked, CHAT, prompt, sampling)
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         tokenizer = self._model.require_tokenizer()
@@ -129,6 +136,36 @@ class RequestReader:
             return await asyncio.to_thread(tokenizer.encode_chat, chat)
         except RecursionError:
             raise InputError("the messages are nested too deeply", where="messages") from None
+
+    async def _bad_words(self, asked: GenerationRequest) -> list[list[int]]:
+        if not asked.bad_words:
+            return []
+        words = tuple(dict.fromkeys(asked.bad_words))
+        encode_word = self._text_tokenizer(asked, "bad_words").encode_bad_word
+        found = await asyncio.to_thread(lambda: [encode_word(word) for word in words])
+        if not all(found):
+            raise InputError(
+                "a word has no tokens", where="bad_words", fix="leave out words of spaces"
+            )
+        return [ids for sequences in found for ids in sequences]
+
+    async def _echo(self, parsed: TextCompletion) -> str:
+        tokenizer = self._text_tokenizer(parsed.asked, "echo")
+        if isinstance(parsed.prompt, str):
+            return parsed.prompt
+        if len(parsed.prompt) > self._engine.limits.max_tokens:
+            return ""  # the request is refused for its length
+        return await asyncio.to_thread(tokenizer.decode_all, parsed.prompt)
+
+    def _text_tokenizer(self, asked: GenerationRequest, where: str) -> ModelTokenizer:
+        """For a field that needs the text of tokens."""
+        if self._model.tokenizer is None or not asked.detokenize:
+            raise InputError(
+                "the field needs a node with a tokenizer, and detokenize",
+                where=where,
+                fix="leave it out",
+            )
+        return self._model.tokenizer
 
     def render(self, read: ReadRequest) -> dict[str, Any]:
         """The request as the engine would get it, as from vLLM's path of this name. Computes
@@ -141,13 +178,11 @@ class RequestReader:
             self._engine.limits,
         )
         sampling = {
-            "max_tokens": read.sampling.max_tokens,
-            "temperature": read.sampling.temperature,
-            "top_p": read.sampling.top_p,
-            "seed": read.sampling.seed,
+            **dataclasses.asdict(read.sampling),
             "stop": list(read.asked.stops),
-            "stop_token_ids": sorted(read.sampling.stop_token_ids),
-            "ignore_eos": read.sampling.ignore_eos,
+            "bad_words": read.asked.bad_words or [],
+            "include_stop_str_in_output": read.asked.include_stop_str_in_output,
+            "skip_special_tokens": read.asked.skip_special_tokens,
         }
         return {
             "request_id": tokenized.id,
@@ -166,6 +201,9 @@ class RequestReader:
             raise InputError(
                 "stop strings need detokenised text", where="stop", fix="use stop_token_ids"
             )
+        decode = None
+        if tokenizer is not None:
+            decode = tokenizer.decode if asked.skip_special_tokens else tokenizer.decode_all
         transfer, handed_off = tokenized.transfer, None
         if isinstance(transfer, RemoteDecode):
             handed_off = encode(
@@ -180,11 +218,28 @@ class RequestReader:
             created_s=int(time.time()),
             prompt_tokens=len(tokenized.prompt),
             return_token_ids=asked.return_token_ids,
-            answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
+            answer=AnswerText(
+                decode,
+                asked.stops,
+                include_stop=asked.include_stop_str_in_output,
+                min_tokens=asked.min_tokens,
+            ),
+            sampling=read.sampling,
+            include_stop=asked.include_stop_str_in_output,
+            logprobs=self._logprobs(asked),
+            echo=read.echo,
             transfer=handed_off,
             report_cuts=isinstance(transfer, Reference)
             or (transfer is not None and transfer.report_cuts),
         )
+
+    def _logprobs(self, asked: GenerationRequest) -> LogprobsReader | None:
+        count = asked.logprobs_count
+        if count is None:
+            return None
+        if asked.return_tokens_as_token_ids:
+            return LogprobsReader(token_id_text, count)
+        return LogprobsReader(self._text_tokenizer(asked, "logprobs").token_text, count)
 
     def _rest_tokens(self, prompt: Sequence[int]) -> int:
         """The default of max_tokens, as in vLLM: the rest of the model's context."""

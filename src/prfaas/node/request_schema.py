@@ -1,14 +1,14 @@
-"""Bodies of `POST /v1/completions` and `/v1/chat/completions`: the supported fields, and the fields
-that are refused instead of ignored.
+"""Bodies of `POST /v1/completions` and `/v1/chat/completions`: the fields that a node serves.
 
-Field names and defaults are vLLM's. A field that would change the answer and is not supported is an
-error; unknown fields are skipped, as in vLLM. A body never becomes many more objects than its
+Field names and defaults are vLLM's. Every other field is refused by its name, except with a value
+that says nothing (`known_fields`). A body never becomes many more objects than its
 prompt can have tokens: parsing holds the interpreter, and the node would seem to be silent. Pure.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -17,15 +17,25 @@ import numpy as np
 
 from prfaas.contracts.kv_transfer_params import RequestParams
 from prfaas.contracts.openai import StreamOptions
-from prfaas.engine.api import Sampling
+from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Sampling
 from prfaas.errors import InputError
+from prfaas.node.known_fields import (
+    FIXED_IN_CHAT,
+    FIXED_IN_COMPLETIONS,
+    STREAM_OPTIONS,
+    WITHOUT_EFFECT,
+)
 from prfaas.text import Chat, is_multimodal
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 16
+MAX_IDS = 1 << 20  # in a list of token ids that is not a prompt; vocabularies are smaller
+MAX_WORD = 10_000  # characters
 T = TypeVar("T")
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Alternatives: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+_Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_WORD)]
 _Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # Brackets and commas in a body, per token that the model's context has: each of them is about a
 # token of text, or stands between two token ids.
@@ -33,35 +43,6 @@ _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
 _IN_NUMBERS = b"0123456789, \t\r\n"
 _SHOWN_BYTES = 100  # of a value that is refused
-
-# Supported with these values only.
-_FIXED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-}
-_FIXED_IN_CHAT: dict[str, tuple[object, ...]] = _FIXED | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tool_choice": (
-        "auto",
-        "none",
-    ),  # calls cannot be forced
-    "chat_template": (),
-}
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +55,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     seed: _Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_IDS)] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    min_tokens: _Limit = 0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] | None = None  # -1 and 0: every token
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[_Word], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_IDS)] | None
+    ) = None
+    skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = ""
@@ -88,8 +83,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stops)
 
-    def sampling(self, default_max_tokens: int) -> Sampling:
+    @property
+    def logprobs_count(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities."""
+        return None
+
+    def sampling(
+        self, default_max_tokens: int, bad_words: Sequence[Sequence[int]] = ()
+    ) -> Sampling:
+        """`bad_words`: the token sequences of the field of this name."""
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        allowed = self.allowed_token_ids
         return Sampling(
             max_tokens=next(limit for limit in limits if limit is not None),
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -97,12 +101,53 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             seed=self.seed,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=(
+                1.0 if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            logit_bias=_biases(self.logit_bias or {}),
+            bad_words_token_ids=tuple(map(tuple, bad_words)),
+            allowed_token_ids=None if allowed is None else frozenset(allowed),
+            logprobs=self.logprobs_count,
         )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Values are limited to -100 to 100, as in vLLM."""
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise InputError(
+                f"{token[:_SHOWN_BYTES]!r} is not a token id",
+                where="logit_bias",
+                fix="use token ids as keys",
+            )
+    return {int(token): min(100.0, max(-100.0, bias)) for token, bias in given.items()}
 
 
 class Completion(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]  # token ids, or a list of one prompt
     add_special_tokens: bool = True
+    echo: bool | None = None
+    logprobs: _Alternatives | None = None
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return self.logprobs
+
+
+class ChatOptions(GenerationRequest, frozen=True, kw_only=True):
+    """The fields of a chat besides those of `Chat`."""
+
+    logprobs: bool | None = None
+    top_logprobs: _Alternatives | None = None
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +158,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    asked: GenerationRequest
+    asked: ChatOptions
     chat: Chat
 
 
@@ -126,10 +171,12 @@ class TokenizePrompt(msgspec.Struct, frozen=True):
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _COMPLETION = msgspec.json.Decoder(Completion)
-_GENERATION = msgspec.json.Decoder(GenerationRequest)
+_CHAT_OPTIONS = msgspec.json.Decoder(ChatOptions)
 _CHAT = msgspec.json.Decoder(Chat)
 _TOKENIZE = msgspec.json.Decoder(TokenizePrompt)
 _ANY = msgspec.json.Decoder()
+_OF_COMPLETIONS = frozenset(Completion.__struct_fields__)
+_OF_CHATS = frozenset({*ChatOptions.__struct_fields__, *Chat.__struct_fields__})
 
 
 def check_values(body: bytes, max_tokens: int) -> None:
@@ -149,7 +196,7 @@ def check_values(body: bytes, max_tokens: int) -> None:
 def parse_completion(body: bytes) -> TextCompletion:
     """Parses and checks a completion request. InputError names the field."""
     fields = _fields(body)
-    _check_fixed(fields, _FIXED)
+    _check_fields(fields, _OF_COMPLETIONS, FIXED_IN_COMPLETIONS)
     ids = _token_ids(fields["prompt"]) if "prompt" in fields else None
     if ids is not None:
         asked = _decoded(_COMPLETION, msgspec.json.encode({**fields, "prompt": ""}))
@@ -158,6 +205,12 @@ def parse_completion(body: bytes) -> TextCompletion:
         asked = _decoded(_COMPLETION, body)
         prompt = _only_prompt(asked.prompt)
     _check_stops(asked)
+    if asked.echo and asked.logprobs is not None:
+        raise InputError(
+            "log-probabilities of the prompt are not supported",
+            where="echo",
+            fix="send echo without logprobs, or logprobs without echo",
+        )
     return TextCompletion(asked, prompt)
 
 
@@ -193,9 +246,13 @@ def _only_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | arr
 
 def parse_chat(body: bytes) -> ChatCompletion:
     """Parses and checks a chat request. InputError names the field."""
-    _check_fixed(_fields(body), _FIXED_IN_CHAT)
-    request = ChatCompletion(_decoded(_GENERATION, body), _chat(body))
+    _check_fields(_fields(body), _OF_CHATS, FIXED_IN_CHAT)
+    request = ChatCompletion(_decoded(_CHAT_OPTIONS, body), _chat(body))
     _check_stops(request.asked)
+    if request.asked.top_logprobs and not request.asked.logprobs:
+        raise InputError(
+            "top_logprobs requires logprobs", where="top_logprobs", fix="send logprobs: true"
+        )
     return request
 
 
@@ -228,16 +285,43 @@ def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     return _decoded(_OBJECT, body)
 
 
-def _check_fixed(fields: dict[str, msgspec.Raw], fixed: dict[str, tuple[object, ...]]) -> None:
-    for field, served in fixed.items():
-        if field not in fields:
-            continue
-        value = _decoded(_ANY, bytes(fields[field]), field)
+def _check_fields(
+    fields: Mapping[str, msgspec.Raw],
+    served: frozenset[str],
+    fixed: Mapping[str, tuple[object, ...]],
+) -> None:
+    """Raises InputError for a field that is not served."""
+    _check_fixed(fields, fixed)
+    _check_known(fields, served | fixed.keys() | WITHOUT_EFFECT)
+    options = fields.get("stream_options")
+    if options is not None and bytes(options).lstrip().startswith(b"{"):
+        given = _decoded(_OBJECT, bytes(options), "stream_options")
+        _check_fixed(given, STREAM_OPTIONS, "stream_options.")
+        known = STREAM_OPTIONS.keys() | set(StreamOptions.__struct_fields__)
+        _check_known(given, known, "stream_options.")
+
+
+def _check_known(fields: Mapping[str, msgspec.Raw], known: Set[str], inside: str = "") -> None:
+    for field in fields:
+        if field not in known:
+            raise InputError(
+                "the field is not supported",
+                where=f"{inside}{field[:_SHOWN_BYTES]}",
+                fix="leave it out",
+            )
+
+
+def _check_fixed(
+    fields: Mapping[str, msgspec.Raw], fixed: Mapping[str, tuple[object, ...]], inside: str = ""
+) -> None:
+    for field in fixed.keys() & fields.keys():
+        served, where = fixed[field], f"{inside}{field}"
+        value = _decoded(_ANY, bytes(fields[field]), where)
         if value is not None and not any(_is_equal(value, one) for one in served):
             allowed = " or ".join(msgspec.json.encode(one).decode() for one in served)
             fix = f"leave it out, or send {allowed}" if served else "leave it out"
             shown = bytes(fields[field])[:_SHOWN_BYTES].decode(errors="replace")
-            raise InputError(f"{shown} is not supported", where=field, fix=fix)
+            raise InputError(f"{shown} is not supported", where=where, fix=fix)
 
 
 def _is_equal(value: object, served: object) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from prfaas.contracts.openai import ErrorBody
-from prfaas.engine.api import MAX_CUTS, Finished, Prefilled
+from prfaas.engine.api import MAX_CUTS, Finished, Prefilled, Sampling, Token
+from prfaas.node.logprobs import LogprobsReader, TokenEntry, chat_logprobs, completion_logprobs
 from prfaas.text import AnswerText
 
 DONE = b"data: [DONE]\n\n"
@@ -24,6 +25,7 @@ class ResponseShape:
     piece_object: str
     whole: Callable[[str], dict[str, Any]]
     piece: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[Sequence[TokenEntry], int, int], dict[str, Any]]
     opening: dict[str, Any] | None = None  # the choice in the first piece of a stream
 
 
@@ -33,6 +35,7 @@ TEXT = ResponseShape(
     "text_completion",
     whole=lambda text: {"text": text},
     piece=lambda text: {"text": text},
+    logprobs=completion_logprobs,
 )
 CHAT = ResponseShape(
     "chatcmpl",
@@ -40,6 +43,7 @@ CHAT = ResponseShape(
     "chat.completion.chunk",
     whole=lambda text: {"message": {"role": "assistant", "content": text}},
     piece=lambda text: {"delta": {"content": text}},
+    logprobs=chat_logprobs,
     opening={"delta": {"role": "assistant", "content": ""}},
 )
 
@@ -55,7 +59,15 @@ class ResponseBuilder:
     prompt_tokens: int
     return_token_ids: bool
     answer: AnswerText
+    sampling: Sampling
+    include_stop: bool = False  # a stop token's text is part of the answer
+    logprobs: LogprobsReader | None = None
+    echo: str = ""  # the prompt's text, before the answer's
     tokens: list[int] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)  # of these tokens, with `logprobs`
+    sent_tokens: int = 0  # of these, in pieces so far
+    sent_characters: int = 0  # of their entries
+    stop_reason: str | int | None = None
     cached_tokens: int = 0
     finish_reason: str | None = None
     transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the response
@@ -72,19 +84,26 @@ class ResponseBuilder:
             if known and len(cuts) <= MAX_CUTS:
                 self.transfer = {**(self.transfer or {}), "cut_tokens": cuts}
 
-    def token(self, token: int) -> str:
+    def token(self, token: Token) -> str:
         """Adds a token and returns the text that is final now. A stop string ends the answer."""
-        self.tokens.append(token)
-        text = self.answer.push(token)
-        if self.answer.stopped_by is not None:
-            self.finish_reason = "stop"
-        return text
+        if self.logprobs is not None:
+            self.entries.append(self.logprobs.entry(token, self.tokens))
+        self.tokens.append(token.id)
+        if token.is_stop and token.id in self.sampling.stop_token_ids:
+            self.stop_reason = token.id
+        if token.is_stop and not self.include_stop:
+            return ""
+        return self._with_stop(self.answer.push(token.id))
 
     def finished(self, event: Finished) -> str:
-        text = self.answer.finish()
+        text = self._with_stop(self.answer.finish())
         if self.finish_reason is None:
-            stopped = self.answer.stopped_by is not None
-            self.finish_reason = "stop" if stopped or event.reason == "stop" else "length"
+            self.finish_reason = "stop" if event.reason == "stop" else "length"
+        return text
+
+    def _with_stop(self, text: str) -> str:
+        if self.answer.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self.answer.stopped_by
         return text
 
     def usage(self) -> dict[str, Any]:
@@ -101,7 +120,7 @@ class ResponseBuilder:
     def whole(self, text: str) -> dict[str, Any]:
         return {
             **self._head(self.shape.whole_object),
-            "choices": [self._choice(self.shape.whole(text), self.tokens)],
+            "choices": [self._choice(self.shape.whole(self.echo + text))],
             "usage": self.usage(),
             "kv_transfer_params": self.transfer,
         }
@@ -110,12 +129,19 @@ class ResponseBuilder:
 
     def opening(self) -> bytes | None:
         """The piece before the first token, if the response has one."""
+        if self.echo:
+            return self._piece([self._choice(self.shape.piece(self.echo))])
         if self.shape.opening is None:
             return None
-        return self._piece([self._choice(self.shape.opening, [])])
+        return self._piece([self._choice(self.shape.opening)])
 
-    def piece(self, text: str, tokens: list[int]) -> bytes:
-        return self._piece([self._choice(self.shape.piece(text), tokens)])
+    def piece(self, text: str) -> bytes:
+        """The text, with the tokens since the last piece."""
+        piece = self._piece([self._choice(self.shape.piece(text))])
+        if self.logprobs is not None:
+            self.sent_characters += sum(len(e.text) for e in self.entries[self.sent_tokens :])
+        self.sent_tokens = len(self.tokens)
+        return piece
 
     def usage_piece(self) -> bytes:
         return self._piece([], usage=self.usage())
@@ -126,17 +152,23 @@ class ResponseBuilder:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
-    def _choice(self, wrapped: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+    def _choice(self, wrapped: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
             **wrapped,
-            "logprobs": None,
+            "logprobs": self._logprobs(),
             "finish_reason": self.finish_reason,
-            "stop_reason": self.answer.stopped_by,
+            "stop_reason": self.stop_reason,
         }
         if self.return_token_ids:
-            choice["token_ids"] = tokens
+            choice["token_ids"] = self.tokens[self.sent_tokens :]
         return choice
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        entries = self.entries[self.sent_tokens :]
+        if self.logprobs is None or not entries:
+            return None
+        return self.shape.logprobs(entries, self.sent_characters, self.logprobs.count)
 
 
 def error_piece(body: ErrorBody) -> bytes:

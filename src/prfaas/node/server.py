@@ -159,7 +159,7 @@ class NodeApi:
         text = ""
         while True:
             match await active.events.get():
-                case Token(id=token):
+                case Token() as token:
                     text += builder.token(token)
                     if builder.finish_reason is not None:
                         active.cancel("stop")
@@ -196,21 +196,19 @@ class NodeApi:
     ) -> None:
         if (opening := builder.opening()) is not None:
             await response.write(opening)
-        held: list[int] = []  # tokens whose text is not final yet
+        each_token = asked.return_token_ids or asked.logprobs_count is not None
         while builder.finish_reason is None:
             match await active.events.get():
-                case Token(id=token):
-                    held.append(token)
+                case Token() as token:
                     text = builder.token(token)
                     ended = builder.finish_reason is not None
-                    if text or ended or asked.return_token_ids:
-                        await response.write(builder.piece(text, held))
-                        held = []
+                    if text or ended or each_token:
+                        await response.write(builder.piece(text))
                     if ended:
                         active.cancel("stop")
                 case Finished() as finished:
                     text = builder.finished(finished)
-                    await response.write(builder.piece(text, held))
+                    await response.write(builder.piece(text))
                 case JobFailed(error):
                     failure = errors.of_job(error)
                     await response.write(error_piece(errors.error_body(failure)))

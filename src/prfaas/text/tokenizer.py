@@ -15,6 +15,7 @@ from prfaas.errors import InputError
 from prfaas.text.chat import Chat
 from prfaas.text.conversation import conversation, tool_schemas
 from prfaas.text.template import ChatTemplate
+from prfaas.text.token_text import token_text
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
@@ -46,9 +47,29 @@ class ModelTokenizer:
         tools = tool_schemas(chat.tools)
         return template.render(msgspec.structs.replace(chat, messages=messages, tools=tools))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self.decode(ids, skip_special_tokens=False)
+
+    def token_text(self, token: int, context: Sequence[int]) -> str:
+        """The text of one token after the tokens of `context`."""
+        piece = self._tokenizer.id_to_token(token) or ""
+        return token_text(self.decode_all, token, piece, context)
+
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """The token sequences of a word at the beginning and in the middle of a text, as vLLM
+        bans them. Empty when the word has no tokens."""
+        alone = self.encode(word.lstrip(), add_special_tokens=False)
+        after_space = self.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not alone:
+            return []
+        # A separate token for the space would make another word of it.
+        is_one_word = len(after_space) == len(alone) and after_space[0] != alone[0]
+        return [alone, after_space] if is_one_word else [alone]
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         names = [_WITH_TOOLS, _DEFAULT] if with_tools else [_DEFAULT]
