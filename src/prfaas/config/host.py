@@ -172,8 +172,9 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths up to two prefill steps on a GPU, none on a CPU or for the emulated engine."""
     kernel_cache: str | None = None
     """Folder in which the hf engine keeps compiled kernels for the next start, and bytecode of
-    libraries that have none. It must belong to the user of the node, and other users must not be able to write to it. The default is
-    prfaas/kernels in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`)."""
+    libraries that have none. It must belong to the user of the node, and other users must not be
+    able to write to it. The default is prfaas/kernels in the user's cache folder
+    (`$XDG_CACHE_HOME` or `~/.cache`)."""
     max_waiting: Count = 256
     """Requests in the engine's queue. Further requests are refused with status 503."""
     events: str = "tcp://127.0.0.1:0"

@@ -227,7 +227,7 @@ class RequestRunner:
                     active.generated_tokens += 1
                     last_s = now
             active.events.put_nowait(event)
-            if isinstance(event, Token):
+            if isinstance(event, Token) and not active.prompt_told:
                 await asyncio.sleep(0)  # the handler sends the token first
                 self._tell_prompt(active, prepared)
 
