@@ -63,6 +63,13 @@ class SsdWorker:
                 )
                 self._late, self._report_s = 0, now + REPORT_S
 
+    async def run_all(self, next_jobs: Callable[[float], Sequence[SsdJob]]) -> None:
+        """Runs what `next_jobs` starts, step by step, until it starts nothing. No request waits for
+        this, and each step comes after the jobs of requests, so that it needs no limit of time."""
+        while not self._closing.is_set() and (jobs := next_jobs(self._clock.now())):
+            self._submit([job for job in jobs if job not in self._waiting])
+            await self._finished(jobs[-1])
+
     def close(self) -> bool:
         """Ends the thread after its present job. False when that job does not end in time: the
         thread may still use the file."""
