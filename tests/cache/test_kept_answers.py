@@ -19,6 +19,7 @@ PROMPT = (1,) * 2 * BLOCK
 ANSWERED = PROMPT + (2,) * 3 * BLOCK
 ANSWER_PAGES = 3 * BLOCK_PAGES + STATE_PAGES
 PROMPT_PAGES = 2 * BLOCK_PAGES + STATE_PAGES
+LATER = 1_000.0  # seconds: prefixes that were used at 0 are worth little by then
 
 
 def serve(pool: HybridPrefixPool, prompt: tuple[int, ...], now: float = 0.0) -> None:
@@ -29,14 +30,14 @@ def serve(pool: HybridPrefixPool, prompt: tuple[int, ...], now: float = 0.0) -> 
 
 
 def answer(pool: HybridPrefixPool, tokens: tuple[int, ...], first: int) -> Lease | NotNow:
-    return pool.reserve_answer(hashes_of(tokens), len(tokens), first_token=first, now=1.0)
+    return pool.reserve_answer(hashes_of(tokens), len(tokens), first_token=first, now=LATER)
 
 
 def keep(pool: HybridPrefixPool, tokens: tuple[int, ...], first: int) -> bool:
     lease = answer(pool, tokens, first)
     assert isinstance(lease, Lease), lease
-    kept = pool.commit(lease.id, 1.0)
-    assert pool.release(lease.id, 1.0)
+    kept = pool.commit(lease.id, LATER)
+    assert pool.release(lease.id, LATER)
     pool.check()
     return kept
 
@@ -119,6 +120,46 @@ def test_what_is_worth_less_makes_room() -> None:
     pool.check()
     assert pool.match(hashes_of(ANSWERED)).tokens == len(ANSWERED)
     assert pool.match(hashes_of(old)).tokens == 0
+
+
+def test_an_answer_evicts_nothing_that_is_worth_more() -> None:
+    """It saves the prefill of three blocks, and would take a prompt of five that was used just
+    now. A long time later it is worth more."""
+    pool = made(PROMPT_PAGES + 3 * BLOCK_PAGES, ANSWER_PAGES)
+    other = (6,) * 5 * BLOCK
+    serve(pool, other)
+    serve(pool, PROMPT)
+    refused = pool.reserve_answer(hashes_of(ANSWERED), len(ANSWERED), first_token=8, now=1.0)
+    assert isinstance(refused, NotNow) and "worth less" in refused.reason
+    assert pool.match(hashes_of(other)).tokens == len(other)
+    assert pool.match(hashes_of(PROMPT)).tokens == len(PROMPT)
+    assert keep(pool, ANSWERED, len(PROMPT))
+    assert pool.match(hashes_of(other)).tokens == 0
+    pool.check()
+
+
+def test_an_answer_that_no_prompt_contains_goes_before_the_prompt() -> None:
+    pool = made(PROMPT_PAGES + ANSWER_PAGES + STATE_PAGES, ANSWER_PAGES)
+    serve(pool, PROMPT, now=LATER)
+    assert keep(pool, ANSWERED, len(PROMPT))
+    serve(pool, (6,) * 3 * BLOCK, now=LATER)
+    assert pool.match(hashes_of(ANSWERED)).tokens == len(ANSWERED), "there was room"
+    serve(pool, (7,) * 3 * BLOCK, now=LATER)
+    assert pool.match(hashes_of(ANSWERED)).tokens == len(PROMPT)
+
+
+def test_an_answer_that_a_prompt_contains_supersedes_the_end_of_the_prompt() -> None:
+    pool = made(PROMPT_PAGES + ANSWER_PAGES + STATE_PAGES, ANSWER_PAGES)
+    serve(pool, PROMPT, now=LATER)
+    assert keep(pool, ANSWERED, len(PROMPT))
+    reader = pool.pin(hashes_of(ANSWERED), now=LATER)
+    assert isinstance(reader, Lease)
+    pool.release(reader.id, LATER)
+    serve(pool, (6,) * 3 * BLOCK, now=LATER)
+    serve(pool, (7,) * 3 * BLOCK, now=LATER)
+    assert pool.match(hashes_of(ANSWERED)).tokens == len(ANSWERED)
+    assert pool.match(hashes_of(PROMPT)).tokens == 0
+    pool.check()
 
 
 def with_a_reader() -> HybridPrefixPool:

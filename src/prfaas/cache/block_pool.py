@@ -63,6 +63,10 @@ class Eviction(Protocol):
     def victims(self, now: float) -> Sequence[Block]:
         """The idle blocks to evict next, at least one while any is idle."""
 
+    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
+        """Whether an answer is worth more than the next victims: it takes `nbytes`, and saves the
+        prefill of `new_tokens` after `cached_tokens`, which the pool has without it."""
+
     def check(self) -> None:
         """Asserts the policy's invariants."""
 

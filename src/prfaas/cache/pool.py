@@ -96,6 +96,7 @@ class HybridPrefixPool:
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
         self._promises = Promises(self._tiers, self._blocks, storage.layout)
         self._checkpoints = checkpoints
+        self._eviction = eviction
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
         self._ids = count(1) if lease_ids is None else lease_ids
@@ -193,7 +194,7 @@ class HybridPrefixPool:
         as far as the pool lacks it, and windows and states after `tokens`. The engine has attention
         from `first_token` on; the pool must have what precedes it, and still have it at the commit.
         Nothing stays pinned. Only pages that are left for answers are used; idle prefixes on them
-        are evicted, those of least value first."""
+        are evicted when they are worth less than the answer."""
         _check_request(hashes, tokens, self.block_tokens, (tokens,))
         nodes = self._lookup.nodes(hashes)
         hit = self._lookup.hit(nodes, resident=False)
@@ -204,10 +205,16 @@ class HybridPrefixPool:
         firm = () if complete else (len(hashes),)
         demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
         pages = sum(self.layout.pages(group) for group, _ in demand.units)
-        before = self._lookup.blocks_to_pin(nodes, Hit(0, 0), runs).values()
-        if not _make_answer_room(self._blocks, self._tiers, pages, before, now):
-            nbytes = pages * self.layout.page_bytes
+        nbytes = pages * self.layout.page_bytes
+        if not self._blocks.can_make_room(pages, answer=True):
             return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        if not self._blocks.has_room(pages):
+            cached = hit.blocks * self.block_tokens
+            if not self._eviction.admits(tokens - cached, cached, nbytes, now):
+                return NotNow("the answer is worth less than what it would evict", BUSY_RETRY_S)
+            before = self._lookup.blocks_to_pin(nodes, Hit(0, 0), runs).values()
+            if not _make_answer_room(self._blocks, self._tiers, pages, before, now):
+                return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
         new = _allocate(self._blocks, self.layout, demand)
         self._blocks.aside.used_pages += pages
         lease = Lease(
@@ -268,7 +275,7 @@ class HybridPrefixPool:
         parent: PrefixNode | None = None
         path: list[PrefixNode] = []
         for name in record.hashes:
-            parent = self._tree.add(name, parent)
+            parent = self._tree.add(name, parent, answer=record.answer is not None)
             path.append(parent)
         for key in sorted(record.promotable):
             group = key[0]
@@ -395,7 +402,9 @@ class HybridPrefixPool:
             promotable=demand.promotable,
             spare_tokens=frozenset(length * self.block_tokens for length in taken),
         )
-        _count(self.stats, match, nodes[hit.blocks - 1] if hit.blocks else None)
+        resumed = nodes[hit.blocks - 1] if hit.blocks else None
+        self._tree.continued(resumed)
+        _count(self.stats, match, resumed)
         return lease
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
@@ -423,10 +432,6 @@ def _make_answer_room(
 ) -> bool:
     """Evicts idle blocks, but not `before`: the answer would be useless without what precedes it.
     False, and nothing is evicted, when there is no room."""
-    if not blocks.can_make_room(pages, answer=True):
-        return False
-    if blocks.has_room(pages):
-        return True
     for block in before:
         tiers.hold(block)
     possible = blocks.can_make_room(pages, answer=True)

@@ -1,7 +1,9 @@
 """Replays a trace through a pool to count its hits. No bytes, no engine, no clock.
 
 Rows are Mooncake's: a time, an input length, one id per 512-token block. Ids stand for hashes, and
-each request is committed before the next arrives, as with a cache in front of a fast cluster.
+each request is committed before the next arrives, as with a cache in front of a fast cluster. Its
+answer is kept right after it, where the row names the blocks of the answer and the pool has pages
+for answers.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class ReplayResult:
     refused: int
     peak_bytes_by_group: dict[str, int]  # when the sum of them was largest
     pool_calls: int
+    kept_answers: int
 
     @property
     def token_hit_rate(self) -> float:
@@ -36,8 +39,8 @@ class ReplayResult:
 
 
 def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
-    """Runs every row through the pool: reserve, commit, release. A prompt that does not fit is
-    served from what is cached and adds nothing to the pool."""
+    """Runs every row through the pool: reserve, commit, release, and the same for its answer. A
+    prompt that does not fit is served from what is cached and adds nothing to the pool."""
     assert pool.block_tokens == TRACE_BLOCK_TOKENS
     seen: set[int] = set()
     input_tokens = hit_tokens = ideal_tokens = lost_tokens = refused = calls = 0
@@ -62,7 +65,7 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
             if sum(held.values()) > sum(peak.values()):
                 peak = held
             pool.release(lease.id, now)
-            calls += 2
+            calls += 2 + _keep_answer(row, pool, now)
         hit_tokens += match.tokens
         lost_tokens += match.lost_tokens
     if input_tokens == 0:
@@ -76,7 +79,24 @@ def replay(rows: Iterable[TraceRow], pool: HybridPrefixPool) -> ReplayResult:
         refused=refused,
         peak_bytes_by_group=peak,
         pool_calls=calls,
+        kept_answers=pool.stats.kept_answers,
     )
+
+
+def _keep_answer(row: TraceRow, pool: HybridPrefixPool, now: float) -> int:
+    """Returns the number of calls."""
+    hashes = conversation_hashes(row)
+    if not hashes:
+        return 0
+    first = row.input_length // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS
+    lease = pool.reserve_answer(
+        hashes, len(hashes) * TRACE_BLOCK_TOKENS, first_token=first, now=now
+    )
+    if isinstance(lease, NotNow):
+        return 1
+    pool.commit(lease.id, now)
+    pool.release(lease.id, now)
+    return 3
 
 
 def block_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
