@@ -8,8 +8,11 @@ for answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
+
+import msgspec
 
 from prfaas.cache.pool import HybridPrefixPool
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, known_blocks
@@ -112,6 +115,41 @@ def conversation_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
         return ()
     whole = row.input_length // TRACE_BLOCK_TOKENS
     return _names([*row.hash_ids[:whole], *row.answer_hash_ids])
+
+
+def with_answers(rows: Sequence[TraceRow], *, continued: bool = True) -> list[TraceRow]:
+    """The rows with ids for the blocks of their answers, which the public traces do not have.
+
+    A later prompt that begins with all whole blocks of a row's prompt, and is at least as long as
+    prompt and answer, contains the answer: its ids are those of that prompt. This is assumed only
+    where the last whole block of the row is new, because prompts that share more may be different
+    conversations. Other answers, and with `continued` of False all of them, occur in no prompt.
+    """
+    seen: set[int] = set()
+    ends: dict[int, int] = {}  # id of the last whole block of a prompt -> its row
+    found: dict[int, list[int]] = {}  # row -> ids
+    for number, row in enumerate(rows):
+        for place, block in enumerate(row.hash_ids, start=1):
+            before = ends.get(block)
+            if before is None or before in found or not continued:
+                continue
+            earlier = rows[before]
+            length = earlier.input_length + earlier.output_length
+            whole = earlier.input_length // TRACE_BLOCK_TOKENS
+            if place == whole and row.input_length >= length:
+                found[before] = row.hash_ids[whole : length // TRACE_BLOCK_TOKENS]
+        whole = row.input_length // TRACE_BLOCK_TOKENS
+        if whole and row.hash_ids[whole - 1] not in seen:
+            ends[row.hash_ids[whole - 1]] = number
+        seen.update(row.hash_ids)
+    unknown = count(max(seen, default=0) + 1)
+    result = []
+    for number, row in enumerate(rows):
+        stop = (row.input_length + row.output_length) // TRACE_BLOCK_TOKENS
+        blocks = stop - row.input_length // TRACE_BLOCK_TOKENS
+        ids = found.get(number) or list(islice(unknown, blocks))
+        result.append(msgspec.structs.replace(row, answer_hash_ids=ids))
+    return result
 
 
 def _names(ids: Iterable[int]) -> tuple[BlockHash, ...]:
