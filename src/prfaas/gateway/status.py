@@ -325,6 +325,7 @@ def explanation_json(
                 "node": option.node,
                 "cached_tokens": option.cached_tokens,
                 "copies": len(option.copies),
+                "remainder": option.decodes,
                 # To the decode node of the chosen route; another set has other decode nodes.
                 "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,

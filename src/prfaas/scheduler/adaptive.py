@@ -28,6 +28,7 @@ from prfaas.scheduler.options import (
     estimated_bps,
     prefix_across,
     prefix_within,
+    remainder_option,
 )
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
@@ -35,6 +36,8 @@ from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
+
+REMAINDER = "least cost now: the decode node has all but a short remainder cached"
 
 
 def choose_cheapest(
@@ -51,7 +54,7 @@ def choose_cheapest(
     for option in options:
         wait_s = option.start_s - view.now_s
         cost = sum(forecast(request, option, view, state))
-        if option.cluster in view.held:
+        if option.cluster in view.held and not option.decodes:
             held = view.held[option.cluster]
             nodes = _prefill_nodes(option.cluster, view)
             cost += held.up_to(option.prefill_s) / nodes
@@ -64,14 +67,15 @@ def choose_cheapest(
             cost += state.rules.adaptive.copy_margin_s
         if cost < best_cost:
             best, best_cost = option, cost
-    return best, "least cost now"
+    return best, REMAINDER if best.decodes else "least cost now"
 
 
 def alternatives(
     request: Request, view: View, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> list[Option]:
     """The best node of every cluster. Where another cluster holds a longer prefix and the link from
-    it is clear, also the best node with a copy of that prefix."""
+    it is clear, also the best node with a copy of that prefix. Last, the decode node that could
+    prefill a short remainder itself."""
     clusters = [view.local, *remotes]
     found: list[Option] = []
     for cluster in clusters:
@@ -86,6 +90,9 @@ def alternatives(
                 copied = best_option(request, cluster, view, foreign)
                 if copied is not None and copied.copies:
                     found.append(copied)
+    remainder = remainder_option(request, view, state)
+    if remainder is not None:
+        found.append(remainder)
     return found
 
 

@@ -26,6 +26,7 @@ class Alternative(NamedTuple):
     cached_tokens: int
     copies: tuple[CacheCopy, ...]
     forecast: Forecast
+    decodes: bool  # the node prefills a remainder and decodes, without a hand-off
 
 
 class Explanation(NamedTuple):
@@ -54,7 +55,14 @@ def _explanation(
     state: ShortTermState,
 ) -> Explanation:
     found = [
-        Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
+        Alternative(
+            o.cluster,
+            o.node,
+            o.cached_tokens,
+            o.copies,
+            forecast(request, o, view, state),
+            o.decodes,
+        )
         for view in views
         for o in alternatives(request, view, state, reachable_remotes(request, view))
     ]
