@@ -54,7 +54,7 @@ def choose_cheapest(
     # no price, and the request's own time decides.
     if remainder is not None:
         remainder_s = forecast(request, remainder, view, state).ttft_s
-        if remainder_s < _own_time_s(request, best, view, state):
+        if remainder_s <= _own_time_s(request, best, view, state):
             return remainder, REMAINDER
     return best, reason
 
