@@ -61,7 +61,7 @@ NODES = 2
 POLL_S = 0.1
 SETTLE_TOKENS_S = 2.0  # at the start of a slice, while the slice before ends
 KVD_OPTIONS = ("--memory", "512MiB", "--log-level", "warning")
-LONGEST_ANSWER = 100_000  # more than a neighbour gets before the benchmark ends
+LONG_ANSWER = 20_000  # of a neighbour
 _VOCABULARY = range(32, 127)  # byte-level ids, which exist in the checkpoint's tokenizer
 _DEPLOYMENT = """
 catalog = {catalog}
@@ -268,20 +268,23 @@ class Stream:
 
 
 class Neighbour:
-    """A long answer that streams from the decode node; the times of its tokens."""
+    """Long answers that stream from the decode node, one after the other; the times of tokens."""
 
     def __init__(self, url: str, prompt: Sequence[int]) -> None:
         self.times_s: list[float] = []
-        self._stream = Stream(url, prompt, LONGEST_ANSWER)
+        self._url, self._prompt = url, prompt
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        for _ in self._stream.tokens():
-            self.times_s.append(time.monotonic())
-            if self._stopping.is_set():
-                return
+        while not self._stopping.is_set():
+            stream = Stream(self._url, self._prompt, LONG_ANSWER)
+            for _ in stream.tokens():
+                self.times_s.append(time.monotonic())
+                if self._stopping.is_set():
+                    break
+            stream.close()
 
     def gaps_s(self, start_s: float, stop_s: float) -> list[float]:
         times = [at_s for at_s in list(self.times_s) if start_s <= at_s <= stop_s]
@@ -290,7 +293,6 @@ class Neighbour:
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join(REQUEST_S)
-        self._stream.close()
 
 
 def ask(url: str, prompt: Sequence[int], answer_tokens: int) -> Served:
