@@ -1,7 +1,7 @@
 """What the requests that decode on a node notice when the node also prefills short remainders.
 
 \b
-    prfaas bench remainders [--engine hf|emulated] [--rounds 3] [--slice-s 30] [--neighbours 2]
+    prfaas bench remainders [--engine hf|emulated] [--rounds 4] [--slice-s 30] [--neighbours 2]
 
 A node that prefills and a node that decodes serve one cluster, and two gateways route to them: one
 with remainders on decode nodes, one without. Some long answers stream from the decode node all the
@@ -19,7 +19,8 @@ whatever else the machine does. Prints JSON:
 
 \b
   inter_token_ratio  time between two tokens of the neighbours, remainders over handed_off:
-                     median, P90 and mean of all gaps. Target: at most 1.05
+                     median, P90 and mean of all gaps; `paired` is the median, over neighbouring
+                     slices, of the ratio of their means. Target: at most 1.05
   over_quiet         the same, over the quiet slices
   inter_token_s      the times themselves
   served             turns by the route that the gateway counts
@@ -80,6 +81,7 @@ output_tokens_per_s = {tokens_per_s}
 plans = {plans}
 [scheduler.remainders]
 tokens = {tokens}
+margin_s = 0  # also where a remainder gains little: this benchmark measures what it costs
 [[clusters]]
 name = "home"
 kind = "pd"
@@ -366,6 +368,18 @@ def run_slices(
     return slices
 
 
+def paired_ratios(slices: Sequence[Slice], over: Kind) -> list[float]:
+    """The mean gap of each slice with remainders over that of the nearest slice of another kind.
+    Other load of the machine, which changes slowly, is then in both."""
+    means = [(one.kind, statistics.fmean(one.gaps_s)) for one in slices]
+    found = []
+    for place, (kind, mean_s) in enumerate(means):
+        if kind == "remainders":
+            others = [(abs(k - place), m) for k, (name, m) in enumerate(means) if name == over]
+            found.append(mean_s / min(others)[1])
+    return found
+
+
 def summary(slices: Sequence[Slice]) -> dict[str, Any]:
     def spread(kind: Kind) -> dict[str, float]:
         gaps_s = sorted(gap_s for one in slices if one.kind == kind for gap_s in one.gaps_s)
@@ -378,10 +392,9 @@ def summary(slices: Sequence[Slice]) -> dict[str, Any]:
     spreads = {kind: spread(kind) for kind in KINDS}
 
     def ratios(over: Kind) -> dict[str, float]:
-        return {
-            name: round(value / spreads[over][name], 4)
-            for name, value in spreads["remainders"].items()
-        }
+        found = {name: value / spreads[over][name] for name, value in spreads["remainders"].items()}
+        found["paired"] = statistics.median(paired_ratios(slices, over))
+        return {name: round(value, 4) for name, value in found.items()}
 
     ttft_s = {
         kind: [ttft for one in slices if one.kind == kind for ttft in one.ttft_s]
@@ -390,7 +403,7 @@ def summary(slices: Sequence[Slice]) -> dict[str, Any]:
     ratio = ratios("handed_off")
     return {
         "inter_token_ratio": ratio,
-        "within_target": ratio["mean"] <= TARGET and ratio["median"] <= TARGET,
+        "within_target": max(ratio["paired"], ratio["median"]) <= TARGET,
         "over_quiet": ratios("quiet"),
         "inter_token_s": {
             kind: {name: round(value, 5) for name, value in one.items()}
@@ -402,7 +415,7 @@ def summary(slices: Sequence[Slice]) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--engine", default="hf", show_default=True, type=click.Choice(["hf", "emulated"]))
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--slice-s", default=30.0, show_default=True, type=click.FloatRange(5.0))
 @click.option("--every-s", default=3.0, show_default=True, type=click.FloatRange(0.1))
 @click.option("--neighbours", default=2, show_default=True, type=click.IntRange(1, 8))

@@ -44,7 +44,8 @@ HELD = {DECODE: Hit(1920, 1920)}
 def rules(policy: str = "adaptive", **remainders: float) -> ShortTermState:
     known = state(policy)
     changed = msgspec.structs.replace(
-        known.rules, remainders=RemaindersSection(**{"tokens": BOUND, **remainders})
+        known.rules,
+        remainders=RemaindersSection(**{"tokens": BOUND, "margin_s": 0.0, **remainders}),
     )
     return ShortTermState(changed, known.links)
 
@@ -70,6 +71,7 @@ def test_the_node_that_has_the_rest_prefills_and_decodes() -> None:
 
 REFUSED = {
     "off": (view(HELD), rules(tokens=0)),
+    "gains too little": (view(HELD), rules(margin_s=1e3)),
     "too long": (view(HELD), rules(tokens=79)),
     "not a decode node": (view({LOCAL[0]: Hit(1920, 1920)}), rules()),
     "dead": (view(HELD, dead=frozenset([DECODE])), rules()),

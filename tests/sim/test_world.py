@@ -277,7 +277,9 @@ def long_answers(turns: int = 5, talks: int = 20) -> list[TraceRow]:
 def slow_fabric(tokens: int, *, loses: bool = False) -> Result:
     """Answers that take longer to copy to a prefill node than their next turn takes where they
     are. `loses`: a decode node is lost meanwhile."""
-    rules = SchedulerSection(remainders=RemaindersSection(tokens=tokens, slowdown=1.0))
+    rules = SchedulerSection(
+        remainders=RemaindersSection(tokens=tokens, margin_s=0.0, slowdown=1.0)
+    )
     given = problem(fabric=Path(1e6, 0.0), prfaas=0, fixed_prefill=1, bs_max=SLOTS)
     faults = (NodeFault(NodeId("near-3"), 200.0, 260.0),) if loses else ()
     options = SimConfig(scheduler=rules, cache=CacheConfig(1e12), faults=faults)

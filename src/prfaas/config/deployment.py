@@ -252,6 +252,9 @@ class RemaindersSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Tokens of a remainder that `prfaas node` computes between two decode steps. About as many
     make a GPU's arithmetic as long as its reading of the weights, which a decode step also takes,
     so that smaller chunks would not be much faster. vLLM cuts prompts by its own settings."""
+    margin_s: AmountOrZero = 0.1
+    """Smallest saving of the time to first token for which a decode node prefills, because the
+    requests that decode there pay for it."""
     slowdown: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.04
     """Largest mean rise of the inter-token latency on a decode node, as predicted. The default
     keeps the observed rise below 5%. After a remainder of t seconds a node that decodes takes the

@@ -51,9 +51,10 @@ def choose_cheapest(
     if len(options) > 1:
         best, reason = _cheapest(request, view, plan, state, options), "least cost now"
     # The decodes beside a remainder pay for it, within their limit. No prefill node does: so it has
-    # no price, and the request's own time decides.
+    # no price, and the request's own time decides, where it gains enough.
     if remainder is not None:
-        remainder_s = forecast(request, remainder, view, state).ttft_s
+        margin_s = state.rules.remainders.margin_s
+        remainder_s = forecast(request, remainder, view, state).ttft_s + margin_s
         if remainder_s <= _own_time_s(request, best, view, state):
             return remainder, REMAINDER
     return best, reason

@@ -39,7 +39,8 @@ FABRIC = [{"from": "pd", "to": "pd", "gbps": 1}]
 
 
 def adaptive(hosts: Hosts, **remainders: float) -> Any:
-    return hosts.deployment(policy="adaptive", links=FABRIC, remainders=remainders)
+    rules = {"margin_s": 0.0, **remainders}
+    return hosts.deployment(policy="adaptive", links=FABRIC, remainders=rules)
 
 
 def is_remainder(backend: GatewayBackend, asked: GatewayRequest, cached: int = KEPT) -> bool:
