@@ -26,6 +26,7 @@ from tests.gateway.backends import (
     prompt,
     serving,
     until,
+    until_it_would_resume,
     with_role,
 )
 from tests.gateway.conftest import Hosts
@@ -112,6 +113,30 @@ async def test_what_the_node_has_lost_is_prefilled_the_ordinary_way(emulated: Ho
         assert "0 of 1500 tokens cached" in refused
         # The node has computed nothing, so that the refusal costs no retry.
         assert found.trace.attempts == 1 and backend.state()["retries"]["spent"] == 0
+        await until(lambda: is_clean(backend))
+    await asyncio.to_thread(emulated.wait_until_idle)
+
+
+@pytest.mark.parametrize(("threshold", "where"), [(1000, "pd"), (1, "far")])
+async def test_a_kept_answer_follows_to_another_prefill_node(
+    emulated: Hosts, threshold: int, where: str
+) -> None:
+    """Policy `paper` has no remainders: the answer is copied within the cluster, or to the remote
+    node, which gets what it lacks."""
+    links = [{"from": "pd", "to": "far", "gbps": 1e5}]
+    async with serving(emulated.deployment(threshold_tokens=threshold, links=links)) as backend:
+        salt = f"copied {where}"
+        ids = prompt(FIRST, 6)
+        first = await answered(backend, gateway_request(ids, ANSWER, conversation=True, salt=salt))
+        ids = [*ids, *first.tokens, *prompt(NEW, 6)]
+        asked = gateway_request(ids, conversation=True, salt=salt)
+        await until_it_would_resume(backend, asked, KEPT)
+        (copy,) = backend.explain(asked)["chosen"]["copies"]
+        assert (copy["source"], copy["tokens"]) == (first.trace.decode, KEPT)
+        second = await answered(backend, asked)
+        assert second.trace.cluster == where and not second.trace.remainder
+        await until(lambda: second.trace.cached_tokens == KEPT)  # as its node reports
+        assert second.tokens == alone(emulated.home[0], ids)
         await until(lambda: is_clean(backend))
     await asyncio.to_thread(emulated.wait_until_idle)
 
