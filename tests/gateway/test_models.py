@@ -123,7 +123,7 @@ async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
     async with serving(made) as backend:
         (decode,) = with_role(backend, "decode")
         for turn in range(3):
-            asked = gateway_request(ids, 70, conversation=True, salt="turns")
+            asked = gateway_request(ids, 30, conversation=True, salt="turns")
             if turn:
                 kept = (len(ids) - 91) // 64 * 64  # 90 new tokens follow the answer
                 await until_it_would_resume(backend, asked, kept)
@@ -138,7 +138,7 @@ async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
     for host in hosts.all:
         await asyncio.to_thread(host.wait_until_idle)
     for number, (ids, tokens) in enumerate(turns):
-        answer = hosts.home[0].complete(ids, max_tokens=70, cache_salt=f"reference {number} turn")
+        answer = hosts.home[0].complete(ids, max_tokens=30, cache_salt=f"reference {number} turn")
         assert cached_of(answer) == 0
         assert tokens == tokens_of(answer), f"{len(ids)} tokens"
 

@@ -314,6 +314,8 @@ def explanation_json(
     else:
         decode = found.chosen.decode
         chosen = {"wait": False, **found.chosen._asdict()}
+        del chosen["next_remainder_s"]  # a time of the gateway's own clock
+        chosen["remainder"] = found.chosen.is_remainder
         chosen["form"] = form_between(found.chosen.prefill, decode)
         chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {

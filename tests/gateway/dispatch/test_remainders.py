@@ -46,7 +46,7 @@ def adaptive(hosts: Hosts, **remainders: float) -> Any:
 
 def is_remainder(backend: GatewayBackend, asked: GatewayRequest, cached: int = KEPT) -> bool:
     chosen = backend.explain(asked)["chosen"]
-    return chosen.get("next_remainder_s") is not None and chosen["cached_tokens"] == cached
+    return chosen.get("remainder", False) and chosen["cached_tokens"] == cached
 
 
 async def turns(
