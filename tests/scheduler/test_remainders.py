@@ -182,3 +182,16 @@ def test_decodes_keep_their_share_of_the_time(pauses_s: list[float]) -> None:
     for (before_s, prefill_s), (after_s, _) in zip(begun, begun[1:], strict=False):
         decoding_s = after_s - before_s - prefill_s
         assert prefill_s <= 0.05 * decoding_s + 1e-9
+
+
+def test_a_remainder_that_takes_longer_delays_the_next_one() -> None:
+    board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], view().links, slots=4)
+    board.assign(DECODE, "decode", usable=True)
+    found = taken(SHORT, board.view(10.0, HELD, {}), rules(slowdown=0.05))
+    board.record_dispatch(found, 0.0, 10.0)
+    planned_s = board.node(DECODE).next_remainder_s
+    assert planned_s == pytest.approx(10.0 + 21 * found.prefill_s)
+    board.record_remainder(found, 10.0, 0.5 * found.prefill_s)
+    assert board.node(DECODE).next_remainder_s == planned_s
+    board.record_remainder(found, 10.0, 3 * found.prefill_s)
+    assert board.node(DECODE).next_remainder_s == pytest.approx(10.0 + 63 * found.prefill_s)

@@ -327,6 +327,8 @@ class World:
         chosen = attempt.route
         attempt.landed = True
         self.board.record_handoff(chosen)
+        if chosen.is_remainder:
+            self.board.record_remainder(chosen, attempt.started_s, now - attempt.started_s)
         source = self.nodes[chosen.prefill]
         del source.prefills[attempt]
         index, columns = attempt.index, self.columns

@@ -229,6 +229,8 @@ class Dispatcher:
             raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
         if hand_off is None:
             booking.landed(self._clock.now())
+            if request.stream:  # otherwise the whole answer has arrived
+                booking.record_first_token(self._clock.now())
         else:
             hand_off.mark_taken()
         return answer

@@ -34,6 +34,7 @@ class Booking:
         self._kv_bytes = kv_bytes
         self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
+        self._made_s = now_s
         board.record_dispatch(route, kv_bytes, now_s)
         work.add(self, route.prefill_s, now_s)
 
@@ -51,6 +52,11 @@ class Booking:
         self._stage = "landed"
         self._board.record_handoff(self.route)
         self.prefilled(now_s)
+
+    def record_first_token(self, now_s: float) -> None:
+        """The first token of the answer has arrived: a remainder was computed by then."""
+        if self._stage == "landed":
+            self._board.record_remainder(self.route, self._made_s, now_s - self._made_s)
 
     def close(self, now_s: float) -> None:
         """The attempt is over, with whatever outcome. Calling it again does nothing."""
