@@ -191,7 +191,8 @@ def test_a_remainder_that_takes_longer_delays_the_next_one() -> None:
     board.record_dispatch(found, 0.0, 10.0)
     planned_s = board.node(DECODE).next_remainder_s
     assert planned_s == pytest.approx(10.0 + 21 * found.prefill_s)
-    board.record_remainder(found, 10.0, 0.5 * found.prefill_s)
+    board.record_handoff(found, 10.0, 0.5 * found.prefill_s)
     assert board.node(DECODE).next_remainder_s == planned_s
-    board.record_remainder(found, 10.0, 3 * found.prefill_s)
+    board.record_dispatch(found, 0.0, 10.0)
+    board.record_handoff(found, 10.0, 3 * found.prefill_s)
     assert board.node(DECODE).next_remainder_s == pytest.approx(10.0 + 63 * found.prefill_s)

@@ -188,23 +188,19 @@ class Board:
         if route.offloaded:
             self._reserve_link(route, route.nbytes)
 
-    def record_handoff(self, route: Route) -> None:
-        """The hand-off is in place, and decoding can begin."""
+    def record_handoff(self, route: Route, began_s: float = 0.0, took_s: float = 0.0) -> None:
+        """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long
+        the prefill took that began at `began_s`. If a remainder took longer than predicted, the
+        node gets the next one later, in proportion."""
         node = self._nodes[route.prefill]
         node.set_work(node.view.free_at_s, -1)
         self._nodes[route.decode].own_decodes += 1
+        if route.next_remainder_s is not None and took_s > route.prefill_s:
+            pause_s = (route.next_remainder_s - began_s) * took_s / route.prefill_s
+            next_s = max(node.view.next_remainder_s, began_s + pause_s)
+            node.put(node.view._replace(next_remainder_s=next_s))
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
-
-    def record_remainder(self, route: Route, began_s: float, took_s: float) -> None:
-        """A decode node took this long for a remainder. If it took longer than predicted, the next
-        one comes later in proportion. `began_s`: when it was dispatched or began."""
-        if route.next_remainder_s is None or took_s <= route.prefill_s:
-            return
-        pause_s = (route.next_remainder_s - began_s) * took_s / route.prefill_s
-        node = self._nodes[route.decode]
-        next_s = max(node.view.next_remainder_s, began_s + pause_s)
-        node.put(node.view._replace(next_remainder_s=next_s))
 
     def record_end(self, route: Route, kv_bytes: float) -> None:
         """The last token was sent, or the stream broke after the hand-off."""

@@ -326,9 +326,7 @@ class World:
         now = self.events.now_s
         chosen = attempt.route
         attempt.landed = True
-        self.board.record_handoff(chosen)
-        if chosen.is_remainder:
-            self.board.record_remainder(chosen, attempt.started_s, now - attempt.started_s)
+        self.board.record_handoff(chosen, attempt.started_s, now - attempt.started_s)
         source = self.nodes[chosen.prefill]
         del source.prefills[attempt]
         index, columns = attempt.index, self.columns

@@ -228,9 +228,8 @@ class Dispatcher:
                 ) from None
             raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
         if hand_off is None:
-            booking.landed(self._clock.now())
-            if request.stream:  # otherwise the whole answer has arrived
-                booking.record_first_token(self._clock.now())
+            # An answer that does not stream arrives as a whole.
+            booking.landed(self._clock.now(), is_first_token=request.stream)
         else:
             hand_off.mark_taken()
         return answer

@@ -47,16 +47,13 @@ class Booking:
         if self._work.end(self, now_s):
             self._on_prefill_end()
 
-    def landed(self, now_s: float) -> None:
+    def landed(self, now_s: float, *, is_first_token: bool = False) -> None:
+        """`is_first_token`: a node that prefills and decodes has just sent its first token."""
         assert self._stage == "made"
         self._stage = "landed"
-        self._board.record_handoff(self.route)
+        took_s = now_s - self._made_s if is_first_token else 0.0
+        self._board.record_handoff(self.route, self._made_s, took_s)
         self.prefilled(now_s)
-
-    def record_first_token(self, now_s: float) -> None:
-        """The first token of the answer has arrived: a remainder was computed by then."""
-        if self._stage == "landed":
-            self._board.record_remainder(self.route, self._made_s, now_s - self._made_s)
 
     def close(self, now_s: float) -> None:
         """The attempt is over, with whatever outcome. Calling it again does nothing."""
