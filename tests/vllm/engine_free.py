@@ -105,12 +105,19 @@ class EngineFree:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        params: dict[str, Any] | None = None,
+        *,
+        max_tokens: int = 1,
+    ) -> Request:
         request = Request(
             name,
             list(prompt),
             SamplingParams(
-                max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params}
+                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
             ),
             None,
             block_hasher=self._hasher,
