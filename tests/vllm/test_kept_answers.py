@@ -1,4 +1,4 @@
-"""Real servers: the next turn starts where the last answer ended, with the tokens of a plain vLLM."""
+"""Real servers: the next turn starts where the last answer ended, with the tokens of one server."""
 
 from __future__ import annotations
 
