@@ -136,7 +136,7 @@ class SchedulerSide:
                 self._begin(request, asked)
             case RemotePrefill():
                 self._attach(request, asked)
-            case None if self._answers is not None and _is_text(request):
+            case None if self._answers is not None and _has_answer(request):
                 first = self._forms.first
                 self._answers.accept(request, first)
                 lookup = self._lookups.start(request, first) if self._lookups else None
@@ -370,7 +370,7 @@ class SchedulerSide:
             self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = DecodeState(access, lease)
-        if self._answers is not None:
+        if self._answers is not None and _has_answer(request):
             self._answers.accept(request, access)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
@@ -494,6 +494,12 @@ def _is_text(request: Request) -> bool:
     """Whether token ids are the whole prompt. Only then do their hashes name its state."""
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
     return ids is not None and embeds is None and not request.mm_features
+
+
+def _has_answer(request: Request) -> bool:
+    """Whether hashes of token ids name the state of prompt and answer. Not for requests without an
+    answer (embeddings), and not for those whose prompt grows while they run."""
+    return _is_text(request) and request.sampling_params is not None and not request.resumable
 
 
 def names_of(

@@ -87,9 +87,8 @@ class AnswerKeeper:
 
     def accept(self, request: Request, access: FormAccess) -> None:
         """From now on the request's answer is kept, in this form."""
-        if request.sampling_params is not None and not request.resumable:
-            boundaries = Boundaries(access.layout, request.num_prompt_tokens)
-            self._running[request.request_id] = _Running(access, boundaries)
+        boundaries = Boundaries(access.layout, request.num_prompt_tokens)
+        self._running[request.request_id] = _Running(access, boundaries)
 
     def step(
         self, request_id: str, start: int, stop: int, tables: Callable[[], BlockTables]
