@@ -166,12 +166,12 @@ class SchedulerSide:
             case DecodeState(done=False, lease=lease) if lease is not None:
                 reach = lease.tokens
             case PrefillState() as state if (
-                state.lease.match_tokens < state.progress.tokens
+                state.lease.match_tokens < request.num_prompt_tokens
                 and self._can_resume
                 and state.access.layout.can_resume_at(state.lease.match_tokens)
             ):
                 reach = state.lease.match_tokens
-            case _:  # a prefill found whole still needs one step to end it
+            case _:
                 return 0, False
         if reach and reach <= computed_tokens and self.completes_divergent_hits:
             self._reconciling.add(request.request_id)
@@ -321,7 +321,6 @@ class SchedulerSide:
             self._refuse(request, _refused("invalid_request", _NOT_TEXT))
             return
         tokens = asked.handoff_tokens
-        _cut(request, tokens)
         try:
             access = self._forms.find(asked.grant.form)
             hashes, tail = names_of(request, tokens, access.layout.block_tokens)
@@ -335,6 +334,9 @@ class SchedulerSide:
             answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
+        # vLLM must compute a token. Where the kvd has everything up to the hand-off, that is the
+        # next one: vLLM then loads the state, and computes none of the prompt before it.
+        _cut(request, tokens + 1 if lease.match_tokens == tokens else tokens)
         try:
             progress = PrefillProgress(
                 access.layout,
@@ -459,8 +461,8 @@ def _give_back(state: DecodeState) -> None:
 
 def _cut(request: Request, tokens: int) -> None:
     """Cuts the prompt to its first `tokens` tokens and the answer to one token, which is not used.
-    A linear state is usable at exactly its length, so vLLM must compute nothing beyond the
-    hand-off."""
+    A linear state is usable at exactly its length, so vLLM must compute nothing beyond a hand-off
+    that it saves."""
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[tokens:]
     if request.prompt_embeds is not None:
@@ -468,7 +470,7 @@ def _cut(request: Request, tokens: int) -> None:
     if request.prompt_is_token_ids is not None:
         request.prompt_is_token_ids = request.prompt_is_token_ids[:tokens]
     del request._all_token_ids[tokens:]
-    request.num_prompt_tokens = tokens
+    request.num_prompt_tokens = min(tokens, request.num_prompt_tokens)
     request.max_tokens = 1
 
 
