@@ -27,6 +27,9 @@ CACHES: dict[str, Callable[[], KVCacheConfig]] = {
 }
 
 
+ONE_MODEL = pytest.mark.parametrize("node", ["falcon-aligned"], indirect=True)
+
+
 class Node:
     """A kvd, and engines that come and go: what one of them has kept serves the next one."""
 
@@ -112,6 +115,7 @@ def test_an_aborted_request_is_kept_so_far(node: Node) -> None:
     assert resumed == computed_alone(node, second[:KEPT])
 
 
+@ONE_MODEL
 def test_an_answer_before_its_first_boundary_is_not_kept(node: Node) -> None:
     node.engine.add("short", prompt_of(BLOCK_TOKENS // 4), max_tokens=BLOCK_TOKENS // 2)
     node.engine.run("short")
@@ -130,6 +134,7 @@ def test_a_preempted_request_is_not_kept(node: Node) -> None:
     assert not node.kept_answers and node.kvd.pool().occupancy.used_pages == 0
 
 
+@ONE_MODEL
 def test_a_kvd_that_exits_fails_no_request(node: Node) -> None:
     first, _ = conversation(seed=4)
     request = node.engine.add("first", first, max_tokens=ANSWER)
@@ -141,6 +146,7 @@ def test_a_kvd_that_exits_fails_no_request(node: Node) -> None:
     assert request.num_output_tokens == ANSWER
 
 
+@ONE_MODEL
 def test_nothing_is_kept_or_looked_up_when_it_is_switched_off(node: Node) -> None:
     first, second = conversation(seed=5)
     node.engine.add("kept", first, max_tokens=ANSWER)
