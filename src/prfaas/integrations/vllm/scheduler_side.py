@@ -334,9 +334,9 @@ class SchedulerSide:
             answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
-        # vLLM must compute a token. Where the kvd has everything up to the hand-off, that is the
-        # next one: vLLM then loads the state, and computes none of the prompt before it.
-        _cut(request, tokens + 1 if lease.match_tokens == tokens else tokens)
+        _cut(request, tokens)
+        if lease.match_tokens == tokens and _fits(self.manager, tokens + 2):
+            _extend(request)
         try:
             progress = PrefillProgress(
                 access.layout,
@@ -470,8 +470,21 @@ def _cut(request: Request, tokens: int) -> None:
     if request.prompt_is_token_ids is not None:
         request.prompt_is_token_ids = request.prompt_is_token_ids[:tokens]
     del request._all_token_ids[tokens:]
-    request.num_prompt_tokens = min(tokens, request.num_prompt_tokens)
+    request.num_prompt_tokens = tokens
     request.max_tokens = 1
+
+
+def _fits(manager: KVCacheManager | None, tokens: int) -> bool:
+    """Whether vLLM runs a request of so many tokens, its answer included."""
+    return manager is not None and tokens <= manager.max_model_len
+
+
+def _extend(request: Request) -> None:
+    """Adds a token to the prompt. vLLM must compute one, and the kvd has everything before it: vLLM
+    then loads the state and computes nothing else. What comes of the token is not used or saved."""
+    for tokens in (request.prompt_token_ids, request._all_token_ids):
+        tokens.append(tokens[-1])
+    request.num_prompt_tokens += 1
 
 
 def _keep_out(
