@@ -117,7 +117,7 @@ async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
     made = hosts.deployment(
         policy="adaptive",
         links=[{"from": HOME, "to": HOME, "gbps": 0.1}],  # a copy takes long
-        remainders={"margin_s": 0.0, "chunk_tokens": 120},
+        remainders={"tokens": 2048, "margin_s": 0.0, "chunk_tokens": 120},
     )
     ids, turns = prompt(300, 77), []
     async with serving(made) as backend:

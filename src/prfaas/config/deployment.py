@@ -245,9 +245,10 @@ class RemaindersSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Short remainders of prompts that a decode node prefills itself, because it has the rest
     cached (policy `adaptive`)."""
 
-    tokens: CountOrZero = 2048
-    """Longest remainder that a decode node prefills; 0 disables it. The default is four chunks: the
-    sequences that decode beside it have four longer steps."""
+    tokens: CountOrZero = 0
+    """Longest remainder that a decode node prefills. 0, the default, disables it: with real engines
+    it has not been measured yet what sequences that decode beside it pay. 2048 is four chunks: they
+    have four longer steps."""
     chunk_tokens: Count = 512
     """Tokens of a remainder that `prfaas node` computes between two decode steps. About as many
     make a GPU's arithmetic as long as its reading of the weights, which a decode step also takes,

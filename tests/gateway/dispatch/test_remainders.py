@@ -40,7 +40,7 @@ FABRIC = [{"from": "pd", "to": "pd", "gbps": 1}]
 
 
 def adaptive(hosts: Hosts, **remainders: float) -> Any:
-    rules = {"margin_s": 0.0, **remainders}
+    rules = {"tokens": 2048, "margin_s": 0.0, **remainders}
     return hosts.deployment(policy="adaptive", links=FABRIC, remainders=rules)
 
 
