@@ -31,7 +31,6 @@ import numpy as np
 
 from _agent_traffic import AgentTraffic, agent_rows, seen_share
 from prfaas.config import Deployment, load_deployment
-from prfaas.config.deployment import RemaindersSection
 from prfaas.config.trace import TraceRow
 from prfaas.errors import InputError
 from prfaas.scheduler.plan import find_optimum
@@ -146,7 +145,7 @@ def _ratios(values: dict[str, float]) -> dict[str, float]:
 )
 @click.option(
     "--remainder-tokens",
-    default=RemaindersSection().tokens,
+    default=2048,
     show_default=True,
     type=click.IntRange(0),
     help="Longest remainder that a decode node prefills.",
