@@ -80,7 +80,9 @@ def test_every_length_is_exported_resumed_and_decoded() -> None:
         for job in engine.jobs
         if job.resume is not None
     ]
-    assert resumed[:4] == [(300, TAILS[0], 1), (300, TAILS[1], 1), (20, TAILS[0], 1), (20, 1, 1)]
+    # The single token is followed by decode steps.
+    tails = list(zip(TAILS, (1, 1 + STEPS), strict=True))
+    assert resumed[:4] == [(length, *tail) for length in (300, 20) for tail in tails]
     together = resumed[4:]
     assert len(together) == TOGETHER and all(steps > TOGETHER for _, _, steps in together)
     assert {job.sampling.temperature for job in engine.jobs[-TOGETHER:]} == {0.0, 1.0}
