@@ -11,6 +11,7 @@ from prfaas.engine.api import Emit, EngineJob, EngineLimits, Finished, JobFailed
 from prfaas.engine.emulated import EmulatedEngine, Scales
 from prfaas.engine.warm_up import (
     MOST_LENGTHS,
+    STEPS,
     TAILS,
     TOGETHER,
     WarmUpReport,
