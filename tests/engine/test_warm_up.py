@@ -90,6 +90,13 @@ def test_every_length_is_exported_resumed_and_decoded() -> None:
     assert (report.lengths, report.skipped, report.together) == ((300, 20), (), TOGETHER)
 
 
+def test_of_lengths_that_nobody_named_the_longest_and_the_shortest_are_resumed() -> None:
+    engine = Recording()
+    run(engine, [20, 100, 300], named=False)
+    lengths = [job.resume.tokens for job in engine.jobs if job.resume is not None]
+    assert set(lengths) == {300, 20}
+
+
 def test_an_emulated_engine_is_warmed_up(engine: EmulatedEngine) -> None:
     report = run(engine, [100, 30])
     assert report.lengths == (100, 30)
