@@ -1,14 +1,20 @@
-"""Agents on the case study's hardware, simulated with and without kept answers.
+"""Agents on the case study's hardware, simulated with and without kept answers and remainders.
 
 \b
     prfaas bench agents [--sessions 200] [--load 0.8] [--policy adaptive] [--no-link-back]
 
 The traffic is made from a seed (`_agent_traffic.py`): every prompt contains the answer to the one
-before. Both runs of a seed get the same requests at the same times. Reported are the share of
-prompt tokens that prefill nodes computed, and the time to the first token. 100% load is the planned
-capacity for these lengths. The case study's link goes from the PrfaaS cluster to the PD cluster.
-Answers are kept at decode nodes, so this benchmark adds a link back, equally fast, over which they
-can be copied.
+before. All runs of a seed get the same requests at the same times:
+
+\b
+  without       answers are not kept, and only prefill nodes prefill
+  kept          answers are kept
+  remainders    answers are kept, and decode nodes prefill short remainders
+
+Reported are the share of prompt tokens that were computed, the time to the first token, the time of
+a token after the first, and the remainders. 100% load is the planned capacity for these lengths.
+The case study's link goes from the PrfaaS cluster to the PD cluster. Answers are kept at decode
+nodes, so this benchmark adds a link back, equally fast, over which they can be copied.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import POLICIES, Policy, cache_config, planned_for, routed_by
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
+RUNS = ("without", "kept", "remainders")
 BUCKET_S = 0.0  # the times are exact, unlike those of the public traces
 
 
@@ -59,9 +66,14 @@ def run_seed(
     arrivals = replay(rows, seed, bucket_s=BUCKET_S)
     cache = cache_config(deployment)
     found: dict[str, Any] = {"seed": seed, "load_rps": round(load_rps, 3), **_lengths(rows)}
-    for name, keeps in (("without", False), ("with", True)):
-        base = SimConfig(cache=replace(cache, keep_answers=keeps), replans=True)
-        result = simulate(problem, arrivals, routed_by(policy, deployment.scheduler, base))
+    rules = deployment.scheduler
+    off = msgspec.structs.replace(rules.remainders, tokens=0)
+    for name in RUNS:
+        chosen = rules
+        if name != "remainders":
+            chosen = msgspec.structs.replace(rules, remainders=off)
+        base = SimConfig(cache=replace(cache, keep_answers=name != "without"), replans=True)
+        result = simulate(problem, arrivals, routed_by(policy, chosen, base))
         measured, requests = result.measured, result.requests
         prompt = int(requests.prompt_tokens[measured].sum())
         ttft_s = requests.ttft_s[measured]
@@ -72,6 +84,9 @@ def run_seed(
                 "p50": round(float(np.nanquantile(ttft_s, 0.5)), 4),
                 "p90": round(float(np.nanquantile(ttft_s, 0.9)), 4),
             },
+            "tpot_s": round(float(np.nanmean(requests.tpot_s[measured])), 5),
+            "remainders": result.remainders,
+            "remainder_s": round(result.remainder_s, 1),
             "offloaded": round(float(requests.offloaded[measured].mean()), 3),
             "copied_gb": round(result.copied_bytes / 1e9, 1),
             "stable": result.stable,
@@ -100,14 +115,20 @@ def report(runs: list[dict[str, Any]]) -> dict[str, Any]:
             values.append(float(value))
         return statistics.median(values)
 
-    shares = {run: median(run, "computed_share") for run in ("without", "with")}
-    p90 = {run: median(run, "ttft_s", "p90") for run in ("without", "with")}
+    shares = {run: median(run, "computed_share") for run in RUNS}
+    p90 = {run: median(run, "ttft_s", "p90") for run in RUNS}
     return {
         "computed_share": shares,
-        "computed_ratio": round(shares["with"] / shares["without"], 3),
+        "computed_ratio": _ratios(shares),
         "p90_ttft_s": p90,
-        "p90_ttft_ratio": round(p90["with"] / p90["without"], 3),
+        "p90_ttft_ratio": _ratios(p90),
+        "tpot_ratio": _ratios({run: median(run, "tpot_s") for run in RUNS}),
     }
+
+
+def _ratios(values: dict[str, float]) -> dict[str, float]:
+    """Over the run without anything."""
+    return {run: round(values[run] / values["without"], 3) for run in RUNS[1:]}
 
 
 @click.command(help=__doc__)
@@ -122,6 +143,13 @@ def report(runs: list[dict[str, Any]]) -> dict[str, Any]:
     show_default=True,
     help="A link from the PD cluster to the PrfaaS cluster.",
 )
+@click.option(
+    "--remainder-tokens",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Longest remainder that a decode node prefills.",
+)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
@@ -131,6 +159,7 @@ def main(
     load: float,
     policy: Policy,
     link_back: bool,
+    remainder_tokens: int,
     seeds: int,
     _json: bool,
 ) -> None:
@@ -140,6 +169,10 @@ def main(
         sessions=sessions, answer_tokens=answer_tokens, result_tokens=result_tokens
     )
     deployment = read_deployment(link_back=link_back)
+    scheduler = deployment.scheduler
+    remainders = msgspec.structs.replace(scheduler.remainders, tokens=remainder_tokens)
+    scheduler = msgspec.structs.replace(scheduler, remainders=remainders)
+    deployment = msgspec.structs.replace(deployment, scheduler=scheduler)
     runs = []
     for seed in range(seeds):
         runs.append(run_seed(deployment, traffic, policy, load, seed))

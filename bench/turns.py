@@ -2,13 +2,17 @@
 
 \b
     prfaas bench turns [--turns 10] [--answer-tokens 500] [--new-tokens 100]
+                       [--vllm-python .venv-vllm/bin/python]
 
 Two deployments of the same tiny hybrid model, each with a PrfaaS node that prefills, a node that
 decodes, and a gateway. In one the nodes keep answers (`node.keep_answers`), in the other they do
 not. Every turn goes through both gateways as token ids, in alternating order: the prompt so far,
 the answer of the first deployment, and new tokens. Every prompt is prefilled remotely; the links
 are declared as fast, so that routes copy what the PrfaaS node lacks. Afterwards one node computes
-every turn again without any cache. Prints JSON:
+every turn again without any cache. With `--vllm-python`, the interpreter of an environment with
+vLLM and prfaas, the same conversation then goes through two deployments whose nodes are vLLM
+servers with PrfaasConnector (tiny Falcon-H1 in float32 on the CPU, with vLLM's prefix cache); the
+results are in `vllm`. Prints JSON:
 
 \b
   computed_prompt_tokens  of a turn: prompt tokens less the cached ones of the response's usage
@@ -18,6 +22,7 @@ every turn again without any cache. Prints JSON:
                           of the turns from the second on
   decode_cost             what copying states at block boundaries adds to the time of a token: the
                           best of several answers with it over the best without it, less 1
+                          (`prfaas node` only)
 
 Exits with code 1 when an answer differs, or when a turn after the first has computed more than its
 new tokens and one block.
@@ -44,6 +49,11 @@ from typing import Any, NamedTuple
 import click
 
 from _engine_rack import REQUEST_S, SETTLE_S, Child, post, say
+from _turns_vllm import ARCH as VLLM_ARCH
+from _turns_vllm import BLOCK_TOKENS as VLLM_BLOCK_TOKENS
+from _turns_vllm import MAX_TOKENS as VLLM_MAX_TOKENS
+from _turns_vllm import Node, computed_by_vllm, vllm_nodes
+from _vllm_options import logs_option
 from prfaas.contracts.readiness import GatewayReady, NodeReady
 from prfaas.engine.api import (
     EngineJob,
@@ -141,7 +151,6 @@ class Deployment(NamedTuple):
 @contextmanager
 def deployment(model: Path, folder: Path, *, keep: bool) -> Iterator[Deployment]:
     """A prefill node, a decode node and a gateway, when the gateway uses both nodes."""
-    folder.mkdir()
     with ExitStack() as stack:
         nodes = []
         for name in ("prefill", "decode"):
@@ -154,22 +163,41 @@ def deployment(model: Path, folder: Path, *, keep: bool) -> Iterator[Deployment]
             )
             stack.callback(child.stop)
             nodes.append(child)
-        prefill, decode = (node.ready(NodeReady).http for node in nodes)
-        file = folder / "deployment.toml"
-        file.write_text(
-            _DEPLOYMENT.format(
-                decode_url=decode,
-                decode_kvd=_card(decode)["prfaas"]["kvd_url"],
-                prefill_url=prefill,
-                prefill_kvd=_card(prefill)["prfaas"]["kvd_url"],
-            )
+        prefill, decode = (
+            Node(url, _card(url)["prfaas"]["kvd_url"])
+            for url in [node.ready(NodeReady).http for node in nodes]
         )
-        gateway = Child(folder / "gateway.log", "gateway", str(file), "--port", "0")
-        stack.callback(gateway.stop)
+        yield stack.enter_context(_gateway(folder, prefill, decode))
+
+
+@contextmanager
+def vllm_deployment(python: Path, model: Path, folder: Path, *, keep: bool) -> Iterator[Deployment]:
+    with (
+        vllm_nodes(python, model, folder, KVD_OPTIONS, keep=keep) as (prefill, decode),
+        _gateway(folder, prefill, decode) as deployed,
+    ):
+        yield deployed
+
+
+@contextmanager
+def _gateway(folder: Path, prefill: Node, decode: Node) -> Iterator[Deployment]:
+    file = folder / "deployment.toml"
+    file.write_text(
+        _DEPLOYMENT.format(
+            decode_url=decode.url,
+            decode_kvd=decode.kvd_url,
+            prefill_url=prefill.url,
+            prefill_kvd=prefill.kvd_url,
+        )
+    )
+    gateway = Child(folder / "gateway.log", "gateway", str(file), "--port", "0")
+    try:
         url = gateway.ready(GatewayReady).http
         _await_nodes(url)
         served = _get(f"{url}/v1/models")["data"][0]["id"]
-        yield Deployment(url, prefill, served)
+        yield Deployment(url, prefill.url, served)
+    finally:
+        gateway.stop()
 
 
 def _await_nodes(url: str) -> None:
@@ -311,7 +339,9 @@ def decode_cost(model: Path, answer_tokens: int, rounds: int = 4) -> float:
     return best[True] / best[False] - 1
 
 
-def summary(turns: Sequence[Turn], expected: Sequence[Sequence[int]]) -> dict[str, Any]:
+def summary(
+    turns: Sequence[Turn], expected: Sequence[Sequence[int]], block_tokens: int = BLOCK_TOKENS
+) -> dict[str, Any]:
     """`expected`: the answer to each turn's prompt without a cache."""
     ratios = [turn.plain.ttft_s / turn.kept.ttft_s for turn in turns[1:]]
     shown = []
@@ -329,7 +359,7 @@ def summary(turns: Sequence[Turn], expected: Sequence[Sequence[int]]) -> dict[st
             }
         )
     return {
-        "block_tokens": BLOCK_TOKENS,
+        "block_tokens": block_tokens,
         "ttft_ratio": round(statistics.median(ratios), 2) if ratios else None,
         "turns": shown,
     }
@@ -337,17 +367,82 @@ def summary(turns: Sequence[Turn], expected: Sequence[Sequence[int]]) -> dict[st
 
 def failures(result: dict[str, Any]) -> list[str]:
     """What is not as it should be, in sentences."""
-    found = [
-        f"turn {turn['turn']}: the answers differ" for turn in result["turns"] if not turn["equal"]
-    ]
-    block = result["block_tokens"]
+    shown = result.get("turns", [])
+    block = result.get("block_tokens", 0)
+    found = [f"turn {turn['turn']}: the answers differ" for turn in shown if not turn["equal"]]
     found += (
         f"turn {turn['turn']}: {turn['computed_prompt_tokens']} prompt tokens were computed for "
         f"{turn['new_tokens']} new ones"
-        for turn in result["turns"][1:]
+        for turn in shown[1:]
         if turn["computed_prompt_tokens"] > turn["new_tokens"] + block
     )
     return found
+
+
+class Conversation(NamedTuple):
+    turns: int
+    first_tokens: int
+    new_tokens: int
+    answer_tokens: int
+    pause_s: float
+
+    @property
+    def most_tokens(self) -> int:
+        return self.first_tokens + self.turns * (self.new_tokens + self.answer_tokens)
+
+    def run(self, kept: Deployment, plain: Deployment) -> list[Turn]:
+        return converse(
+            kept,
+            plain,
+            self.turns,
+            self.first_tokens,
+            self.new_tokens,
+            self.answer_tokens,
+            self.pause_s,
+        )
+
+
+def with_nodes(said: Conversation, arch: str, folder: Path) -> dict[str, Any]:
+    model = make_checkpoint(folder / "model", arch).directory
+    with ExitStack() as stack:
+        kept, plain = (
+            stack.enter_context(deployment(model, made(folder / name), keep=name == "kept"))
+            for name in ("kept", "plain")
+        )
+        found = said.run(kept, plain)
+        tokens = said.answer_tokens
+        alone = [computed_alone(plain.prefill_url, turn.prompt, tokens) for turn in found]
+        cost = decode_cost(model, tokens)
+    head = {"model": arch, "engine": "node", "decode_cost": round(cost, 4)}
+    return {**head, **summary(found, alone)}
+
+
+def with_vllm(said: Conversation, python: Path, folder: Path) -> dict[str, Any]:
+    if said.most_tokens > VLLM_MAX_TOKENS:
+        raise InputError(
+            f"the conversation has {said.most_tokens} tokens; vLLM servers are started for at most "
+            f"{VLLM_MAX_TOKENS}",
+            where="--turns",
+            fix="use fewer turns or shorter ones",
+        )
+    model = make_checkpoint(folder / "vllm-model", VLLM_ARCH).directory
+    with ExitStack() as stack:
+        kept, plain = (
+            stack.enter_context(
+                vllm_deployment(python, model, made(folder / name), keep=name == "vllm-kept")
+            )
+            for name in ("vllm-kept", "vllm-plain")
+        )
+        found = said.run(kept, plain)
+        tokens = said.answer_tokens
+        alone = [computed_by_vllm(plain.prefill_url, turn.prompt, tokens) for turn in found]
+    head = {"model": VLLM_ARCH, "engine": "vllm"}
+    return {**head, **summary(found, alone, VLLM_BLOCK_TOKENS)}
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @click.command(help=__doc__)
@@ -357,25 +452,32 @@ def failures(result: dict[str, Any]) -> list[str]:
 @click.option("--answer-tokens", default=500, show_default=True, help="Tokens of each answer.")
 @click.option("--pause-s", default=0.5, show_default=True, help="Seconds between two turns.")
 @click.option("--arch", default="kimi-linear", show_default=True, help="A hybrid architecture.")
+@click.option(
+    "--vllm-python",
+    type=click.Path(exists=True, path_type=Path),
+    help="Python interpreter with vLLM and prfaas, for vLLM pairs.  [default: none]",
+)
+@click.option("--only-vllm", is_flag=True, help="Leave the deployments of `prfaas node` out.")
+@logs_option
 def main(
-    turns: int, first_tokens: int, new_tokens: int, answer_tokens: int, pause_s: float, arch: str
+    arch: str,
+    vllm_python: Path | None,
+    only_vllm: bool,
+    logs: Path | None,
+    **conversation: Any,
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="prfaas-turns-") as name, ExitStack() as stack:
-        folder = Path(name)
-        model = make_checkpoint(folder / "model", arch).directory
-        kept = stack.enter_context(deployment(model, folder / "kept", keep=True))
-        plain = stack.enter_context(deployment(model, folder / "plain", keep=False))
-        found = converse(kept, plain, turns, first_tokens, new_tokens, answer_tokens, pause_s)
-        alone = [computed_alone(plain.prefill_url, turn.prompt, answer_tokens) for turn in found]
-        cost = decode_cost(model, answer_tokens)
-    result = {
-        "model": arch,
-        "engine": "node",
-        "decode_cost": round(cost, 4),
-        **summary(found, alone),
-    }
+    said = Conversation(**conversation)
+    if only_vllm and vllm_python is None:
+        raise InputError("no interpreter with vLLM", where="--only-vllm", fix="add --vllm-python")
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="prfaas-turns-") as name:
+        folder = Path(name) if logs is None else made(logs)
+        if not only_vllm:
+            result = with_nodes(said, arch, folder)
+        if vllm_python is not None:
+            result["vllm"] = with_vllm(said, vllm_python, folder)
     click.echo(json.dumps(result, indent=1))
-    wrong = failures(result)
+    wrong = [problem for one in (result, result.get("vllm")) if one for problem in failures(one)]
     for problem in wrong:
         say(problem)
     if wrong:

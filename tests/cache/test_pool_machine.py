@@ -191,12 +191,11 @@ class PoolMachine(RuleBasedStateMachine):
     def generate(self, prompt: tuple[int, ...], first: int) -> None:
         """An answer is written, and takes nothing from others."""
         prompt = prompt[: len(prompt) // BLOCK * BLOCK]
-        blocks = self.pool._blocks
-        before = blocks.free_pages, blocks.idle_pages, blocks.leaving_pages
+        before = self.room_for_others()
         got = self.pool.reserve_answer(
             hashes_of(prompt), len(prompt), first_token=first * BLOCK, now=self.now
         )
-        assert (blocks.free_pages, blocks.idle_pages, blocks.leaving_pages) == before
+        assert self.room_for_others() == before
         if isinstance(got, Lease):
             self.note(got)
             assert min(got.skip_tokens.values(), default=100) >= first * BLOCK
@@ -208,19 +207,27 @@ class PoolMachine(RuleBasedStateMachine):
     def end_answer(self, data: st.DataObject, commit: bool) -> None:
         lease, prompt = self.answers.pop(data.draw(st.sampled_from(sorted(self.answers))))
         hashes = hashes_of(prompt)
+        before = self.room_for_others()
         if commit and self.pool.commit(lease.id, self.now):
             self.reference.commit(lease, hashes)
             assert self.pool.match(hashes).tokens == len(prompt)
         assert self.pool.release(lease.id, self.now)
+        assert self.room_for_others() == before
         self.ended.append(lease.id)
-        self.pool.check()
-        if self.ssd is not None:
-            preparation = self.pool.prepare((), None)
-            self.carry_out(preparation)
-            assert preparation is not None
-            preparation.end(self.now)
-        self.pool.settle(self.now)
-        assert self.pool._blocks.has_room(0) or not self.pool._blocks.idle_pages
+
+    @precondition(lambda self: self.ssd is not None and self.aside)
+    @rule()
+    def spill_ahead(self) -> None:
+        waiting = {*self.queued, *self.ran}
+        self.queued += (job for job in self.pool.spill_ahead(self.now) if job not in waiting)
+        assert list(self.pool._tiers.jobs) == [*self.ran, *self.queued], "a job is never run"
+
+    def room_for_others(self) -> int:
+        """The most pages that a reservation could get now."""
+        blocks = self.pool._blocks
+        assert blocks.free_pages is not None
+        possible = blocks.free_pages + blocks.idle_pages + blocks.leaving_pages
+        return possible - blocks.aside.left_pages
 
     # Preparations, in steps -----------------------------------------------------------------------
 

@@ -107,6 +107,15 @@ class EngineContract:
         ]
         assert answers[0] == answers[1] == answers[2]
 
+    def test_a_job_may_have_smaller_chunks(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(chunk_tokens=64)
+        (prefilled, *_), small = (
+            Watched(engine, job(200, chunk_tokens=chunk)).result() for chunk in (400, 32)
+        )
+        assert isinstance(prefilled, Prefilled) and isinstance(small[0], Prefilled)
+        assert prefilled.cut_tokens == (64, 128, 192, 200)
+        assert small[0].cut_tokens == (32, 64, 96, 128, 160, 192, 200)
+
     def test_prefill_only(self, make_engine: MakeEngine) -> None:
         done = Watched(make_engine(), job(100, sampling=greedy(0)))
         assert done.result() == [Prefilled(0, 100, 0), Finished("length")]
@@ -281,6 +290,7 @@ class EngineContract:
             (job(sampling=Sampling(bad_words_token_ids=((10**6,),))), "bad_words"),
             (job(sampling=Sampling(logprobs=21)), "logprobs"),
             (job(sampling=Sampling(stop_token_ids=frozenset({10**6}))), "stop_token_ids"),
+            (job(chunk_tokens=0), "chunk_tokens"),
             (job(resume=Resume(100, state)), "resume.tokens"),
             (job(resume=Resume(0, state)), "resume.tokens"),
             (job(export=Export(state, 101)), "export"),

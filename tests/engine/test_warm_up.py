@@ -11,6 +11,7 @@ from prfaas.engine.api import Emit, EngineJob, EngineLimits, Finished, JobFailed
 from prfaas.engine.emulated import EmulatedEngine, Scales
 from prfaas.engine.warm_up import (
     MOST_LENGTHS,
+    STEPS,
     TAILS,
     TOGETHER,
     WarmUpReport,
@@ -80,11 +81,20 @@ def test_every_length_is_exported_resumed_and_decoded() -> None:
         for job in engine.jobs
         if job.resume is not None
     ]
-    assert resumed[:4] == [(300, TAILS[0], 1), (300, TAILS[1], 1), (20, TAILS[0], 1), (20, 1, 1)]
+    # The single token is followed by decode steps.
+    tails = list(zip(TAILS, (1, 1 + STEPS), strict=True))
+    assert resumed[:4] == [(length, *tail) for length in (300, 20) for tail in tails]
     together = resumed[4:]
     assert len(together) == TOGETHER and all(steps > TOGETHER for _, _, steps in together)
     assert {job.sampling.temperature for job in engine.jobs[-TOGETHER:]} == {0.0, 1.0}
     assert (report.lengths, report.skipped, report.together) == ((300, 20), (), TOGETHER)
+
+
+def test_of_lengths_that_nobody_named_the_longest_and_the_shortest_are_resumed() -> None:
+    engine = Recording()
+    run(engine, [20, 100, 300], named=False)
+    lengths = [job.resume.tokens for job in engine.jobs if job.resume is not None]
+    assert set(lengths) == {300, 20}
 
 
 def test_an_emulated_engine_is_warmed_up(engine: EmulatedEngine) -> None:

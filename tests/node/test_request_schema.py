@@ -39,6 +39,7 @@ def test_defaults_are_vllms() -> None:
     asked = parse()
     assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
     assert not asked.stream and asked.stops == ()
+    assert list(parse_all().prompt) == [1, 2, 3]
 
 
 def test_every_field_reaches_the_engine() -> None:

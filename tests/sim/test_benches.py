@@ -45,8 +45,9 @@ def test_agents_with_and_without_kept_answers() -> None:
     (run,) = found["runs"]
     assert run["prompt_tokens"] > 50_000 and run["seen_before"] > 0.9
     shares = found["computed_share"]
-    assert shares["with"] < shares["without"] < 0.2
-    assert found["computed_ratio"] == round(shares["with"] / shares["without"], 3)
+    assert shares["kept"] < shares["without"] < 0.2
+    assert found["computed_ratio"]["kept"] == round(shares["kept"] / shares["without"], 3)
+    assert run["remainders"] == run["kept"]  # only `adaptive` gives remainders to decode nodes
 
 
 def test_an_impossible_load_is_named() -> None:

@@ -10,15 +10,16 @@ A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belon
 stay when no lease uses them; the eviction policy decides which idle block is evicted first. The
 arena has the bytes, the tree has the block hashes.
 
-Some pages may be set aside for answers that are being written (`SetAside`). They do not count as
-free, and their blocks do not count as used by others, so that writers of answers take nothing from
-other reservations.
+Answers that are being written have a number of pages of their own (`SetAside`): reservations of
+others cannot count on them, so that no reservation fails because an answer is being written. Idle
+prefixes use these pages until an answer needs them, so that they are not lost to the cache.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.storage.page_supply import PageSupply
@@ -62,31 +63,24 @@ class Eviction(Protocol):
     def victims(self, now: float) -> Sequence[Block]:
         """The idle blocks to evict next, at least one while any is idle."""
 
+    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
+        """Whether an answer is worth more than the next victims: it takes `nbytes`, and saves the
+        prefill of `new_tokens` after `cached_tokens`, which the pool has without it."""
+
     def check(self) -> None:
         """Asserts the policy's invariants."""
 
 
+@dataclass(slots=True)
 class SetAside:
-    """Pages that only writers of answers get, and the blocks that they have now."""
+    """How many pages answers may have while they are written, and how many they have now."""
 
-    def __init__(self) -> None:
-        self.limit_pages = 0
-        self.used_pages = 0
-        self._blocks: dict[int, Block] = {}  # by identity
+    limit_pages: int = 0
+    used_pages: int = 0
 
-    def add(self, block: Block) -> None:
-        self._blocks[id(block)] = block
-        self.used_pages += len(block.pages)
-
-    def remove(self, block: Block) -> None:
-        """The block counts as any other from now on, or is gone. Without effect on other blocks."""
-        if self._blocks.pop(id(block), None) is not None:
-            self.used_pages -= len(block.pages)
-
-    def check(self, live: Mapping[int, Block]) -> None:
-        assert self._blocks.keys() <= live.keys()
-        assert self.used_pages == sum(len(block.pages) for block in self._blocks.values())
-        assert self.used_pages <= self.limit_pages
+    @property
+    def left_pages(self) -> int:
+        return self.limit_pages - self.used_pages
 
 
 class BlockPool:
@@ -109,43 +103,39 @@ class BlockPool:
 
     @property
     def capacity_pages(self) -> int | None:
-        """Without the pages that are set aside."""
-        capacity = self.supply.capacity_pages
-        return None if capacity is None else capacity - self.aside.limit_pages
+        return self.supply.capacity_pages
 
     @property
     def free_pages(self) -> int | None:
-        """Negative when an answer has been added that the pool has no room for: the excess is on
-        pages that are set aside, until other blocks are evicted."""
         capacity = self.capacity_pages
-        return None if capacity is None else capacity - self.used_pages + self.aside.used_pages
+        return None if capacity is None else capacity - self.used_pages
 
     def can_ever_hold(self, pages: int) -> bool:
         capacity = self.capacity_pages
-        return capacity is None or pages <= capacity
+        return capacity is None or pages <= capacity - self.aside.limit_pages
 
-    def can_make_room(self, pages: int) -> bool:
-        """Whether evicting idle blocks would free that many pages. Evicts nothing."""
-        free = self.free_pages
-        return free is None or pages <= free + self.idle_pages + self.leaving_pages
+    def can_make_room(self, pages: int, *, answer: bool = False) -> bool:
+        """Whether evicting idle blocks would free that many pages beside those that are left for
+        answers, or with `answer` of those. Evicts nothing."""
+        free, left = self.free_pages, self.aside.left_pages
+        if answer and pages > left:
+            return False
+        if free is None or not pages:  # readers may have pinned more than the pool has for others
+            return True
+        possible = free + self.idle_pages + self.leaving_pages
+        return pages <= (possible if answer else possible - left)
 
-    def has_room(self, pages: int, *, aside: bool = False) -> bool:
-        """Whether that many pages are free, or with `aside` are free of those set aside."""
-        if aside:
-            capacity, limit = self.supply.capacity_pages, self.aside.limit_pages
-            exists = capacity is None or pages <= capacity - self.used_pages
-            return exists and self.aside.used_pages + pages <= limit
+    def has_room(self, pages: int) -> bool:
         free = self.free_pages
         return free is None or pages <= free
 
-    def allocate(self, units: Sequence[tuple[int, int]], *, aside: bool = False) -> list[Block]:
+    def allocate(self, units: Sequence[tuple[int, int]]) -> list[Block]:
         """Blocks in use by one holder, for units (group, pages), in the same order and as
-        neighbours where possible, from the pages that are set aside or from the others. The caller
-        has made room for all of them."""
+        neighbours where possible. The caller has made room for all of them."""
         blocks = [Block(group, ()) for group, _ in units]
         for block in blocks:
             block.refs = 1
-        self._take(blocks, [pages for _, pages in units], aside=aside)
+        self._take(blocks, [pages for _, pages in units])
         return blocks
 
     def restore(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
@@ -229,7 +219,7 @@ class BlockPool:
             assert not leaving or (block.refs == 0 and block.slot is not None), block
             assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
         self.supply.check(seen)
-        self.aside.check(self._live)
+        assert 0 <= self.aside.used_pages <= min(self.aside.limit_pages, self.used_pages)
         assert self.used_pages == len(seen)
         assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
         assert self.leaving_pages == sum(len(block.pages) for block in self._leaving.values())
@@ -239,21 +229,17 @@ class BlockPool:
             by_group[block.group] += len(block.pages)
         assert by_group == +self.pages_by_group
 
-    def _take(self, blocks: Sequence[Block], pages: Sequence[int], *, aside: bool = False) -> None:
+    def _take(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
         needed = sum(pages)
-        has_room = not needed or self.has_room(needed, aside=aside)  # a pool may be over its limit
-        assert has_room, f"{needed} pages requested, {self.free_pages} free"
+        assert self.has_room(needed), f"{needed} pages requested, {self.free_pages} free"
         self.used_pages += needed
         for block, taken in zip(blocks, self.supply.take(pages), strict=True):
             block.pages = taken
             self.pages_by_group[block.group] += len(taken)
             self._live[id(block)] = block
-            if aside:
-                self.aside.add(block)
 
     def _give_back(self, block: Block) -> None:
         del self._live[id(block)]
-        self.aside.remove(block)
         self.used_pages -= len(block.pages)
         self.pages_by_group[block.group] -= len(block.pages)
         self.supply.give_back(block.pages)

@@ -43,6 +43,15 @@ class Lease:
     new_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerBasis:
+    """What an answer counts on in the pool, on either tier."""
+
+    runs: Mapping[int, int]  # per full-attention group, the blocks before the first new one
+    complete: bool  # the pool had all of the answer, also the states after it
+    new_pages: int
+
+
 @dataclass(slots=True)
 class LeaseRecord:
     """What the pool keeps about a lease."""
@@ -52,8 +61,8 @@ class LeaseRecord:
     new: dict[UnitKey, Block]
     promotable: set[UnitKey]  # of `new`: kept as prefix on commit
     spare_tokens: frozenset[int]  # lengths whose checkpoint is speculative
-    # Of an answer, which pins nothing: the blocks of each group that must precede it at the commit.
-    answer_runs: Mapping[int, int] | None = None
+    # Of an answer, which pins nothing: what was found, and must still be there at the commit.
+    answer: AnswerBasis | None = None
     committed: bool = False
 
 
@@ -75,7 +84,7 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full a pool is now, without the pages that are set aside for answers."""
+    """How full a pool is now."""
 
     capacity_pages: int | None
     used_pages: int

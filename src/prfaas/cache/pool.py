@@ -13,8 +13,9 @@ only. The pool has no clock: the caller passes the time. It has no locks: it has
 have no deadline: the owner decides when a lease ends, because only the owner knows when the last
 writer has stopped.
 
-An answer is reserved and committed in the same way when it has been generated, but on pages that
-are set aside, and without pinning what precedes it: no other reservation fails because of it.
+An answer is reserved and committed in the same way when it has been generated, but within a number
+of pages that other reservations cannot count on, and without pinning what precedes it: no other
+reservation fails because of it.
 
 No call reads or writes the SSD. `reserve` and `pin` find what is in memory; `prepare` first brings
 a prefix there, in jobs that the owner may run in another thread.
@@ -24,7 +25,7 @@ a prefix there, in jobs that the owner may run in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -32,12 +33,20 @@ from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, rules_for
 from prfaas.cache.journal import Action, Journal
-from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, PoolStats
+from prfaas.cache.lease import (
+    AnswerBasis,
+    Lease,
+    LeaseId,
+    LeaseRecord,
+    Match,
+    Occupancy,
+    PoolStats,
+)
 from prfaas.cache.lookup import PrefixLookup
 from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.preparation import Preparation, Promises
-from prfaas.cache.storage.ssd_jobs import ReadJob
+from prfaas.cache.storage.ssd_jobs import ReadJob, SsdJob
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
 from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, demand_of
@@ -87,6 +96,7 @@ class HybridPrefixPool:
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
         self._promises = Promises(self._tiers, self._blocks, storage.layout)
         self._checkpoints = checkpoints
+        self._eviction = eviction
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
         self._ids = count(1) if lease_ids is None else lease_ids
@@ -109,7 +119,7 @@ class HybridPrefixPool:
         blocks = self._blocks
         return Occupancy(
             blocks.capacity_pages,
-            blocks.used_pages - blocks.aside.used_pages,
+            blocks.used_pages,
             blocks.idle_pages + blocks.leaving_pages,
             len(self._leases),
             self._tiers.spilled_units,
@@ -173,9 +183,9 @@ class HybridPrefixPool:
         return self._lease(hashes, tokens, asked, now)
 
     def set_aside(self, pages: int) -> None:
-        """From now on this many pages are for answers that are being written, and no others."""
+        """From now on reservations leave this many pages to answers that are being written. Idle
+        prefixes use them until then."""
         self._blocks.aside.limit_pages = max(pages, self._blocks.aside.used_pages)
-        self.settle(0.0)
 
     def reserve_answer(
         self, hashes: Sequence[BlockHash], tokens: int, *, first_token: int, now: float
@@ -183,20 +193,30 @@ class HybridPrefixPool:
         """Pages for what an engine has generated: its full attention up to `tokens`, a boundary,
         as far as the pool lacks it, and windows and states after `tokens`. The engine has attention
         from `first_token` on; the pool must have what precedes it, and still have it at the commit.
-        Nothing is pinned or evicted, and only pages that are set aside are used."""
+        Nothing stays pinned. Only pages that are left for answers are used; idle prefixes on them
+        are evicted when they are worth less than the answer."""
         _check_request(hashes, tokens, self.block_tokens, (tokens,))
         nodes = self._lookup.nodes(hashes)
         hit = self._lookup.hit(nodes, resident=False)
         runs = self._lookup.runs(nodes, resident=False)
         if any(run * self.block_tokens < first_token for run in runs.values()):
             return NotNow(f"the first {first_token} tokens are not in the pool", TOO_LARGE_RETRY_S)
-        firm = (len(hashes),) if len(hashes) > hit.blocks else ()
+        complete = hit.blocks == len(hashes)
+        firm = () if complete else (len(hashes),)
         demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
         pages = sum(self.layout.pages(group) for group, _ in demand.units)
-        if not self._blocks.has_room(pages, aside=True):
-            nbytes = pages * self.layout.page_bytes
+        nbytes = pages * self.layout.page_bytes
+        if not self._blocks.can_make_room(pages, answer=True):
             return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
-        new = _allocate(self._blocks, self.layout, demand, aside=True)
+        if not self._blocks.has_room(pages):
+            cached = hit.blocks * self.block_tokens
+            if not self._eviction.admits(tokens - cached, cached, nbytes, now):
+                return NotNow("the answer is worth less than what it would evict", BUSY_RETRY_S)
+            before = self._lookup.blocks_to_pin(nodes, Hit(0, 0), runs).values()
+            if not _make_answer_room(self._blocks, self._tiers, pages, before, now):
+                return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        new = _allocate(self._blocks, self.layout, demand)
+        self._blocks.aside.used_pages += pages
         lease = Lease(
             id=LeaseId(next(self._ids)),
             tokens=tokens,
@@ -211,17 +231,21 @@ class HybridPrefixPool:
             new=new,
             promotable=demand.promotable,
             spare_tokens=frozenset(),
-            answer_runs=runs,
+            answer=AnswerBasis(runs, complete, pages),
         )
         return lease
 
-    def settle(self, now: float) -> None:
-        """Evicts what is worth least until the pool is within its limit again, after an answer was
-        added. With an SSD tier, call it after a `prepare` has spilled the victims."""
-        blocks = self._blocks
-        if not blocks.has_room(0):
-            possible = (blocks.free_pages or 0) + blocks.idle_pages + blocks.leaving_pages
-            self._tiers.make_room(min(0, possible), now)
+    def spill_ahead(self, now: float) -> Sequence[SsdJob]:
+        """In a pool with an SSD tier: starts to spill the next victims when not all pages that are
+        left for answers are free, because `reserve_answer` would drop the victims. The owner runs
+        and finishes the jobs, and calls again until there are none."""
+        blocks, jobs = self._blocks, self._tiers.jobs
+        while not blocks.has_room(blocks.aside.left_pages - blocks.leaving_pages):
+            if not self._tiers.start_spills(now):
+                break
+            if len(jobs):
+                return list(jobs)
+        return ()
 
     def tables(self, lease_id: LeaseId) -> LeaseTables:
         """The pages of the lease's units; units keep their pages until the lease is released.
@@ -241,16 +265,17 @@ class HybridPrefixPool:
         record = _known(self._leases, lease_id)
         if record.committed:
             return True
-        if record.answer_runs is not None:
-            runs = self._lookup.runs(self._lookup.nodes(record.hashes), resident=False)
-            if any(runs[group] < run for group, run in record.answer_runs.items()):
+        if record.answer is not None:
+            # Checked here although `reserve_answer` has found it: nothing was pinned since, so that
+            # memory may have evicted it, and an SSD may have failed to read it back.
+            if not self._lookup.holds(record.hashes, record.answer):
                 return False
             self.stats.kept_answers += 1
         record.committed = True
         parent: PrefixNode | None = None
         path: list[PrefixNode] = []
         for name in record.hashes:
-            parent = self._tree.add(name, parent)
+            parent = self._tree.add(name, parent, answer=record.answer is not None)
             path.append(parent)
         for key in sorted(record.promotable):
             group = key[0]
@@ -266,19 +291,15 @@ class HybridPrefixPool:
         return True
 
     def release(self, lease_id: LeaseId, now: float) -> bool:
-        """Ends a lease and drops what was not committed. False when it had ended before. After an
-        answer, a pool with an SSD tier may be beyond its limit until `settle`."""
+        """Ends a lease and drops what was not committed. False when it had ended before."""
         record = self._leases.pop(lease_id, None)
         if record is None:
             return False
         blocks = [*record.pinned.values(), *record.new.values()]
         self._blocks.release(in_prompt_order(blocks), now)
-        if record.answer_runs is not None:
-            # From here on the answer counts as any prefix, and may be the one that is evicted.
-            for block in blocks:
-                self._blocks.aside.remove(block)
-            if not self._tiers.has_ssd:
-                self.settle(now)
+        if record.answer is not None:
+            # Its pages are free, or those of an idle prefix, which the next answer can evict.
+            self._blocks.aside.used_pages -= record.answer.new_pages
         return True
 
     def check(self) -> None:
@@ -293,6 +314,8 @@ class HybridPrefixPool:
             if not record.committed:
                 assert all(block.node is None for block in record.new.values()), "seen too early"
             assert record.promotable <= set(record.new)
+        answers = [record.answer for record in self._leases.values() if record.answer is not None]
+        assert self._blocks.aside.used_pages == sum(answer.new_pages for answer in answers)
         preparing = [block for one in self._promises.active for block in one.held]
         reading = [job.block for job in self._tiers.jobs if isinstance(job, ReadJob)]
         for block in (*preparing, *reading):
@@ -379,7 +402,9 @@ class HybridPrefixPool:
             promotable=demand.promotable,
             spare_tokens=frozenset(length * self.block_tokens for length in taken),
         )
-        _count(self.stats, match, nodes[hit.blocks - 1] if hit.blocks else None)
+        resumed = nodes[hit.blocks - 1] if hit.blocks else None
+        self._tree.continued(resumed)
+        _count(self.stats, match, resumed)
         return lease
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
@@ -389,16 +414,31 @@ class HybridPrefixPool:
         for length in spare:
             units = list(closing_units(self.rules, self.block_tokens, length * self.block_tokens))
             more = sum(self.layout.pages(u.key[0]) for u in units if u.key not in demand.units)
-            if not self._blocks.has_room(pages + more):
+            wanted = pages + more
+            if not self._blocks.has_room(wanted) or not self._blocks.can_make_room(wanted):
                 break
             demand.add(units, keep=True)
-            pages += more
+            pages = wanted
             taken.append(length)
         return tuple(taken)
 
     def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
+
+
+def _make_answer_room(
+    blocks: BlockPool, tiers: CacheTiers, pages: int, before: Collection[Block], now: float
+) -> bool:
+    """Evicts idle blocks, but not `before`: the answer would be useless without what precedes it.
+    False, and nothing is evicted, when there is no room."""
+    for block in before:
+        tiers.hold(block)
+    possible = blocks.can_make_room(pages, answer=True)
+    if possible:
+        tiers.make_room(pages, now)
+    blocks.release(in_prompt_order(before), now)
+    return possible
 
 
 def _asked_checkpoints(
@@ -427,14 +467,12 @@ def _refusal(blocks: BlockPool, layout: PageLayout, pages: int) -> NotNow:
     return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
 
-def _allocate(
-    blocks: BlockPool, layout: PageLayout, demand: Demand, *, aside: bool = False
-) -> dict[UnitKey, Block]:
+def _allocate(blocks: BlockPool, layout: PageLayout, demand: Demand) -> dict[UnitKey, Block]:
     """In the order of the demand. The pages are in the order of groups and tokens, in which engines
     copy them."""
     sizes = [layout.pages(group) for group in range(len(layout.unit_bytes))]
     order = sorted(demand.units)
-    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order], aside=aside)
+    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order])
     found = dict(zip(order, allocated, strict=True))
     new: dict[UnitKey, Block] = {}
     for key, filled_from in demand.units.items():

@@ -119,6 +119,9 @@ class EngineJob:
     # Sums depend on the cuts: to repeat another job's numbers bit by bit, repeat its cuts.
     cut_tokens: tuple[int, ...] = ()
     keep: KeepAnswer | None = None  # None: nothing is copied for it
+    # Chunks are no longer than this, and no longer than the engine's own. Sequences that decode
+    # meanwhile wait for a chunk between two steps.
+    chunk_tokens: int | None = None
 
 
 # Events -----------------------------------------------------------------------------------------
@@ -283,6 +286,10 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
     if job.export is not None:
         _check_export(job.export, job, spec)
     check_cuts(job.cut_tokens, prompt_tokens, "cut_tokens")
+    if job.chunk_tokens is not None and job.chunk_tokens < 1:
+        raise InputError(
+            f"chunks of {job.chunk_tokens} tokens", where="chunk_tokens", fix="use 1 or more"
+        )
     if job.keep is not None and not 0 <= job.keep.held_tokens <= prompt_tokens:
         raise InputError(
             f"{job.keep.held_tokens} tokens of a prompt of {prompt_tokens} cannot be held",

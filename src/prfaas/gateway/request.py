@@ -47,6 +47,7 @@ class RequestTrace:
     prefill: str = ""
     decode: str = ""
     offloaded: bool = False
+    remainder: bool = False  # the decode node prefills what it has not cached
     reason: str = ""
     cached_tokens: int = 0
     form: Form | Literal[""] = ""  # of the hand-off's state; empty: no hand-off, or none granted

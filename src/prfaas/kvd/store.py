@@ -45,8 +45,8 @@ from prfaas.types import BlockHash, Compat, Form, NodeId
 _DEFAULTS = KvdSection()
 # How long a request waits for the SSD. A gateway waits 5 s for the answer to an open.
 SSD_WAIT_S = 3.0
-# Pages that are set aside for answers that are being written: so many answers of that length, but
-# at most this part of the pool.
+# Pages that grants leave to answers that are being written: so many answers of that length, but at
+# most this part of the pool. Idle prefixes use them until then.
 ANSWERS_AT_ONCE = 4
 ANSWER_TOKENS = 2_048
 ANSWER_PARTS = 32
@@ -99,7 +99,8 @@ class Store:
         self._budget = MemoryBudget(options.memory_bytes)
         self._lease_ids = count(first_lease_id())  # one lease is of one pool only
         self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
-        self._settling: asyncio.Task[None] | None = None
+        self._keeps_answers = False  # an engine does that has registered
+        self._spilling: asyncio.Task[None] | None = None  # ahead of answers
 
     @property
     def first(self) -> Storage | None:
@@ -135,7 +136,7 @@ class Store:
         storage = self._registered(register)
         if register.keeps_answers:
             storage.pool.set_aside(_answer_pages(storage))
-            self.publish_changes()
+            self._keeps_answers = True
         return storage
 
     def _registered(self, register: Register) -> Storage:
@@ -207,7 +208,7 @@ class Store:
                 )
             except InputError:
                 pass  # the reservation will raise it
-        if preparation is None or self._worker is None:
+        if storage is None or preparation is None or self._worker is None:
             yield
             return
         try:
@@ -216,23 +217,22 @@ class Store:
         finally:
             preparation.end(self._clock.now())
             self.publish_changes()
+            self.spill_ahead(storage)
 
-    def settle(self, storage: Storage) -> None:
-        """Starts to bring a pool with an SSD tier back within its limit, after an answer was added.
-        A pool without one has done so itself. Does not wait."""
-        within = storage.pool.occupancy()
-        over = within.capacity_pages is not None and within.used_pages > within.capacity_pages
-        if over and (self._settling is None or self._settling.done()):
-            self._settling = asyncio.get_running_loop().create_task(self._settle(storage))
-
-    async def _settle(self, storage: Storage) -> None:
-        async with self.prepared(storage, ()):
-            storage.pool.settle(self._clock.now())
+    def spill_ahead(self, storage: Storage) -> None:
+        """Starts to make the pages free that the next answers need, by spilling to the SSD tier: an
+        answer does not wait, and would drop what it evicts. Without effect on a storage that has no
+        SSD tier or keeps no answers. Does not wait."""
+        if not self._keeps_answers or self._worker is None or storage.ssd_fd is None:
+            return
+        if self._spilling is None or self._spilling.done():
+            running = self._worker.run_all(storage.pool.spill_ahead)
+            self._spilling = asyncio.get_running_loop().create_task(running)
 
     def close(self) -> None:
         """Waits for the SSD's thread, for a limited time."""
-        if self._settling is not None:
-            self._settling.cancel()
+        if self._spilling is not None:
+            self._spilling.cancel()
         # A thread that is stuck in the file must not find another file under its number.
         stopped = self._worker is None or self._worker.close()
         for storage in self.storages:
@@ -346,7 +346,7 @@ def first_lease_id() -> int:
 
 
 def _answer_pages(storage: Storage) -> int:
-    """The pages to set aside for answers that are being written."""
+    """The pages that grants leave to answers that are being written."""
     layout, rules = storage.pool.layout, storage.pool.rules
     units = [*growing_units(rules, storage.block_tokens, _no_runs(storage), ANSWER_TOKENS)]
     units += closing_units(rules, storage.block_tokens, ANSWER_TOKENS)

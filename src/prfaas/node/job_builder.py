@@ -1,6 +1,7 @@
 """From a request to an engine's job: which prefix to resume from, and which state to keep.
 
     plain            resume at the longest cached prefix; keep the prompt up to its last boundary
+    remainder        as plain, in small chunks, if only a few tokens are not cached; otherwise fail
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
     remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
     reference        compute everything, cut where the request says; the pool is not used
@@ -21,6 +22,7 @@ from typing import NamedTuple, Protocol
 from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.contracts.kv_transfer_params import (
     Reference,
+    Remainder,
     RemoteDecode,
     RemotePrefill,
     RequestedTransfer,
@@ -42,7 +44,7 @@ class TokenizedRequest:
     prompt: Sequence[int]
     sampling: Sampling
     salt: str = ""
-    transfer: RequestedTransfer | Reference | None = None
+    transfer: RequestedTransfer | Reference | Remainder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class JobBuilder:
         match request.transfer:
             case None:
                 return self._plain(request)
+            case Remainder():
+                return self._remainder(request, request.transfer)
             case RemoteDecode():
                 return self._remote_decode(request, request.transfer)
             case RemotePrefill():
@@ -157,6 +161,20 @@ class JobBuilder:
         if isinstance(lease, ReadLease):
             return prepared  # there was no room for the prompt, and so there is none for its answer
         return self._keeping(prepared, lease.tokens)
+
+    def _remainder(self, request: TokenizedRequest, bound: Remainder) -> PreparedJob:
+        prepared = self._plain(request)
+        assert prepared.job is not None
+        computed = len(request.prompt) - prepared.resumed_tokens
+        if computed > bound.max_computed_tokens:
+            prepared.end()
+            raise request_error(
+                "transfer_lost",
+                f"this node has only {prepared.resumed_tokens} of {len(request.prompt)} tokens "
+                f"cached; {computed} to compute are more than {bound.max_computed_tokens}",
+            )
+        job = replace(prepared.job, chunk_tokens=bound.chunk_tokens)
+        return replace(prepared, job=job)
 
     def _keeping(self, prepared: PreparedJob, held_tokens: int) -> PreparedJob:
         """The same job, whose answer is kept. The pool has `held_tokens` when it has ended."""

@@ -131,6 +131,10 @@ class Caches:
         """The number of tokens that a hand-off to this node can leave out."""
         return self._caches[node].handoffs.attention_tokens(hashes)
 
+    def resumable_tokens(self, node: NodeId, hashes: Hashes) -> int:
+        """The number of tokens that a remainder at this decode node can follow."""
+        return self._caches[node].handoffs.resumable_tokens(hashes)
+
     def store_handoff(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
         """Stores a prompt's KV at the node that decodes it."""
         size = self._config.block_tokens

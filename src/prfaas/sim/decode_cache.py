@@ -75,6 +75,18 @@ class DecodeCache:
             for block in rule.needs(len(hashes), self._block_tokens)
         )
 
+    def resumable_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        """The longest prefix after which a prompt could resume."""
+        closing = [(group, rule) for group, (rule, _) in enumerate(self._groups) if rule.closes]
+        for blocks in range(self.attention_tokens(hashes) // self._block_tokens, 0, -1):
+            if all(
+                (group, hashes[block]) in self._held
+                for group, rule in closing
+                for block in rule.needs(blocks, self._block_tokens)
+            ):
+                return blocks * self._block_tokens
+        return 0
+
     def check(self) -> None:
         assert self._bytes == sum(self._groups[group][1] for group, _ in self._held)
         assert self._bytes <= self._capacity_bytes

@@ -236,7 +236,8 @@ class EmulatedEngine:
     def _chunk(self, sequence: EmulatedSequence) -> None:
         job = sequence.job
         if sequence.ends is None:
-            tokens, chunk = len(job.prompt), self._chunk_tokens
+            tokens = len(job.prompt)
+            chunk = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
             sequence.cuts = chunk_ends(
                 sequence.resumed,
                 tokens,

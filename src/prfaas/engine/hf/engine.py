@@ -186,7 +186,8 @@ class HFEngine:
         job = sequence.job
         cache = sequence.cache
         if cache is None:
-            cache = sequence.start(self._loaded, self._ring, self._chunk_tokens)
+            chunk_tokens = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
+            cache = sequence.start(self._loaded, self._ring, chunk_tokens)
         start, stop = sequence.tokens, next(sequence.ends)
         cache.begin(start, stop)
         ids = _on_device(job.prompt[start:stop], self._loaded.device)[None]

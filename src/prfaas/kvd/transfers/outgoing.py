@@ -289,9 +289,12 @@ class OutgoingTransfers:
         """The lease includes the checkpoints of the grant where the prefill computes them."""
         hashes = [BlockHash(name) for name in request.hashes]
         if request.answer_from is not None:
-            return storage.pool.reserve_answer(
-                hashes, request.tokens, first_token=request.answer_from, now=self._clock.now()
+            now = self._clock.now()
+            answer = storage.pool.reserve_answer(
+                hashes, request.tokens, first_token=request.answer_from, now=now
             )
+            self._store.spill_ahead(storage)
+            return answer
         promised = request.grant.checkpoint_tokens if request.grant is not None else ()
 
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:
@@ -392,7 +395,6 @@ class OutgoingTransfers:
         if self._leases.pop(outgoing.lease.id, None) is not None:
             outgoing.storage.pool.release(outgoing.lease.id, self._clock.now())
             self._store.publish_changes()
-            self._store.settle(outgoing.storage)
 
 
 def check_grant(storage: Storage, grant: Grant, tokens: int) -> None:
