@@ -1,0 +1,279 @@
+"""Every parameter of a request, through a gateway: offloaded and local, with vLLM servers and with
+`prfaas node`s of the same checkpoint. The answer is the one that vLLM itself gives."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.contracts.readiness import GatewayReady
+from tests.gateway.backends import MODEL, deployment, written
+from tests.node.hosts import Host, Process
+from tests.vllm.cases import ALIGNED, PROMPTS, Case, case_id
+from tests.vllm.parameters import CHATS, COMPLETIONS, MAX_TOKENS, OF_THE_PROMPT, Plain
+from tests.waiting import HANG_S, wait_until
+
+pytestmark = [
+    pytest.mark.timeout(900),  # servers start and stop within it
+    pytest.mark.parametrize("case", [("falcon-h1", ALIGNED)], indirect=True, ids=case_id),
+]
+TOLERANCE = 1e-3  # of a log-probability
+PROMPT = PROMPTS["edges"][0]  # 513 tokens: four blocks of vLLM, and a token
+MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
+BASE = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0.0, "return_token_ids": True}
+ENGINES = ("vllm", "node")
+ROUTES = ("remote", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    process: Process
+    url: str
+
+    def post(self, path: str, body: dict[str, Any], name: str) -> tuple[int, Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "X-Request-Id": name},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=HANG_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def logged(self, name: str) -> list[dict[str, Any]]:
+        """What the request log says of the request."""
+
+        def lines() -> list[str]:
+            return [line for line in self.process.output.splitlines() if f'"{name}"' in line]
+
+        wait_until(lambda: bool(lines()))
+        return [json.loads(line[line.index("{") :]) for line in lines()]
+
+
+@pytest.fixture(scope="module")
+def gateways(
+    case: Case, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Gateway]]:
+    """By engine and route. A `remote` one has its prefill node in another cluster, a `local` one in
+    the decode node's."""
+    folder = tmp_path_factory.mktemp("parameters")
+    pair = case.pair
+    with ExitStack() as stack:
+        options = ("--model", str(case.model.directory))
+        hosts = [Host(folder / name, options) for name in ("prefill", "decode")]
+        for host in hosts:
+            stack.callback(host.close)
+        places = {
+            "vllm": [
+                {"url": pair.prefill.url, "kvd_url": pair.source.url},
+                {"url": pair.decode.url, "kvd_url": pair.target.url},
+            ],
+            "node": [{"url": host.url, "kvd_url": host.kvd_url} for host in hosts],
+        }
+        made = {}
+        for engine in ENGINES:
+            prefill, decode = places[engine]
+            for route in ROUTES:
+                near = [decode] if route == "remote" else [prefill, decode]
+                far = [prefill] if route == "remote" else []
+                made[engine, route] = _started(
+                    stack, folder / f"{engine}-{route}.toml", case.model.directory, near, far, route
+                )
+        for gateway in made.values():
+            wait_until(lambda g=gateway: _is_in_use(g))  # type: ignore[misc]
+        yield made
+
+
+def _started(
+    stack: ExitStack,
+    path: Path,
+    tokenizer: Path,
+    near: list[dict[str, str]],
+    far: list[dict[str, str]],
+    route: str,
+) -> Gateway:
+    raw = msgspec.to_builtins(deployment(near, far, prefill=len(near) - 1, policy=route))
+    if not far:
+        raw["clusters"], raw["links"] = raw["clusters"][:1], []
+    raw["model"]["max_tokens"] = 4096
+    raw["gateway"] = {"port": 0, "tokenizer": str(tokenizer)}
+    process = Process("gateway", str(written(raw, path)), "--advise")
+    stack.callback(process.stop)
+    return Gateway(process, process.ready(GatewayReady).http)
+
+
+def _is_in_use(gateway: Gateway) -> bool:
+    with urllib.request.urlopen(f"{gateway.url}/prfaas/v1/state", timeout=HANG_S) as answer:
+        clusters = json.load(answer)["clusters"]
+    return all(node.get("in_use") for cluster in clusters for node in cluster["nodes"])
+
+
+@pytest.fixture(scope="module")
+def plain(case: Case) -> dict[str, Plain]:
+    """By path: the answer of vLLM without any of the parameters."""
+    found = {}
+    for path, said in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        (choice,) = _of_vllm(case, path, {**BASE, **said})["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        found[path] = Plain(choice["token_ids"], text)
+    return found
+
+
+def _of_vllm(case: Case, path: str, body: dict[str, Any]) -> Any:
+    """vLLM alone, without anything that is cached."""
+    asked = {**body, "model": "m", "cache_salt": secrets.token_hex(8)}
+    answer = case.pair.decode.post(path, asked)
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_completions(
+    case: Case,
+    gateways: dict[tuple[str, str], Gateway],
+    plain: dict[str, Plain],
+    name: str,
+) -> None:
+    path = "/v1/completions"
+    body = {**BASE, "prompt": PROMPT, **COMPLETIONS[name](plain[path])}
+    _check_everywhere(case, gateways, path, body, name)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats(
+    case: Case,
+    gateways: dict[tuple[str, str], Gateway],
+    plain: dict[str, Plain],
+    name: str,
+) -> None:
+    path = "/v1/chat/completions"
+    body = {**BASE, "messages": MESSAGES, **CHATS[name](plain[path])}
+    _check_everywhere(case, gateways, path, body, name)
+
+
+def test_lists_of_prompts(case: Case, gateways: dict[tuple[str, str], Gateway]) -> None:
+    prompts = [PROMPTS["edges"][0], PROMPTS["edges"][1], PROMPTS["edges"][0][:300]]
+    body = {**BASE, "prompt": prompts, "temperature": 1.0, "top_k": 1, "n": 2}
+    _check_everywhere(case, gateways, "/v1/completions", body, "lists")
+
+
+def test_seeds_are_reproducible(gateways: dict[tuple[str, str], Gateway]) -> None:
+    body = {**BASE, "prompt": PROMPT, "temperature": 1.0, "seed": 7, "n": 2}
+    for gateway in gateways.values():
+        answers = []
+        for _ in range(2):
+            salted = {**body, "cache_salt": secrets.token_hex(8)}
+            status, answer = gateway.post("/v1/completions", salted, secrets.token_hex(8))
+            assert status == 200, answer
+            answers.append(sorted((c["index"], c["token_ids"]) for c in answer["choices"]))
+        assert answers[0] == answers[1]
+        assert answers[0][0][1] != answers[0][1][1], "two continuations with one seed"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"best_of": 3}, {"no_such_field": 1}, {"min_p": 5.0}, {"n": 100_000}, {"n": 2}],
+    ids=lambda fields: json.dumps(fields),
+)
+def test_refusals_name_the_field(
+    gateways: dict[tuple[str, str], Gateway], fields: dict[str, Any]
+) -> None:
+    """Before anything is computed. Greedy continuations would all be the same (`n`)."""
+    (field,) = fields
+    for (engine, _), gateway in gateways.items():
+        if engine == "vllm" and field == "no_such_field":
+            continue  # vLLM ignores what it does not know
+        name = secrets.token_hex(8)
+        asked = {**BASE, "prompt": PROMPT, "cache_salt": secrets.token_hex(8), **fields}
+        status, answer = gateway.post("/v1/completions", asked, name)
+        assert status == 400 and field in json.dumps(answer), (engine, status, answer)
+        (line,) = gateway.logged(name)
+        assert line["bytes"] == 0 and line["outcome"] == "rejected"
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+
+def _check_everywhere(
+    case: Case,
+    gateways: dict[tuple[str, str], Gateway],
+    path: str,
+    body: dict[str, Any],
+    name: str,
+) -> None:
+    body = {field: value for field, value in body.items() if value is not None}
+    expected = _of_vllm(case, path, body)
+    wrong = []
+    for way, gateway in gateways.items():
+        request = secrets.token_hex(8)
+        asked = {**body, "cache_salt": secrets.token_hex(8)}
+        status, answer = gateway.post(path, asked, request)
+        if status != 200:
+            wrong.append((way, status, answer))
+            continue
+        problem = _difference(expected, answer)
+        if problem:
+            wrong.append((way, problem, ""))
+        for line in gateway.logged(request):
+            offloaded = way[1] == "remote" and name not in OF_THE_PROMPT
+            if (line["route"] == "remote") != offloaded or line["attempts"] > 1:
+                wrong.append((way, "the request log", line))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def _difference(expected: Any, found: Any) -> str:
+    """Where two responses differ in what a client reads; empty: nowhere."""
+    for usage in ("prompt_tokens", "completion_tokens"):
+        if expected["usage"][usage] != found["usage"][usage]:
+            return f"{usage}: {expected['usage'][usage]} and {found['usage'][usage]}"
+    ours = sorted(found["choices"], key=lambda choice: choice["index"])
+    if len(expected["choices"]) != len(ours):
+        return f"{len(ours)} choices"
+    for here, there in zip(expected["choices"], ours, strict=True):
+        for field in ("index", "token_ids", "text", "message", "finish_reason", "stop_reason"):
+            if _said(here.get(field)) != _said(there.get(field)):
+                return f"{field}: {here.get(field)!r} and {there.get(field)!r}"
+        for field in ("logprobs", "prompt_logprobs"):
+            problem = _unlike(here.get(field), there.get(field), field)
+            if problem:
+                return problem
+    return _unlike(expected.get("prompt_logprobs"), found.get("prompt_logprobs"), "prompt_logprobs")
+
+
+def _said(value: Any) -> Any:
+    """Of a message, its role and its content: vLLM adds fields that say nothing."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item not in (None, [])}
+
+
+def _unlike(expected: Any, found: Any, at: str) -> str:
+    """Numbers are log-probabilities, as long as they are not whole."""
+    if isinstance(expected, float) and isinstance(found, float | int):
+        return "" if abs(expected - found) <= TOLERANCE else f"{at}: {expected} and {found}"
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if expected.keys() != found.keys():
+            return f"{at}: {sorted(expected)} and {sorted(found)}"
+        parts = ((f"{at}.{name}", expected[name], found[name]) for name in expected)
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = zip(expected, found, strict=True)
+        parts = ((f"{at}[{i}]", one, two) for i, (one, two) in enumerate(pairs))
+    else:
+        return "" if expected == found else f"{at}: {expected!r} and {found!r}"
+    return next((problem for name, a, b in parts if (problem := _unlike(a, b, name))), "")
