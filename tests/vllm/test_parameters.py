@@ -105,7 +105,8 @@ def _started(
     far: list[dict[str, str]],
     route: str,
 ) -> Gateway:
-    raw = msgspec.to_builtins(deployment(near, far, prefill=len(near) - 1, policy=route))
+    made = deployment(near, far or near[:1], prefill=len(near) - 1, policy=route)
+    raw = msgspec.to_builtins(made)
     if not far:
         raw["clusters"], raw["links"] = raw["clusters"][:1], []
     raw["model"]["max_tokens"] = 4096
