@@ -39,7 +39,7 @@ def test_defaults_are_vllms() -> None:
     asked = parse()
     assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
     assert not asked.stream and asked.stops == ()
-    assert list(parse_all().prompt) == [1, 2, 3]
+    assert list(map(list, parse_all().prompts)) == [[1, 2, 3]]
 
 
 def test_every_field_reaches_the_engine() -> None:
@@ -89,14 +89,15 @@ def test_null_is_absence() -> None:
     ],
 )
 def test_prompts_come_in_four_shapes(prompt: Any, only: Any) -> None:
-    found = parse_all(prompt=prompt).prompt
+    (found,) = parse_all(prompt=prompt).prompts
     assert (found if isinstance(found, str) else found.tolist()) == only
 
 
 @pytest.mark.parametrize("text", ["[ 5 ,\n6\t]", "[0]", "[" + ",".join(["4294967295"] * 99) + "]"])
 def test_token_ids_are_read_as_json_reads_them(text: str) -> None:
     parsed = parse_completion(b'{"prompt": ' + text.encode() + b"}")
-    assert list(parsed.prompt) == json.loads(text)
+    (found,) = parsed.prompts
+    assert list(found) == json.loads(text)
 
 
 @pytest.mark.parametrize("text", ["[007]", "[1,]", "[1 2]", "[4294967296]", "[" + "9" * 40 + "]"])
@@ -107,13 +108,14 @@ def test_what_is_no_list_of_token_ids(text: str) -> None:
 
 def test_the_last_prompt_of_a_body_counts() -> None:
     parsed = parse_completion(b'{"prompt": "text", "max_tokens": 1, "prompt": [7]}')
-    assert list(parsed.prompt) == [7] and parsed.asked.max_tokens == 1
+    (found,) = parsed.prompts
+    assert list(found) == [7] and parsed.asked.max_tokens == 1
 
 
 # What a client may send besides the fields that are served: a value that asks for something.
 UNSERVED: dict[str, Any] = {
-    **{"n": 2, "best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
-    **{"prompt_logprobs": 1, "logprob_token_ids": [1], "logits_processors": ["x"]},
+    **{"best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
+    **{"logprob_token_ids": [1], "logits_processors": ["x"]},
     **{"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     **{"guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "a"},
     **{"guided_json_object": True, "guided_decoding_backend": "a"},
