@@ -132,8 +132,9 @@ class ResponseBuilder:
     def opening(self) -> bytes | None:
         """The piece before the first token, if the response has one."""
         if self.echo or self.prompt_entries:
+            choice = self._choice(self.shape.piece(self.echo), self.prompt_entries)
             self.sent_characters += sum(len(entry.text) for entry in self.prompt_entries)
-            return self._piece([self._choice(self.shape.piece(self.echo), self.prompt_entries)])
+            return self._piece([choice])
         if self.shape.opening is None:
             return None
         return self._piece([self._choice(self.shape.opening)])
