@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import msgspec
@@ -11,9 +12,11 @@ from prfaas.engine.api import Sampling
 from prfaas.errors import InputError
 from prfaas.node.known_fields import FIXED_IN_CHAT, FIXED_IN_COMPLETIONS, WITHOUT_EFFECT
 from prfaas.node.request_schema import (
+    MAX_LISTED_TOKENS,
     ChatOptions,
     Completion,
     TextCompletion,
+    check_values,
     parse_chat,
     parse_completion,
 )
@@ -39,7 +42,7 @@ def test_defaults_are_vllms() -> None:
     asked = parse()
     assert asked.sampling(16) == Sampling(max_tokens=16, temperature=1.0)
     assert not asked.stream and asked.stops == ()
-    assert list(parse_all().prompt) == [1, 2, 3]
+    assert list(map(list, parse_all().prompts)) == [[1, 2, 3]]
 
 
 def test_every_field_reaches_the_engine() -> None:
@@ -89,14 +92,15 @@ def test_null_is_absence() -> None:
     ],
 )
 def test_prompts_come_in_four_shapes(prompt: Any, only: Any) -> None:
-    found = parse_all(prompt=prompt).prompt
+    (found,) = parse_all(prompt=prompt).prompts
     assert (found if isinstance(found, str) else found.tolist()) == only
 
 
 @pytest.mark.parametrize("text", ["[ 5 ,\n6\t]", "[0]", "[" + ",".join(["4294967295"] * 99) + "]"])
 def test_token_ids_are_read_as_json_reads_them(text: str) -> None:
     parsed = parse_completion(b'{"prompt": ' + text.encode() + b"}")
-    assert list(parsed.prompt) == json.loads(text)
+    (found,) = parsed.prompts
+    assert list(found) == json.loads(text)
 
 
 @pytest.mark.parametrize("text", ["[007]", "[1,]", "[1 2]", "[4294967296]", "[" + "9" * 40 + "]"])
@@ -107,13 +111,14 @@ def test_what_is_no_list_of_token_ids(text: str) -> None:
 
 def test_the_last_prompt_of_a_body_counts() -> None:
     parsed = parse_completion(b'{"prompt": "text", "max_tokens": 1, "prompt": [7]}')
-    assert list(parsed.prompt) == [7] and parsed.asked.max_tokens == 1
+    (found,) = parsed.prompts
+    assert list(found) == [7] and parsed.asked.max_tokens == 1
 
 
 # What a client may send besides the fields that are served: a value that asks for something.
 UNSERVED: dict[str, Any] = {
-    **{"n": 2, "best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
-    **{"prompt_logprobs": 1, "logprob_token_ids": [1], "logits_processors": ["x"]},
+    **{"best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
+    **{"logprob_token_ids": [1], "logits_processors": ["x"]},
     **{"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     **{"guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "a"},
     **{"guided_json_object": True, "guided_decoding_backend": "a"},
@@ -180,11 +185,26 @@ def test_stream_options_are_checked_too(option: str) -> None:
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"max_tokens": "many"}, "max_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"n": 64, "prompt": ["a"] * 9}, "n"),
+        ({"n": 2, "kv_transfer_params": {"do_remote_decode": True}}, "n"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": [[1]] * 257}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [1, [1]]}, "prompt"),
+        ({"prompt": [[1], 1]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt"),
+        ({"prompt": [[1, 2**32]]}, "prompt"),
+        ({"prompt": ["a", "b"], "kv_transfer_params": {"do_reference": True}}, "prompt"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "kv_transfer_params": {"do_remainder": True}}, "prompt_logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"presence_penalty": "much"}, "presence_penalty"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 0.5}, "top_k"),
@@ -215,9 +235,30 @@ def test_alternatives_of_chats_have_limits(fields: dict[str, Any]) -> None:
     assert caught.value.where == "top_logprobs"
 
 
-def test_several_prompts_are_refused() -> None:
-    with pytest.raises(InputError, match="2 prompts"):
-        parse(prompt=["a", "b"])
+def test_several_prompts_are_texts_or_lists_of_token_ids() -> None:
+    assert parse_all(prompt=["a", "b"]).prompts == ["a", "b"]
+    lists = [[1, 2], [], [2**32 - 1]]
+    assert [list(ids) for ids in parse_all(prompt=lists).prompts] == lists
+    found = parse_completion(b'{"prompt": [ [1 , 2],\n[ 3]\t] , "n": 2}')
+    assert [list(ids) for ids in found.prompts] == [[1, 2], [3]]
+    assert all(isinstance(ids, array) for ids in found.prompts)
+    assert found.asked.continuations == 2 and parse(n=None).continuations == 1
+
+
+def test_prompts_together_may_be_longer_than_one() -> None:
+    body = json.dumps({"prompt": [[1] * 1000] * 200}).encode()
+    check_values(body, 2048, MAX_LISTED_TOKENS)
+    with pytest.raises(InputError, match="brackets and commas"):
+        check_values(body, 2048)
+    with pytest.raises(InputError, match="fewer prompts"):
+        check_values(b"," * (MAX_LISTED_TOKENS + 200_000), 2048, MAX_LISTED_TOKENS)
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    assert parse(echo=True, logprobs=2).prompt_logprobs_count == 2
+    assert parse(echo=True, logprobs=2, prompt_logprobs=0).prompt_logprobs_count == 0
+    assert parse(echo=True).prompt_logprobs_count is None
+    assert parse(logprobs=2).prompt_logprobs_count is None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"{}", b"\xff"])

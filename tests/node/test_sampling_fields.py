@@ -201,7 +201,11 @@ async def test_echo_puts_the_prompt_before_the_answer() -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"guided_regex": "a"}, "guided_regex"),
         ({"unheard_of": None}, "unheard_of"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[1], [264]]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_before_anything_is_computed(

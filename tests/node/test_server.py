@@ -110,7 +110,7 @@ async def metrics(node: LocalApi, running: int | None = None) -> str:
         ({"prompt": [300]}, "prompt"),
         ({"prompt": PROMPT, "max_tokens": 10_000}, "prompt"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
-        ({"prompt": PROMPT, "n": 3}, "n"),
+        ({"prompt": PROMPT, "n": 3, "temperature": 0}, "n"),
         (
             {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}},
             "kv_transfer_params",

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+# Of one request. vLLM has no limit of prompts, and one of 16,384 choices.
+MAX_CHOICES = 64  # `n`: continuations of each prompt
+MAX_PROMPTS = 256
+MAX_TOTAL_CHOICES = 512  # continuations of all prompts
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None

@@ -29,6 +29,7 @@ from prfaas.types import Compat, NotNow
 
 MAX_CUTS = 8192  # in one job, and in one report of them
 MAX_LOGPROBS = 20  # alternatives per token, as in vLLM
+MAX_PROMPT_LOGPROBS = 1 << 19  # values of one job: its prompt's tokens, each with alternatives
 MAX_BIASES = 300  # tokens with a bias, as in OpenAI's API
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024  # sequences and tokens of all, as in vLLM
 
@@ -122,9 +123,22 @@ class EngineJob:
     # Chunks are no longer than this, and no longer than the engine's own. Sequences that decode
     # meanwhile wait for a chunk between two steps.
     chunk_tokens: int | None = None
+    # `Prefilled` has the log-probabilities of the prompt's tokens, with this number of
+    # alternatives. Such a job computes every token: it does not resume.
+    prompt_logprobs: int | None = None
 
 
 # Events -----------------------------------------------------------------------------------------
+
+
+class PromptLogprobs(NamedTuple):
+    """Of the prompt's tokens after the first one, which nothing precedes. Natural logarithms of
+    probabilities, from the model's logits."""
+
+    chosen: npt.NDArray[np.float32]  # [tokens - 1]: of the prompt's own tokens
+    ranks: npt.NDArray[np.int32]  # [tokens - 1]: theirs, from 1 on
+    top_ids: npt.NDArray[np.int32]  # [tokens - 1, alternatives]: the likeliest, in descending order
+    top: npt.NDArray[np.float32]  # [tokens - 1, alternatives]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +151,8 @@ class Prefilled:
     # The ends of the chunks in which the tokens were computed, the prompt's end included. Empty:
     # the engine does not report them. Comparisons ignore it.
     cut_tokens: tuple[int, ...] = field(default=(), compare=False)
+    # Of a job that asked for them.
+    prompt_logprobs: PromptLogprobs | None = field(default=None, compare=False)
 
 
 class TokenLogprobs(NamedTuple):
@@ -290,12 +306,44 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
         raise InputError(
             f"chunks of {job.chunk_tokens} tokens", where="chunk_tokens", fix="use 1 or more"
         )
+    if job.prompt_logprobs is not None:
+        _check_prompt_logprobs(job, job.prompt_logprobs, limits)
     if job.keep is not None and not 0 <= job.keep.held_tokens <= prompt_tokens:
         raise InputError(
             f"{job.keep.held_tokens} tokens of a prompt of {prompt_tokens} cannot be held",
             where="keep.held_tokens",
             fix="use a length from 0 to the prompt's",
         )
+
+
+def _check_prompt_logprobs(job: EngineJob, alternatives: int, limits: EngineLimits) -> None:
+    if not limits.has_logits:
+        raise _without_logits("prompt_logprobs")
+    if not 0 <= alternatives <= MAX_LOGPROBS:
+        raise InputError(
+            f"{alternatives}", where="prompt_logprobs", fix=f"must be from 0 to {MAX_LOGPROBS}"
+        )
+    if len(job.prompt) * (alternatives + 1) > MAX_PROMPT_LOGPROBS:
+        raise InputError(
+            f"{len(job.prompt)} prompt tokens with {alternatives} alternatives are more than "
+            f"{MAX_PROMPT_LOGPROBS} log-probabilities",
+            where="prompt_logprobs",
+            fix="ask for fewer alternatives, or send a shorter prompt",
+        )
+    if job.resume is not None:
+        raise InputError(
+            "the log-probabilities of tokens before the resumed state are not known",
+            where="prompt_logprobs",
+            fix="compute the whole prompt",
+        )
+
+
+def _without_logits(field_name: str) -> InputError:
+    return InputError(
+        "this engine makes its tokens up without a model's logits",
+        where=field_name,
+        fix="leave it out, or use an engine with a model",
+    )
 
 
 def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:
@@ -330,11 +378,7 @@ def _check_sampling(sampling: Sampling, limits: EngineLimits) -> None:
         if not good:
             raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
     if not limits.has_logits and sampling.logit_fields:
-        raise InputError(
-            "this engine makes its tokens up without a model's logits",
-            where=sampling.logit_fields[0],
-            fix="leave it out, or use an engine with a model",
-        )
+        raise _without_logits(sampling.logit_fields[0])
     _check_sampled_ids(sampling, limits.vocab_size)
 
 

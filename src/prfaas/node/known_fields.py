@@ -15,14 +15,21 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
+# Refused by an engine that makes its tokens up.
+NEED_LOGITS = frozenset(
+    {
+        *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("logit_bias", "bad_words", "allowed_token_ids"),
+        *("logprobs", "top_logprobs", "prompt_logprobs"),
+    }
+)
+
 # Accepted with these values and with null.
 FIXED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "response_format": ({"type": "text"},),

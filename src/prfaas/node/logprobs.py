@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prfaas.engine.api import Token
+from prfaas.engine.api import PromptLogprobs, Token
 
 _LEAST = -9999.0  # instead of minus infinity, which JSON does not have
 _CONTEXT_TOKENS = 4  # a character in UTF-8 has at most four bytes
@@ -13,7 +13,7 @@ _CONTEXT_TOKENS = 4  # a character in UTF-8 has at most four bytes
 
 class TokenEntry(NamedTuple):
     text: str
-    logprob: float
+    logprob: float | None  # None: nothing precedes the token
     # The chosen token, then the likeliest others, of which vLLM shows a part.
     ranked: tuple[tuple[str, float], ...]
 
@@ -33,11 +33,59 @@ class LogprobsReader:
         values = {token.id: token.logprobs.chosen} | {
             other: value for other, value in token.logprobs.top if other != token.id
         }
+        return self._ranked(values, context)
+
+    def prompt_entries(
+        self, prompt: Sequence[int], found: PromptLogprobs
+    ) -> tuple[TokenEntry, ...]:
+        """Of the prompt's tokens, as if they were a part of the answer (`echo`)."""
+        first = TokenEntry(self._text_of(prompt[0], ()), None, ())
+        return (first, *(self._ranked(*one) for one in _positions(prompt, found)))
+
+    def _ranked(self, values: Mapping[int, float], context: Sequence[int]) -> TokenEntry:
+        """`values`: the chosen token first."""
         ranked = tuple(
             (self._text_of(other, context), max(value, _LEAST)) for other, value in values.items()
         )
         text, logprob = ranked[0]
         return TokenEntry(text, logprob, ranked[: self.count + 1])
+
+
+def _positions(
+    prompt: Sequence[int], found: PromptLogprobs
+) -> Iterator[tuple[dict[int, float], Sequence[int]]]:
+    """Log-probabilities of each token of the prompt but the first, the token itself before its
+    alternatives; and the tokens before it."""
+    rows = zip(found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
+    for place, (chosen, ids, values) in enumerate(rows, start=1):
+        others = dict(zip(ids, values, strict=True))
+        context = prompt[max(0, place - _CONTEXT_TOKENS) : place]
+        yield {prompt[place]: chosen} | others, context
+
+
+def prompt_logprobs(
+    prompt: Sequence[int],
+    found: PromptLogprobs,
+    text_of: Callable[[int, Sequence[int]], str] | None,
+) -> list[dict[str, Any] | None]:
+    """The field `prompt_logprobs` of a response. Without `text_of` it has no texts."""
+    listed: list[dict[str, Any] | None] = [None]
+    ranks = found.ranks.tolist()
+    for rank, top, (values, context) in zip(
+        ranks, found.top_ids.tolist(), _positions(prompt, found), strict=True
+    ):
+        of_top = {token: place for place, token in enumerate(top, start=1)}
+        listed.append(
+            {
+                str(token): {
+                    "logprob": max(value, _LEAST),
+                    "rank": of_top.get(token, rank),
+                    "decoded_token": text_of(token, context) if text_of is not None else None,
+                }
+                for token, value in values.items()
+            }
+        )
+    return listed
 
 
 def token_id_text(token: int, context: Sequence[int]) -> str:
@@ -55,7 +103,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], offset: int, count: int) 
         "text_offset": offsets,
         "token_logprobs": [entry.logprob for entry in entries],
         "tokens": [entry.text for entry in entries],
-        "top_logprobs": [dict(entry.ranked) for entry in entries],
+        "top_logprobs": [dict(entry.ranked) or None for entry in entries],
     }
 
 
@@ -64,7 +112,7 @@ def chat_logprobs(entries: Sequence[TokenEntry], offset: int, count: int) -> dic
     return {
         "content": [
             {
-                **_chat_token(entry.text, entry.logprob),
+                **_chat_token(*entry.ranked[0]),
                 "top_logprobs": [_chat_token(*one) for one in entry.ranked[:count]],
             }
             for entry in entries

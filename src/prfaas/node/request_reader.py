@@ -7,10 +7,12 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from prfaas.contracts.kv_transfer_params import (
@@ -25,15 +27,25 @@ from prfaas.contracts.kv_transfer_params import (
     decode_remainder,
     encode,
 )
-from prfaas.engine.api import Engine, EngineJob, Sampling, check_cuts, check_job
+from prfaas.engine.api import (
+    MAX_PROMPT_LOGPROBS,
+    Engine,
+    EngineJob,
+    PromptLogprobs,
+    Sampling,
+    check_cuts,
+    check_job,
+)
 from prfaas.errors import InputError
+from prfaas.node.choices import continuation_sampling
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import TokenizedRequest
-from prfaas.node.logprobs import LogprobsReader, token_id_text
+from prfaas.node.logprobs import LogprobsReader, TokenEntry, prompt_logprobs, token_id_text
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
+    MAX_LISTED_TOKENS,
+    Completion,
     GenerationRequest,
-    TextCompletion,
     check_values,
     parse_chat,
     parse_completion,
@@ -67,7 +79,7 @@ class NodeModel:
 
 
 class ReadRequest(NamedTuple):
-    """A request whose body was read and whose prompt was tokenised."""
+    """A request whose body was read and whose prompt was tokenised; or one of its prompts."""
 
     asked: GenerationRequest
     shape: ResponseShape
@@ -75,14 +87,20 @@ class ReadRequest(NamedTuple):
     sampling: Sampling
     echo: str = ""  # text before the answer
 
-    def tokenized(self) -> TokenizedRequest:
+    def tokenized(self, id: str, continuation: int = 0) -> TokenizedRequest:
         return TokenizedRequest(
-            id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
+            id=id,
             prompt=self.prompt,
-            sampling=self.sampling,
+            sampling=continuation_sampling(self.sampling, continuation),
             salt=self.asked.cache_salt,
             transfer=self._transfer(),
+            continuation=continuation,
+            # Once for all continuations.
+            prompt_logprobs=None if continuation else self.asked.prompt_logprobs_count,
         )
+
+    def new_id(self) -> str:
+        return f"{self.shape.id_prefix}-{secrets.token_hex(12)}"
 
     def _transfer(self) -> RequestedTransfer | Reference | Remainder | None:
         params = self.asked.kv_transfer_params
@@ -91,9 +109,28 @@ class ReadRequest(NamedTuple):
             return remainder
         reference = decode_reference(params)
         if reference is None:
-            return decode(params, len(self.prompt))
+            transfer = decode(params, len(self.prompt))
+            if isinstance(transfer, RemotePrefill):
+                # Each continuation attaches it, whatever the caller has declared.
+                return msgspec.structs.replace(transfer, attachments=self.asked.continuations)
+            return transfer
         check_cuts(reference.cut_tokens, len(self.prompt), "kv_transfer_params.cut_tokens")
         return reference
+
+
+class PlannedChoice(NamedTuple):
+    """One choice of a response: what is run, and what makes its part of the response."""
+
+    read: ReadRequest
+    request: TokenizedRequest
+    builder: ResponseBuilder
+
+
+class ShownPrompt(NamedTuple):
+    """Log-probabilities of a prompt, as responses have them."""
+
+    listed: list[dict[str, Any] | None]
+    entries: Sequence[TokenEntry]  # with `echo` and `logprobs`
 
 
 class RequestReader:
@@ -104,29 +141,37 @@ class RequestReader:
             each_bytes=MAX_BODY_BYTES, all_bytes=MAX_BODIES_BYTES, within_s=BODY_S
         )
 
-    async def parsed(self, request: web.Request, parse: Callable[[bytes], T]) -> T:
+    async def parsed(
+        self, request: web.Request, parse: Callable[[bytes], T], listed_tokens: int = 0
+    ) -> T:
         """Reads a body within the limits. Raises `RequestError` and what `parse` raises."""
         async with self._bodies.read(request) as body:
-            check_values(body, self._engine.limits.max_tokens)
+            check_values(body, self._engine.limits.max_tokens, listed_tokens)
             return parse(body)
 
-    async def read_completion(self, request: web.Request) -> ReadRequest:
-        parsed = await self.parsed(request, parse_completion)
+    async def read_completion(self, request: web.Request) -> list[ReadRequest]:
+        """One for each prompt."""
+        parsed = await self.parsed(request, parse_completion, MAX_LISTED_TOKENS)
         asked = parsed.asked
         self._check_model(asked)
-        prompt: Sequence[int]
-        if isinstance(parsed.prompt, str):
-            prompt = await asyncio.to_thread(
-                self._model.require_tokenizer().encode,
-                parsed.prompt,
-                add_special_tokens=asked.add_special_tokens,
-            )
-        else:
-            prompt = parsed.prompt
-        default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
-        sampling = asked.sampling(default_tokens, await self._bad_words(asked))
-        echo = await self._echo(parsed) if asked.echo else ""
-        return ReadRequest(asked, TEXT, prompt, sampling, echo)
+        bad_words = await self._bad_words(asked)
+        reads: list[ReadRequest] = []
+        for given in parsed.prompts:
+            prompt: Sequence[int]
+            if isinstance(given, str):
+                prompt = await asyncio.to_thread(
+                    self._model.require_tokenizer().encode,
+                    given,
+                    add_special_tokens=asked.add_special_tokens,
+                )
+            else:
+                prompt = given
+            default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
+            sampling = asked.sampling(default_tokens, bad_words)
+            echo = await self._echo(asked, given) if asked.echo else ""
+            reads.append(ReadRequest(asked, TEXT, prompt, sampling, echo))
+        self._check_all(reads)
+        return reads
 
     async def read_chat(self, request: web.Request) -> ReadRequest:
         parsed = await self.parsed(request, parse_chat)
@@ -134,7 +179,32 @@ class RequestReader:
         self._check_model(asked)
         prompt = await self.encode_chat(parsed.chat)
         sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked))
-        return ReadRequest(asked, CHAT, prompt, sampling)
+        read = ReadRequest(asked, CHAT, prompt, sampling)
+        self._check_all([read])
+        return read
+
+    def _check_all(self, reads: Sequence[ReadRequest]) -> None:
+        """Before anything is computed. Of a single prompt, the engine checks the rest."""
+        alternatives = reads[0].asked.prompt_logprobs_count
+        if alternatives is not None:
+            tokens = sum(len(read.prompt) for read in reads) * reads[0].asked.continuations
+            if tokens * (alternatives + 1) > MAX_PROMPT_LOGPROBS:
+                raise InputError(
+                    f"{tokens} tokens of all choices' prompts with {alternatives} alternatives are "
+                    f"more than {MAX_PROMPT_LOGPROBS} log-probabilities",
+                    where="prompt_logprobs",
+                    fix="send fewer or shorter prompts, or ask for fewer alternatives",
+                )
+        if len(reads) > 1:
+            for read in reads:
+                self._check_job(read)
+
+    def _check_job(self, read: ReadRequest) -> None:
+        """Raises InputError when the engine could not run the request."""
+        job = EngineJob(
+            "", read.prompt, read.sampling, prompt_logprobs=read.asked.prompt_logprobs_count
+        )
+        check_job(job, self._engine.spec, self._engine.limits)
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         tokenizer = self._model.require_tokenizer()
@@ -155,13 +225,13 @@ class RequestReader:
             )
         return [ids for sequences in found for ids in sequences]
 
-    async def _echo(self, parsed: TextCompletion) -> str:
-        tokenizer = self._text_tokenizer(parsed.asked, "echo")
-        if isinstance(parsed.prompt, str):
-            return parsed.prompt
-        if len(parsed.prompt) > self._engine.limits.max_tokens:
+    async def _echo(self, asked: GenerationRequest, prompt: str | array[int]) -> str:
+        tokenizer = self._text_tokenizer(asked, "echo")
+        if isinstance(prompt, str):
+            return prompt
+        if len(prompt) > self._engine.limits.max_tokens:
             return ""  # the request is refused for its length
-        return await asyncio.to_thread(tokenizer.decode_all, parsed.prompt)
+        return await asyncio.to_thread(tokenizer.decode_all, prompt)
 
     def _text_tokenizer(self, asked: GenerationRequest, where: str) -> ModelTokenizer:
         """For a field that needs the text of tokens."""
@@ -176,15 +246,13 @@ class RequestReader:
     def render(self, read: ReadRequest) -> dict[str, Any]:
         """The request as the engine would get it, as from vLLM's path of this name. Computes
         nothing: a gateway learns here whether the request would be refused."""
-        tokenized = read.tokenized()
+        tokenized = read.tokenized(read.new_id())
         self.response_builder(read, tokenized)
-        check_job(
-            EngineJob(tokenized.id, read.prompt, read.sampling),
-            self._engine.spec,
-            self._engine.limits,
-        )
+        self._check_job(read)
         sampling = {
             **dataclasses.asdict(read.sampling),
+            "n": read.asked.continuations,
+            "prompt_logprobs": read.asked.prompt_logprobs_count,
             "stop": list(read.asked.stops),
             "bad_words": read.asked.bad_words or [],
             "include_stop_str_in_output": read.asked.include_stop_str_in_output,
@@ -198,6 +266,31 @@ class RequestReader:
             "stream": read.asked.stream,
             "cache_salt": read.asked.cache_salt or None,
         }
+
+    def choices(self, reads: Sequence[ReadRequest]) -> list[PlannedChoice]:
+        """Those of all prompts, each with all its continuations. Raises InputError when an answer
+        cannot be made as requested."""
+        id, continuations = reads[0].new_id(), reads[0].asked.continuations
+        planned: list[PlannedChoice] = []
+        for read in reads:
+            for continuation in range(continuations):
+                index = len(planned)
+                own_id = id if len(reads) * continuations == 1 else f"{id}-{index}"
+                request = read.tokenized(own_id, continuation)
+                builder = self.response_builder(read, request)
+                builder.id, builder.index = id, index
+                builder.counts_prompt = continuation == 0
+                planned.append(PlannedChoice(read, request, builder))
+        return planned
+
+    def shown_prompt(self, read: ReadRequest, found: PromptLogprobs) -> ShownPrompt:
+        """Takes time for a long prompt: call it in a thread."""
+        tokenizer = self._model.tokenizer if read.asked.detokenize else None
+        text_of = tokenizer.token_text if tokenizer is not None else None
+        echo = isinstance(read.asked, Completion) and read.asked.echo
+        reader = self._logprobs(read.asked) if echo else None
+        entries = reader.prompt_entries(read.prompt, found) if reader is not None else ()
+        return ShownPrompt(prompt_logprobs(read.prompt, found, text_of), entries)
 
     def response_builder(self, read: ReadRequest, tokenized: TokenizedRequest) -> ResponseBuilder:
         """Raises InputError when the answer cannot be made as requested."""

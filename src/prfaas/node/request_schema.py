@@ -16,12 +16,18 @@ import msgspec
 import numpy as np
 
 from prfaas.contracts.kv_transfer_params import RequestParams
-from prfaas.contracts.openai import StreamOptions
+from prfaas.contracts.openai import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_TOTAL_CHOICES,
+    StreamOptions,
+)
 from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Sampling
 from prfaas.errors import InputError
 from prfaas.node.known_fields import (
     FIXED_IN_CHAT,
     FIXED_IN_COMPLETIONS,
+    NEED_LOGITS,
     STREAM_OPTIONS,
     WITHOUT_EFFECT,
 )
@@ -41,6 +47,8 @@ _Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # token of text, or stands between two token ids.
 _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
+# In all prompts of a completion, even where the model's context is short.
+MAX_LISTED_TOKENS = 1 << 20
 _IN_NUMBERS = b"0123456789, \t\r\n"
 _SHOWN_BYTES = 100  # of a value that is refused
 
@@ -54,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     seed: _Seed | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_IDS)] | None = None
     include_stop_str_in_output: bool = False
@@ -71,6 +80,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
+    prompt_logprobs: _Alternatives | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = ""
@@ -84,9 +94,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(stops)
 
     @property
+    def continuations(self) -> int:
+        """Of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
     def logprobs_count(self) -> int | None:
         """Alternatives per token; None: no log-probabilities."""
         return None
+
+    @property
+    def prompt_logprobs_count(self) -> int | None:
+        """As `logprobs_count`, of the prompt's tokens."""
+        return self.prompt_logprobs
 
     def sampling(
         self, default_max_tokens: int, bad_words: Sequence[Sequence[int]] = ()
@@ -129,7 +149,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 class Completion(GenerationRequest, frozen=True, kw_only=True):
-    prompt: str | list[TokenId | str | list[TokenId]]  # token ids, or a list of one prompt
+    prompt: str | list[TokenId | str | list[TokenId]]  # a text, token ids, or a list of either
     add_special_tokens: bool = True
     echo: bool | None = None
     logprobs: _Alternatives | None = None
@@ -137,6 +157,12 @@ class Completion(GenerationRequest, frozen=True, kw_only=True):
     @property
     def logprobs_count(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs_count(self) -> int | None:
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
 
 
 class ChatOptions(GenerationRequest, frozen=True, kw_only=True):
@@ -153,7 +179,7 @@ class ChatOptions(GenerationRequest, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class TextCompletion:
     asked: Completion  # without its prompt
-    prompt: str | array[int]
+    prompts: list[str] | list[array[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +201,23 @@ _CHAT_OPTIONS = msgspec.json.Decoder(ChatOptions)
 _CHAT = msgspec.json.Decoder(Chat)
 _TOKENIZE = msgspec.json.Decoder(TokenizePrompt)
 _ANY = msgspec.json.Decoder()
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _OF_COMPLETIONS = frozenset(Completion.__struct_fields__)
 _OF_CHATS = frozenset({*ChatOptions.__struct_fields__, *Chat.__struct_fields__})
 
 
-def check_values(body: bytes, max_tokens: int) -> None:
+def check_values(body: bytes, max_tokens: int, listed_tokens: int = 0) -> None:
     """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
-    need. Counts in numpy, which does not hold the interpreter."""
+    need, or prompts of `listed_tokens` together. Counts in numpy, which does not hold the
+    interpreter."""
     read = np.frombuffer(body, dtype=np.uint8)
     values = sum(int(np.count_nonzero(read == ord(mark))) for mark in "[{,")
-    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
+    limit = max(_VALUES_PER_TOKEN * max_tokens, listed_tokens) + _MORE_VALUES
     if values > limit:
         raise InputError(
             f"the body has more than {limit} brackets and commas, and the model's context has "
             f"{max_tokens} tokens",
-            fix="send a shorter prompt",
+            fix="send a shorter prompt, or fewer prompts",
         )
 
 
@@ -200,48 +228,102 @@ def parse_completion(body: bytes) -> TextCompletion:
     ids = _token_ids(fields["prompt"]) if "prompt" in fields else None
     if ids is not None:
         asked = _decoded(_COMPLETION, msgspec.json.encode({**fields, "prompt": ""}))
-        prompt: str | array[int] = ids
+        prompts: list[str] | list[array[int]] = ids
     else:
         asked = _decoded(_COMPLETION, body)
-        prompt = _only_prompt(asked.prompt)
+        prompts = _prompts(asked.prompt)
     _check_stops(asked)
-    if asked.echo and asked.logprobs is not None:
-        raise InputError(
-            "log-probabilities of the prompt are not supported",
-            where="echo",
-            fix="send echo without logprobs, or logprobs without echo",
-        )
-    return TextCompletion(asked, prompt)
+    _check_choices(asked, len(prompts))
+    return TextCompletion(asked, prompts)
 
 
-def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
-    """Of a flat list, without an object per token: a first token waits for the ids of a long
-    prompt. None for anything else."""
+def _token_ids(prompt: msgspec.Raw) -> list[array[int]] | None:
+    """The prompts of a flat list, or of a list of such lists, without an object per token: a first
+    token waits for the ids of a long prompt. None for anything else, and for an empty list."""
     text = bytes(prompt)
-    if text.translate(None, _IN_NUMBERS) != b"[]" or not text[1:-1].strip():
+    marks = text.translate(None, _IN_NUMBERS)
+    if marks == b"[]":
+        ids = _flat_ids(text)
+        return None if ids is None else [ids]
+    count = len(marks) // 2 - 1
+    if not 0 < count <= MAX_PROMPTS or marks != b"[" + count * b"[]" + b"]":
         return None
-    # What is JSON and has these characters only, is a list of whole numbers.
+    found = [_flat_ids(bytes(one)) for one in _decoded(_LIST, text)]
+    listed = [ids for ids in found if ids is not None]
+    return listed if len(listed) == len(found) else None
+
+
+def _flat_ids(text: bytes) -> array[int] | None:
+    """`text` is JSON of digits, commas, spaces and at most two brackets."""
+    if text[:1] != b"[" or not text[1:-1].strip():
+        return None
     numbers = np.fromstring(text[1:-1], dtype=np.uint64, sep=",")
     if numbers.max() >= 2**32:
         return None
     return array("I", numbers.astype(np.uint32).tobytes())
 
 
-def _only_prompt(prompt: str | list[TokenId | str | list[TokenId]]) -> str | array[int]:
-    """Several in one request are refused: a gateway sends them one by one."""
+def _prompts(
+    prompt: str | list[TokenId | str | list[TokenId]],
+) -> list[str] | list[array[int]]:
     if isinstance(prompt, str):
-        return prompt
+        return [prompt]
     if not prompt:
-        return array("I")
-    if len(prompt) > 1:
+        return [array("I")]
+    if len(prompt) > MAX_PROMPTS:
         raise InputError(
-            f"{len(prompt)} prompts in one request",
+            f"{len(prompt)} prompts", where="prompt", fix=f"send at most {MAX_PROMPTS}"
+        )
+    texts = [one for one in prompt if isinstance(one, str)]
+    lists = [array("I", one) for one in prompt if isinstance(one, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InputError(
+            "the prompts are not of one kind",
+            where="prompt",
+            fix="send texts, or token ids, or lists of token ids",
+        )
+    return texts or lists
+
+
+def _check_choices(asked: GenerationRequest, prompts: int) -> None:
+    if asked.continuations * prompts > MAX_TOTAL_CHOICES:
+        raise InputError(
+            f"{asked.continuations} continuations of {prompts} prompts",
+            where="n",
+            fix=f"send at most {MAX_TOTAL_CHOICES} of both together",
+        )
+    if asked.continuations > 1 and asked.temperature == 0.0:
+        raise InputError(
+            f"{asked.continuations} greedy continuations would be equal",
+            where="n",
+            fix="send 1, or a temperature above 0",
+        )
+    if asked.stream and asked.prompt_logprobs:
+        raise InputError(
+            "a stream does not have log-probabilities of the prompt",
+            where="prompt_logprobs",
+            fix="send stream: false, or echo and logprobs",
+        )
+    params = asked.kv_transfer_params
+    if params is None:
+        return
+    if prompts > 1:
+        raise InputError(
+            f"{prompts} prompts with kv_transfer_params",
             where="prompt",
             fix="send one request per prompt",
         )
-    (only,) = prompt
-    assert not isinstance(only, int)
-    return only if isinstance(only, str) else array("I", only)
+    if params.do_remote_decode and asked.continuations > 1:
+        raise InputError(
+            "a prefill has no continuations", where="n", fix="send 1 with do_remote_decode"
+        )
+    halves = params.do_remote_decode or params.do_remote_prefill or params.do_remainder
+    if halves and asked.prompt_logprobs_count is not None:
+        raise InputError(
+            "log-probabilities of the prompt need the whole prompt computed here",
+            where="prompt_logprobs",
+            fix="send it without kv_transfer_params",
+        )
 
 
 def parse_chat(body: bytes) -> ChatCompletion:
@@ -249,6 +331,7 @@ def parse_chat(body: bytes) -> ChatCompletion:
     _check_fields(_fields(body), _OF_CHATS, FIXED_IN_CHAT)
     request = ChatCompletion(_decoded(_CHAT_OPTIONS, body), _chat(body))
     _check_stops(request.asked)
+    _check_choices(request.asked, 1)
     if request.asked.top_logprobs and not request.asked.logprobs:
         raise InputError(
             "top_logprobs requires logprobs", where="top_logprobs", fix="send logprobs: true"
@@ -351,3 +434,13 @@ def _check_stops(request: GenerationRequest) -> None:
             where="stop",
             fix=f"send at most {MAX_STOPS}, none of them empty",
         )
+
+
+def served_fields(*, with_logits: bool) -> dict[str, list[str]]:
+    """The fields of each endpoint that a node serves, for its model card. `with_logits`: the engine
+    has a model's logits."""
+    left_out = frozenset() if with_logits else NEED_LOGITS
+    return {
+        "completions": sorted((_OF_COMPLETIONS | WITHOUT_EFFECT) - left_out),
+        "chat": sorted((_OF_CHATS | WITHOUT_EFFECT) - left_out),
+    }

@@ -72,6 +72,10 @@ class ResponseBuilder:
     finish_reason: str | None = None
     transfer: dict[str, Any] | None = None  # `kv_transfer_params` of the response
     report_cuts: bool = False  # there
+    index: int = 0  # of the choice
+    counts_prompt: bool = True  # in the usage: the first continuation of a prompt does
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_entries: Sequence[TokenEntry] = ()  # with `echo` and `logprobs`
 
     def prefilled(self, event: Prefilled) -> None:
         self.cached_tokens = event.resumed_tokens
@@ -106,45 +110,46 @@ class ResponseBuilder:
             self.finish_reason, self.stop_reason = "stop", self.answer.stopped_by
         return text
 
-    def usage(self) -> dict[str, Any]:
-        generated = len(self.tokens)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self.prompt_tokens + generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
     # Whole ----------------------------------------------------------------------------------------
 
     def whole(self, text: str) -> dict[str, Any]:
-        return {
+        """The response, if this is its only choice."""
+        entries = [*self.prompt_entries, *self.entries]
+        choice = self._choice(self.shape.whole(self.echo + text), entries)
+        response = {
             **self._head(self.shape.whole_object),
-            "choices": [self._choice(self.shape.whole(self.echo + text))],
-            "usage": self.usage(),
+            "choices": [choice],
+            "usage": usage([self]),
             "kv_transfer_params": self.transfer,
         }
+        if self.prompt_logprobs is not None:
+            owner = response if self.shape is CHAT else choice
+            owner["prompt_logprobs"] = self.prompt_logprobs
+        return response
 
     # In pieces ------------------------------------------------------------------------------------
 
     def opening(self) -> bytes | None:
         """The piece before the first token, if the response has one."""
-        if self.echo:
-            return self._piece([self._choice(self.shape.piece(self.echo))])
+        if self.echo or self.prompt_entries:
+            choice = self._choice(self.shape.piece(self.echo), self.prompt_entries)
+            self.sent_characters += sum(len(entry.text) for entry in self.prompt_entries)
+            return self._piece([choice])
         if self.shape.opening is None:
             return None
         return self._piece([self._choice(self.shape.opening)])
 
     def piece(self, text: str) -> bytes:
         """The text, with the tokens since the last piece."""
-        piece = self._piece([self._choice(self.shape.piece(text))])
-        if self.logprobs is not None:
-            self.sent_characters += sum(len(e.text) for e in self.entries[self.sent_tokens :])
+        entries = self.entries[self.sent_tokens :]
+        piece = self._piece([self._choice(self.shape.piece(text), entries)])
+        self.sent_characters += sum(len(entry.text) for entry in entries)
         self.sent_tokens = len(self.tokens)
         return piece
 
-    def usage_piece(self) -> bytes:
-        return self._piece([], usage=self.usage())
+    def usage_piece(self, builders: Sequence[ResponseBuilder]) -> bytes:
+        """`builders`: of all choices."""
+        return self._piece([], usage=usage(builders))
 
     def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _event({**self._head(self.shape.piece_object), "choices": choices, **more})
@@ -152,11 +157,13 @@ class ResponseBuilder:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
-    def _choice(self, wrapped: dict[str, Any]) -> dict[str, Any]:
+    def _choice(
+        self, wrapped: dict[str, Any], entries: Sequence[TokenEntry] = ()
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": self.index,
             **wrapped,
-            "logprobs": self._logprobs(),
+            "logprobs": self._logprobs(entries),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
         }
@@ -164,11 +171,31 @@ class ResponseBuilder:
             choice["token_ids"] = self.tokens[self.sent_tokens :]
         return choice
 
-    def _logprobs(self) -> dict[str, Any] | None:
-        entries = self.entries[self.sent_tokens :]
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         if self.logprobs is None or not entries:
             return None
         return self.shape.logprobs(entries, self.sent_characters, self.logprobs.count)
+
+
+def whole_response(builders: Sequence[ResponseBuilder], texts: Sequence[str]) -> dict[str, Any]:
+    """The response with all choices."""
+    response, *others = (one.whole(text) for one, text in zip(builders, texts, strict=True))
+    for other in others:
+        response["choices"] += other["choices"]
+    return {**response, "usage": usage(builders)}
+
+
+def usage(builders: Sequence[ResponseBuilder]) -> dict[str, Any]:
+    """Of all choices: each prompt counts once, whatever the number of its continuations."""
+    prompts = [builder for builder in builders if builder.counts_prompt]
+    prompt_tokens = sum(builder.prompt_tokens for builder in prompts)
+    generated = sum(len(builder.tokens) for builder in builders)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
+    }
 
 
 def error_piece(body: ErrorBody) -> bytes:

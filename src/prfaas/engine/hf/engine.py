@@ -192,12 +192,18 @@ class HFEngine:
         cache.begin(start, stop)
         ids = _on_device(job.prompt[start:stop], self._loaded.device)[None]
         positions = torch.arange(start, stop, device=self._loaded.device)[None]
-        logits = _forward(self._loaded.model, ids, past_key_values=cache, position_ids=positions)
+        collector = sequence.prompt_logprobs
+        last = 1 if collector is None else stop - start
+        logits = _forward(
+            self._loaded.model, ids, last, past_key_values=cache, position_ids=positions
+        )
         cache.end()
+        if collector is not None:
+            collector.add(start, logits[0])
         sequence.limit_launched(self._loaded.device)
         sequence.tokens = stop
         if stop == len(job.prompt):
-            self._prefilled(sequence, logits[0])
+            self._prefilled(sequence, logits[0, -1])
 
     def _prefilled(self, sequence: HFSequence, logits: torch.Tensor) -> None:
         cache, job, size = sequence.cache, sequence.job, self._compat.block_tokens
@@ -209,7 +215,9 @@ class HFEngine:
         sequence.finish_loads()
         resumed = job.resume.tokens if job.resume is not None else 0
         computed = len(job.prompt) - resumed
-        sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts))
+        collector, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        logprobs = collector.result() if collector is not None else None
+        sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts, logprobs))
         ended = (
             sequence.next_token(logits, self._loaded.eos_token_ids)
             if job.sampling.max_tokens
@@ -256,7 +264,7 @@ class HFEngine:
         lengths = [sequence.tokens for sequence in self._running]
         tokens = [[sequence.last_token] for sequence in self._running]
         ids = torch.tensor(tokens, device=self._loaded.device)
-        logits = _forward(self._loaded.model, ids, **self._slots.begin(lengths))
+        logits = _forward(self._loaded.model, ids, 1, **self._slots.begin(lengths))[:, -1]
         greedy = logits.argmax(dim=-1).tolist()
         ended: list[tuple[int, Finished | JobFailed]] = []
         size = self._compat.block_tokens
@@ -302,10 +310,10 @@ def _staging(device: torch.device) -> tuple[StagingRing, PagePins]:
     return StagingRing(device, ring_bytes=ring_bytes, pins=pins), pins
 
 
-def _forward(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Logits [rows, vocab] of each row's last token."""
-    output = model(ids, use_cache=True, logits_to_keep=1, **arguments)
-    logits: torch.Tensor = output.logits[:, -1]
+def _forward(model: Any, ids: torch.Tensor, last: int, **arguments: Any) -> torch.Tensor:
+    """Logits [rows, last, vocab] of each row's last tokens."""
+    output = model(ids, use_cache=True, logits_to_keep=last, **arguments)
+    logits: torch.Tensor = output.logits[:, -last:]
     return logits
 
 

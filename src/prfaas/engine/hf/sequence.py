@@ -13,6 +13,7 @@ from prfaas.engine.hf.answers import BoundaryCopy
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
+from prfaas.engine.hf.prompt_logprobs import PromptLogprobsCollector, chunk_limit
 from prfaas.engine.hf.sampling import Sampler
 
 
@@ -29,6 +30,7 @@ class HFSequence:
         self.generated = 0
         self.last_token = 0
         self.sampler: Sampler | None = None
+        self.prompt_logprobs: PromptLogprobsCollector | None = None
         self.boundary: BoundaryCopy | None = None  # the last one that decoding has passed
 
     def start(
@@ -42,6 +44,9 @@ class HFSequence:
             self._loads = ring
             import_state(loaded, self.cache, job.resume, ring)
             self.tokens = job.resume.tokens
+        if job.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobsCollector(job.prompt, job.prompt_logprobs)
+            chunk_tokens = min(chunk_tokens, chunk_limit(loaded.vocab_size))
         self.cuts = chunk_ends(
             self.tokens,
             len(job.prompt),
