@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_CHOICES = 64  # `n`: continuations of one prompt
+MAX_PROMPTS = 256  # of one request
+MAX_ALL_CHOICES = 512  # of all prompts of a request together
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
