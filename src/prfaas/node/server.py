@@ -22,6 +22,7 @@ from prfaas.node.request_reader import NodeModel, ReadRequest, RequestReader
 from prfaas.node.request_runner import ActiveRequest, RequestRunner
 from prfaas.node.request_schema import GenerationRequest, TokenizePrompt, parse_tokenize
 from prfaas.node.responses import DONE, ResponseBuilder, error_piece
+from prfaas.node.served.fields import served_fields
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
@@ -102,6 +103,7 @@ class NodeApi:
                 "events": self._model.events,
                 "replay": self._model.replay,
                 "compat": msgspec.to_builtins(self._engine.compat),
+                "serves": served_fields(),
             },
         }
         return _json({"object": "list", "data": [card]})

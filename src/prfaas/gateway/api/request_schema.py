@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from prfaas.contracts.openai import MAX_ALL_CHOICES, MAX_CHOICES, MAX_PROMPTS, StreamOptions
+from prfaas.contracts.openai_fields import REFUSED_BY_GATEWAY
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.client.request_body import JsonParts
 from prfaas.gateway.client.token_ids import LIMIT, TokenIds
@@ -82,14 +83,6 @@ class _PromptField(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = msgspec.Raw(b"null")
 
 
-# These fields would change the engine's prompt: it would differ from the one that is routed and
-# handed off.
-REFUSED = {
-    "kv_transfer_params": "only the gateway sets this field",
-    "chat_template": "the gateway uses the model's chat template",
-    "truncate_prompt_tokens": "the gateway does not truncate prompts",
-    "prompt_embeds": "a prompt must be text or token ids",
-}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MODEL = msgspec.json.Decoder(str | None)
 _PROMPT = msgspec.json.Decoder(Prompt)
@@ -260,7 +253,7 @@ def _checked_fields(raw: dict[str, msgspec.Raw], long: tuple[str, ...]) -> dict[
             f"the body has {len(raw)} fields, more than {_MAX_FIELDS}",
             fix="leave out the fields that the engine does not know",
         )
-    for name, reason in REFUSED.items():
+    for name, reason in REFUSED_BY_GATEWAY.items():
         if name in raw and bytes(memoryview(raw[name])[:5]) != b"null":
             raise InputError(reason, where=name, fix="leave it out")
     _check_size(raw, long)
@@ -295,7 +288,9 @@ def _engine_fields(fields: dict[str, msgspec.Raw], options: Options) -> dict[str
     """The fields for the decode engine. A stream always requests usage; the gateway sets the salt
     separately."""
     forwarded: dict[str, Any] = {
-        name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)
+        name: value
+        for name, value in fields.items()
+        if name not in ("cache_salt", *REFUSED_BY_GATEWAY)
     }
     if options.stream:
         given = fields.get("stream_options", msgspec.Raw(b"null"))
