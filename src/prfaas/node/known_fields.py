@@ -7,13 +7,7 @@ is refused by its name: a client must not take an answer for one that followed t
 
 from __future__ import annotations
 
-# These do not change an answer: a name for the sender or the request, or a hint for caches.
-WITHOUT_EFFECT = frozenset(
-    {
-        *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("request_id", "session_id"),
-    }
-)
+from prfaas.contracts.openai_fields import WITHOUT_EFFECT as WITHOUT_EFFECT
 
 # Refused by an engine that makes its tokens up.
 NEED_LOGITS = frozenset(

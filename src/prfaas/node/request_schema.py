@@ -27,7 +27,6 @@ from prfaas.errors import InputError
 from prfaas.node.known_fields import (
     FIXED_IN_CHAT,
     FIXED_IN_COMPLETIONS,
-    NEED_LOGITS,
     STREAM_OPTIONS,
     WITHOUT_EFFECT,
 )
@@ -434,13 +433,3 @@ def _check_stops(request: GenerationRequest) -> None:
             where="stop",
             fix=f"send at most {MAX_STOPS}, none of them empty",
         )
-
-
-def served_fields(*, with_logits: bool) -> dict[str, list[str]]:
-    """The fields of each endpoint that a node serves, for its model card. `with_logits`: the engine
-    has a model's logits."""
-    left_out = frozenset() if with_logits else NEED_LOGITS
-    return {
-        "completions": sorted((_OF_COMPLETIONS | WITHOUT_EFFECT) - left_out),
-        "chat": sorted((_OF_CHATS | WITHOUT_EFFECT) - left_out),
-    }

@@ -21,13 +21,9 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.openapi import OPEN_PATHS, openapi
 from prfaas.node.request_reader import NodeModel, PlannedChoice, ReadRequest, RequestReader
 from prfaas.node.request_runner import RequestRunner
-from prfaas.node.request_schema import (
-    GenerationRequest,
-    TokenizePrompt,
-    parse_tokenize,
-    served_fields,
-)
+from prfaas.node.request_schema import GenerationRequest, TokenizePrompt, parse_tokenize
 from prfaas.node.responses import DONE, error_piece, whole_response
+from prfaas.node.served.fields import served_fields
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from prfaas.contracts.kvd_api import Heartbeat
-from prfaas.contracts.openai import ErrorBody, Usage
+from prfaas.contracts.openai import MAX_PROMPTS, ErrorBody, Usage
 from prfaas.gateway.api.credentials import OPEN_PATHS
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Ids, Prompt, Text
 from prfaas.service.openapi import (
@@ -38,9 +38,9 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 
 
 class _ListedPrompt(msgspec.Struct, frozen=True):
-    """A list of one prompt; several prompts are refused."""
+    """Each prompt is routed by itself. Choice j of prompt p has index p * n + j."""
 
-    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=1)]
+    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 def openapi(*, with_keys: bool) -> bytes:

@@ -36,7 +36,8 @@ class Prompts:
         if body.data is None:
             return await self._long_bodies.prepare(kind, body, tenant)
         parsed = self._preparer.parse(kind, body.data)
-        if isinstance(parsed.prompt, TokenIds) or len(body.data) <= INLINE_BYTES:
+        has_text = not all(isinstance(prompt, TokenIds) for prompt in parsed.prompts)
+        if not has_text or len(body.data) <= INLINE_BYTES:
             return self._preparer.tokenise(parsed)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._preparer.tokenise, parsed)

@@ -33,7 +33,7 @@ class PreparedRequest:
     in the body: ids are an array, and the fields for the engine are bytes."""
 
     path: Path
-    token_ids: TokenIds
+    prompts: tuple[TokenIds, ...]
     fields: Mapping[str, Any]  # as sent to the decode engine
     cache_salt: str
     stream: bool
@@ -41,6 +41,7 @@ class PreparedRequest:
     conversation: bool
     prompt_logprobs: bool
     multimodal: bool
+    n: int = 1  # choices for each prompt
     nbytes: int = 0  # of memory that it holds; 0: not more than its body
 
 
@@ -65,19 +66,24 @@ class RequestPreparer:
     def tokenise(self, parsed: ParsedRequest) -> PreparedRequest:
         """Raises `RequestError` when the prompt and its answer exceed the context length, and
         `InputError` when the prompt cannot be rendered."""
-        options, prompt = parsed.options, parsed.prompt
-        ids = self._token_ids(prompt, parsed.add_special_tokens)
-        self._check_length(len(ids), options.limit_tokens)
+        options = parsed.options
+        prompts = []
+        for prompt in parsed.prompts:
+            ids = self._token_ids(prompt, parsed.add_special_tokens)
+            self._check_length(len(ids), options.limit_tokens)
+            prompts.append(ids)
+        chats = [prompt for prompt in parsed.prompts if isinstance(prompt, Chat)]
         return PreparedRequest(
             path=parsed.path,
-            token_ids=ids,
+            prompts=tuple(prompts),
             fields=parsed.fields,
             cache_salt=options.cache_salt or "",
             stream=bool(options.stream),
             shows_usage=options.shows_usage,
-            conversation=isinstance(prompt, Chat),
+            conversation=bool(chats),
             prompt_logprobs=parsed.prompt_logprobs,
-            multimodal=isinstance(prompt, Chat) and is_multimodal(prompt.messages),
+            multimodal=any(is_multimodal(chat.messages) for chat in chats),
+            n=options.n or 1,
         )
 
     def _token_ids(self, prompt: str | TokenIds | Chat, add_special_tokens: bool) -> TokenIds:
