@@ -25,8 +25,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

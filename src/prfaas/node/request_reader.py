@@ -39,6 +39,8 @@ from prfaas.node.request_schema import (
     parse_completion,
 )
 from prfaas.node.responses import CHAT, TEXT, ResponseBuilder, ResponseShape
+from prfaas.node.structured.fields import describe_grammar
+from prfaas.node.structured.grammars import Grammars
 from prfaas.service.request_body import BodyLimits
 from prfaas.text import AnswerText, Chat, ModelTokenizer
 
@@ -103,6 +105,7 @@ class RequestReader:
         self._bodies = BodyLimits(
             each_bytes=MAX_BODY_BYTES, all_bytes=MAX_BODIES_BYTES, within_s=BODY_S
         )
+        self._grammars = Grammars(model.tokenizer, engine.limits)
 
     async def parsed(self, request: web.Request, parse: Callable[[bytes], T]) -> T:
         """Reads a body within the limits. Raises `RequestError` and what `parse` raises."""
@@ -124,7 +127,10 @@ class RequestReader:
         else:
             prompt = parsed.prompt
         default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
-        sampling = asked.sampling(default_tokens, await self._bad_words(asked))
+        grammar = await self._grammars.compiled(
+            describe_grammar(asked.response_format, asked.structured_outputs)
+        )
+        sampling = asked.sampling(default_tokens, await self._bad_words(asked), grammar)
         echo = await self._echo(parsed) if asked.echo else ""
         return ReadRequest(asked, TEXT, prompt, sampling, echo)
 
@@ -132,8 +138,11 @@ class RequestReader:
         parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
+        grammar = await self._grammars.compiled(
+            describe_grammar(asked.response_format, asked.structured_outputs)
+        )
         prompt = await self.encode_chat(parsed.chat)
-        sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked))
+        sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked), grammar)
         return ReadRequest(asked, CHAT, prompt, sampling)
 
     async def encode_chat(self, chat: Chat) -> list[int]:
@@ -184,7 +193,9 @@ class RequestReader:
             self._engine.limits,
         )
         sampling = {
-            **dataclasses.asdict(read.sampling),
+            **dataclasses.asdict(dataclasses.replace(read.sampling, grammar=None)),
+            "response_format": read.asked.response_format,
+            "structured_outputs": read.asked.structured_outputs,
             "stop": list(read.asked.stops),
             "bad_words": read.asked.bad_words or [],
             "include_stop_str_in_output": read.asked.include_stop_str_in_output,

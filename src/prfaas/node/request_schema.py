@@ -17,7 +17,7 @@ import numpy as np
 
 from prfaas.contracts.kv_transfer_params import RequestParams
 from prfaas.contracts.openai import StreamOptions
-from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Sampling
+from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Grammar, Sampling
 from prfaas.errors import InputError
 from prfaas.node.known_fields import (
     FIXED_IN_CHAT,
@@ -25,6 +25,7 @@ from prfaas.node.known_fields import (
     STREAM_OPTIONS,
     WITHOUT_EFFECT,
 )
+from prfaas.node.structured.fields import ResponseFormat, StructuredOutputs
 from prfaas.text import Chat, is_multimodal
 
 DEFAULT_MAX_TOKENS = 16
@@ -77,6 +78,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     detokenize: bool = True
     kv_transfer_params: RequestParams | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -89,7 +92,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def sampling(
-        self, default_max_tokens: int, bad_words: Sequence[Sequence[int]] = ()
+        self,
+        default_max_tokens: int,
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> Sampling:
         """`bad_words`: the token sequences of the field of this name."""
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
@@ -113,6 +119,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             bad_words_token_ids=tuple(map(tuple, bad_words)),
             allowed_token_ids=None if allowed is None else frozenset(allowed),
             logprobs=self.logprobs_count,
+            grammar=grammar,
         )
 
 
