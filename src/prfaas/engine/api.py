@@ -36,6 +36,27 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024  # sequences and tokens of all, a
 # Jobs -------------------------------------------------------------------------------------------
 
 
+class TokenMatcher(Protocol):
+    """Follows one answer along its grammar. The engine's thread uses it."""
+
+    def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
+        """The tokens that may follow, one bit each, the lowest bit of a byte first. None: every
+        token, because the grammar has ended. EngineError when the grammar is too complex."""
+
+    def consume(self, token: int) -> None:
+        """Adds a generated token. The end of the text ends the grammar."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar (`engine.guided`) for generated tokens, not for the prompt."""
+
+    @property
+    def field(self) -> str:
+        """The field of the request that has the grammar."""
+
+    def matcher(self) -> TokenMatcher: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen. The caller handles stop *strings*: it detokenises and cancels."""
@@ -57,6 +78,7 @@ class Sampling:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are not completed
     allowed_token_ids: frozenset[int] | None = None  # None: every token
     logprobs: int | None = None  # Token events carry them, with this number of alternatives
+    grammar: Grammar | None = None  # that generated tokens follow
 
     @property
     def logit_fields(self) -> tuple[str, ...]:
@@ -70,6 +92,7 @@ class Sampling:
             ("bad_words", bool(self.bad_words_token_ids)),
             ("allowed_token_ids", self.allowed_token_ids is not None),
             ("logprobs", self.logprobs is not None),
+            (self.grammar.field if self.grammar is not None else "", self.grammar is not None),
         )
         return tuple(name for name, is_used in used if is_used)
 
@@ -156,7 +179,8 @@ class Prefilled:
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities, from the model's logits before any change to them."""
+    """Natural logarithms of probabilities, from the model's logits before any change to them except
+    by a grammar: as in vLLM, they are of the tokens that it allows."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]  # the likeliest tokens, in descending order
@@ -215,6 +239,7 @@ class EngineLimits:
     max_running: int  # sequences decoded together
     max_waiting: int  # jobs that wait for their prefill; `submit` refuses one more with NotNow
     has_logits: bool = True  # False: the engine makes tokens up and refuses `logit_fields`
+    eos_token_ids: frozenset[int] = frozenset()  # that end the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

@@ -51,6 +51,8 @@ from prfaas.node.request_schema import (
     parse_completion,
 )
 from prfaas.node.responses import CHAT, TEXT, ResponseBuilder, ResponseShape
+from prfaas.node.structured.fields import describe_grammar
+from prfaas.node.structured.grammars import Grammars
 from prfaas.service.request_body import BodyLimits
 from prfaas.text import AnswerText, Chat, ModelTokenizer
 
@@ -140,6 +142,7 @@ class RequestReader:
         self._bodies = BodyLimits(
             each_bytes=MAX_BODY_BYTES, all_bytes=MAX_BODIES_BYTES, within_s=BODY_S
         )
+        self._grammars = Grammars(model.tokenizer, engine.limits)
 
     async def parsed(
         self, request: web.Request, parse: Callable[[bytes], T], listed_tokens: int = 0
@@ -155,6 +158,9 @@ class RequestReader:
         asked = parsed.asked
         self._check_model(asked)
         bad_words = await self._bad_words(asked)
+        grammar = await self._grammars.compiled(
+            describe_grammar(asked.response_format, asked.structured_outputs)
+        )
         reads: list[ReadRequest] = []
         for given in parsed.prompts:
             prompt: Sequence[int]
@@ -167,7 +173,7 @@ class RequestReader:
             else:
                 prompt = given
             default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
-            sampling = asked.sampling(default_tokens, bad_words)
+            sampling = asked.sampling(default_tokens, bad_words, grammar)
             echo = await self._echo(asked, given) if asked.echo else ""
             reads.append(ReadRequest(asked, TEXT, prompt, sampling, echo))
         self._check_all(reads)
@@ -177,8 +183,11 @@ class RequestReader:
         parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
+        grammar = await self._grammars.compiled(
+            describe_grammar(asked.response_format, asked.structured_outputs)
+        )
         prompt = await self.encode_chat(parsed.chat)
-        sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked))
+        sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked), grammar)
         read = ReadRequest(asked, CHAT, prompt, sampling)
         self._check_all([read])
         return read
@@ -250,7 +259,9 @@ class RequestReader:
         self.response_builder(read, tokenized)
         self._check_job(read)
         sampling = {
-            **dataclasses.asdict(read.sampling),
+            **dataclasses.asdict(dataclasses.replace(read.sampling, grammar=None)),
+            "response_format": read.asked.response_format,
+            "structured_outputs": read.asked.structured_outputs,
             "n": read.asked.continuations,
             "prompt_logprobs": read.asked.prompt_logprobs_count,
             "stop": list(read.asked.stops),

@@ -22,7 +22,7 @@ from prfaas.contracts.openai import (
     MAX_TOTAL_CHOICES,
     StreamOptions,
 )
-from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Sampling
+from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Grammar, Sampling
 from prfaas.errors import InputError
 from prfaas.node.known_fields import (
     FIXED_IN_CHAT,
@@ -30,6 +30,7 @@ from prfaas.node.known_fields import (
     STREAM_OPTIONS,
     WITHOUT_EFFECT,
 )
+from prfaas.node.structured.fields import ResponseFormat, StructuredOutputs
 from prfaas.text import Chat, is_multimodal
 
 DEFAULT_MAX_TOKENS = 16
@@ -86,6 +87,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     detokenize: bool = True
     kv_transfer_params: RequestParams | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -108,7 +111,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_logprobs
 
     def sampling(
-        self, default_max_tokens: int, bad_words: Sequence[Sequence[int]] = ()
+        self,
+        default_max_tokens: int,
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> Sampling:
         """`bad_words`: the token sequences of the field of this name."""
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
@@ -132,6 +138,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             bad_words_token_ids=tuple(map(tuple, bad_words)),
             allowed_token_ids=None if allowed is None else frozenset(allowed),
             logprobs=self.logprobs_count,
+            grammar=grammar,
         )
 
 

@@ -32,6 +32,23 @@ class ModelTokenizer:
         # In characters. A text has at least len(text) / longest_token tokens.
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def to_json(self) -> str:
+        """In the form of tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def special_token_id(self, text: str) -> int | None:
+        """None when the text is not a special token: ordinary tokens can write it."""
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            if added.special and added.content == text:
+                return int(token)
+        return None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: add the tokens that the tokenizer puts around a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

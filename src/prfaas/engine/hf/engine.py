@@ -67,7 +67,13 @@ class HFEngine:
         self._loaded = loaded
         self._compat = loaded.compat(block_tokens)
         running = MAX_RUNNING if max_running is None else max_running
-        self._limits = EngineLimits(loaded.max_tokens, loaded.vocab_size, running, max_waiting)
+        self._limits = EngineLimits(
+            loaded.max_tokens,
+            loaded.vocab_size,
+            running,
+            max_waiting,
+            eos_token_ids=loaded.eos_token_ids,
+        )
         self._chunk_tokens = chunk_tokens or CHUNK_TOKENS[loaded.device.type]
         if staging is None and loaded.device.type == "cuda":
             staging = _staging(loaded.device)

@@ -3,19 +3,35 @@
 The semantics are vLLM's. Functions change `logits` in place: float32 [vocab], a copy of the model's
 row. A token with the logit -inf is never chosen.
 
-    allowed ids ─► bad words ─► min_tokens ─► bias ─► penalties ─► (greedy: the largest logit)
-                                     ─► temperature ─► min_p ─► top_k ─► top_p ─► draw
+    grammar ─► allowed ids ─► bad words ─► min_tokens ─► bias ─► penalties
+                                  ─► greedy: the largest logit
+                                  ─► temperature ─► min_p ─► top_k ─► top_p ─► draw
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from prfaas.engine.api import TokenLogprobs
 
 _NEVER = float("-inf")
+
+
+def banned_tokens(
+    allowed_bits: npt.NDArray[np.uint8], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """bool [vocab]: the tokens whose bit is not set, and those without a bit."""
+    allowed = np.unpackbits(allowed_bits, count=vocab_size, bitorder="little")
+    return torch.from_numpy(allowed == 0).to(device, non_blocking=True)
+
+
+def ban_masked(logits: torch.Tensor, banned: torch.Tensor) -> None:
+    """`banned` is bool [vocab]."""
+    logits.masked_fill_(banned, _NEVER)
 
 
 def allow_only(logits: torch.Tensor, allowed: torch.Tensor) -> None:

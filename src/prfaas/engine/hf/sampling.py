@@ -47,6 +47,8 @@ class Sampler:
         self._prompt = prompt
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
+        self._matcher = sampling.grammar.matcher() if sampling.grammar is not None else None
+        self._banned: torch.Tensor | None = None  # by the grammar, in the latest row
 
     def pick(self, logits: torch.Tensor) -> int:
         """`logits` is [vocab]. EngineError when the request allows no token."""
@@ -58,8 +60,8 @@ class Sampler:
         token = int(chosen)
         if not float(row[token]) > float("-inf"):
             raise EngineError(
-                "no token can be chosen: allowed_token_ids, bad_words and min_tokens together "
-                "exclude every token, or the model computed no numbers"
+                "no token can be chosen: the grammar, allowed_token_ids, bad_words and min_tokens "
+                "together exclude every token, or the model computed no numbers"
             )
         self._note(token)
         return token
@@ -67,10 +69,21 @@ class Sampler:
     def logprobs(self, logits: torch.Tensor, token: int) -> TokenLogprobs | None:
         """None when the request does not ask for them."""
         count = self._sampling.logprobs
-        return None if count is None else rows.token_logprobs(logits, token, count)
+        if count is None:
+            return None
+        if self._sampling.grammar is not None and self._banned is not None:
+            logits = logits.to(torch.float32, copy=True)
+            rows.ban_masked(logits, self._banned)
+        return rows.token_logprobs(logits, token, count)
 
     def _process(self, row: torch.Tensor) -> None:
         sampling = self._sampling
+        if self._matcher is not None:
+            bits = self._matcher.allowed_bits()
+            self._banned = None
+            if bits is not None:
+                self._banned = rows.banned_tokens(bits, len(row), self._device)
+                rows.ban_masked(row, self._banned)
         if sampling.allowed_token_ids is not None:
             rows.allow_only(row, self._allowed)
         ends = rows.ends_of_words(sampling.bad_words_token_ids, self._generated)
@@ -108,6 +121,8 @@ class Sampler:
 
     def _note(self, token: int) -> None:
         self._generated.append(token)
+        if self._matcher is not None:
+            self._matcher.consume(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
