@@ -31,6 +31,8 @@ TOLERANCE = 1e-3  # of a log-probability
 PROMPT = PROMPTS["edges"][0]  # 513 tokens: four blocks of vLLM, and a token
 MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
 BASE = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0.0, "return_token_ids": True}
+# Ends of the text in generation_config.json. vLLM names the second one in stop_reason.
+ENDS = (257, 260)
 ENGINES = ("vllm", "node")
 ROUTES = ("remote", "local")
 
@@ -152,7 +154,9 @@ def test_completions(
     name: str,
 ) -> None:
     path = "/v1/completions"
-    body = {**BASE, "prompt": PROMPT, **COMPLETIONS[name](plain[path])}
+    # vLLM echoes texts only.
+    prompt = MESSAGES[0]["content"] if name.startswith("echo") else PROMPT
+    body = {**BASE, "prompt": prompt, **COMPLETIONS[name](plain[path])}
     _check_everywhere(case, gateways, path, body, name)
 
 
@@ -247,7 +251,10 @@ def _difference(expected: Any, found: Any) -> str:
     if len(expected["choices"]) != len(ours):
         return f"{len(ours)} choices"
     for here, there in zip(expected["choices"], ours, strict=True):
-        for field in ("index", "token_ids", "text", "message", "finish_reason", "stop_reason"):
+        fields = ["index", "token_ids", "text", "message", "finish_reason"]
+        if here["stop_reason"] not in ENDS:
+            fields.append("stop_reason")
+        for field in fields:
             if _said(here.get(field)) != _said(there.get(field)):
                 return f"{field}: {here.get(field)!r} and {there.get(field)!r}"
         for field in ("logprobs", "prompt_logprobs"):
@@ -258,10 +265,13 @@ def _difference(expected: Any, found: Any) -> str:
 
 
 def _said(value: Any) -> Any:
-    """Of a message, its role and its content: vLLM adds fields that say nothing."""
+    """Of a message, its role and its content: vLLM adds fields that say nothing. vLLM leaves out
+    bytes at the end that are no character; `prfaas node` shows them."""
+    if isinstance(value, str):
+        return value.rstrip("\ufffd")
     if not isinstance(value, dict):
         return value
-    return {name: item for name, item in value.items() if item not in (None, [])}
+    return {name: _said(item) for name, item in value.items() if item not in (None, [])}
 
 
 def _unlike(expected: Any, found: Any, at: str) -> str:
