@@ -3,6 +3,7 @@ gateway, and one too many would be ignored by vLLM."""
 
 from __future__ import annotations
 
+from vllm.entrypoints.generate.base.protocol import StreamOptions
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
@@ -11,7 +12,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
-from prfaas.contracts.openai_fields import VLLM
+from prfaas.contracts.openai_fields import VLLM, VLLM_STREAM_OPTIONS
 from prfaas.text import Chat
 from prfaas.text.tokenization import EMPTY_ONLY, Detokenize, TokenizeOptions, TokenizePrompt
 
@@ -19,6 +20,7 @@ from prfaas.text.tokenization import EMPTY_ONLY, Detokenize, TokenizeOptions, To
 def test_the_fields_of_both_endpoints_are_those_of_vllm() -> None:
     assert set(CompletionRequest.model_fields) == VLLM["completions"]
     assert set(ChatCompletionRequest.model_fields) == VLLM["chat"]
+    assert set(StreamOptions.model_fields) == VLLM_STREAM_OPTIONS
 
 
 def test_tokenize_and_detokenize_have_vllms_fields() -> None:
