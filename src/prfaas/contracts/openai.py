@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-MAX_CHOICES = 64  # `n`: continuations of one prompt
-MAX_PROMPTS = 256  # of one request
-MAX_ALL_CHOICES = 512  # of all prompts of a request together
+# Of one request. vLLM has no limit of prompts, and one of 16,384 choices.
+MAX_CHOICES = 64  # `n`: continuations of each prompt
+MAX_PROMPTS = 256
+MAX_TOTAL_CHOICES = 512  # continuations of all prompts
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

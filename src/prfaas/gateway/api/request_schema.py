@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from prfaas.contracts.openai import MAX_ALL_CHOICES, MAX_CHOICES, MAX_PROMPTS, StreamOptions
+from prfaas.contracts.openai import MAX_CHOICES, MAX_PROMPTS, MAX_TOTAL_CHOICES, StreamOptions
 from prfaas.contracts.openai_fields import REFUSED_BY_GATEWAY
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.client.request_body import JsonParts
@@ -172,10 +172,10 @@ def _completion(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, ("prompt",))
     options = _parsed(_COMPLETION, msgspec.json.encode(fields))
     prompts = _prompts(raw.get("prompt"), body)
-    if len(prompts) * (options.n or 1) > MAX_ALL_CHOICES:
+    if len(prompts) * (options.n or 1) > MAX_TOTAL_CHOICES:
         raise InputError(
             f"{len(prompts)} prompts with {options.n} choices each are more than "
-            f"{MAX_ALL_CHOICES} choices",
+            f"{MAX_TOTAL_CHOICES} choices",
             where="n",
             fix="send fewer prompts in one request, or a smaller n",
         )

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from prfaas.contracts.openai import MAX_ALL_CHOICES, MAX_CHOICES, MAX_PROMPTS
+from prfaas.contracts.openai import MAX_CHOICES, MAX_PROMPTS, MAX_TOTAL_CHOICES
 from prfaas.contracts.openai_fields import (
     FIXED_BY_GATEWAY,
     OPENAI,
@@ -51,7 +51,7 @@ accepts the *value* of a field, the gateway asks its `render` path before a hand
 ## Lists of prompts, and `n`
 
 A completion may have up to {MAX_PROMPTS} prompts, `n` may be up to {MAX_CHOICES}, and both
-together make at most {MAX_ALL_CHOICES} choices. Choice j of prompt p has index p * n + j. Usage
+together make at most {MAX_TOTAL_CHOICES} choices. Choice j of prompt p has index p * n + j. Usage
 is the sum: the tokens of each prompt once, the generated tokens of all choices. The gateway
 routes each prompt by itself (`gateway/prompt_lists/fan_out.py`), so that some prompts of a list
 may be offloaded and others not; the `n` choices of a prompt share one prefill and one transfer.
