@@ -12,7 +12,7 @@
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
 # make format      rewrite the code with ruff
-# make docs        generate docs/configuration.md from the schema
+# make docs        generate docs/configuration.md and docs/api.md from the schema
 # make bench       all benchmarks, as JSON
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       the case study, served and simulated on the same requests (needs an idle machine)
@@ -147,6 +147,7 @@ format: setup
 
 docs: setup
 	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
+	$(BIN)/python -m prfaas.node.served.reference > docs/api.md
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
 # Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and

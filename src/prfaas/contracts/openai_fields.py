@@ -59,6 +59,9 @@ VLLM: dict[Endpoint, frozenset[str]] = {
     },
 }
 
+# Options of a stream that vLLM knows.
+VLLM_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
+
 # Names of earlier versions of vLLM, of its Python API and of other servers, which clients still
 # send.
 OTHER = frozenset(
@@ -86,6 +89,8 @@ REFUSED_BY_GATEWAY = {
     "truncate_prompt_tokens": "the gateway does not truncate prompts",
     "prompt_embeds": "a prompt must be text or token ids",
 }
+# The gateway accepts these with these values and with null. vLLM does not know them.
+FIXED_BY_GATEWAY: dict[str, tuple[object, ...]] = {"best_of": (1,)}
 
 
 def known_fields(endpoint: Endpoint) -> frozenset[str]:
@@ -94,4 +99,5 @@ def known_fields(endpoint: Endpoint) -> frozenset[str]:
 
 def passed_to_vllm(endpoint: Endpoint) -> frozenset[str]:
     """What the gateway passes on to a vLLM, which ignores every other field in silence."""
-    return VLLM[endpoint] | WITHOUT_EFFECT
+    checked = OPENAI[endpoint] & FIXED_BY_GATEWAY.keys()
+    return VLLM[endpoint] | WITHOUT_EFFECT | checked

@@ -194,18 +194,10 @@ class ChatCompletion:
     chat: Chat
 
 
-class TokenizePrompt(msgspec.Struct, frozen=True):
-    """`POST /tokenize` with a text; with `messages` the body is that of a chat."""
-
-    prompt: str
-    add_special_tokens: bool = True
-
-
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _COMPLETION = msgspec.json.Decoder(Completion)
 _CHAT_OPTIONS = msgspec.json.Decoder(ChatOptions)
 _CHAT = msgspec.json.Decoder(Chat)
-_TOKENIZE = msgspec.json.Decoder(TokenizePrompt)
 _ANY = msgspec.json.Decoder()
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _OF_COMPLETIONS = frozenset(Completion.__struct_fields__)
@@ -343,18 +335,6 @@ def parse_chat(body: bytes) -> ChatCompletion:
             "top_logprobs requires logprobs", where="top_logprobs", fix="send logprobs: true"
         )
     return request
-
-
-def parse_tokenize(body: bytes) -> TokenizePrompt | Chat:
-    """Parses and checks the body of /tokenize. InputError names the field."""
-    fields = _fields(body)
-    if "messages" in fields:
-        return _chat(body)
-    if "prompt" not in fields:
-        raise InputError(
-            "the request has no text", where="prompt", fix='send {"prompt": "..."} or messages'
-        )
-    return _decoded(_TOKENIZE, body)
 
 
 def _chat(body: bytes) -> Chat:

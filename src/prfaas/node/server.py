@@ -21,14 +21,14 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.openapi import OPEN_PATHS, openapi
 from prfaas.node.request_reader import NodeModel, PlannedChoice, ReadRequest, RequestReader
 from prfaas.node.request_runner import RequestRunner
-from prfaas.node.request_schema import GenerationRequest, TokenizePrompt, parse_tokenize
+from prfaas.node.request_schema import GenerationRequest
 from prfaas.node.responses import DONE, error_piece, whole_response
 from prfaas.node.served.fields import served_fields
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
-from prfaas.text import Chat
+from prfaas.text.tokenization import detokenize, parse_detokenize, parse_tokenize, tokenize
 
 _LOG = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("begun", bool)  # the status line of a stream has been sent
@@ -72,6 +72,7 @@ class NodeApi:
         app.router.add_post("/v1/completions/render", self._render_completion)
         app.router.add_post("/v1/chat/completions/render", self._render_chat)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
@@ -115,16 +116,22 @@ class NodeApi:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = await self._reader.parsed(request, parse_tokenize)
-        tokenizer = self._model.require_tokenizer()
-        match asked:
-            case Chat():
-                ids = await self._reader.encode_chat(asked)
-            case TokenizePrompt():
-                ids = await asyncio.to_thread(
-                    tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
-                )
+        self._check_model(asked.model)
         limit = self._engine.limits.max_tokens
-        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
+        return _json(await asyncio.to_thread(tokenize, self._model.tokenizer, asked, limit))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        asked = await self._reader.parsed(request, parse_detokenize)
+        self._check_model(asked.model)
+        return _json(await asyncio.to_thread(detokenize, self._model.tokenizer, asked))
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._model.name:
+            raise request_error(
+                "model_not_found",
+                f"this node serves {self._model.name!r}, not {asked[:100]!r}",
+                param="model",
+            )
 
     # Completions ----------------------------------------------------------------------------------
 

@@ -72,6 +72,10 @@ class ModelTokenizer:
         """With special tokens."""
         return self.decode(ids, skip_special_tokens=False)
 
+    def pieces(self, ids: Sequence[int]) -> list[str | None]:
+        """The tokenizer's names of the tokens; None for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token) for token in ids]
+
     def token_text(self, token: int, context: Sequence[int]) -> str:
         """The text of one token after the tokens of `context`."""
         piece = self._tokenizer.id_to_token(token) or ""

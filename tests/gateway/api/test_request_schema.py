@@ -190,10 +190,15 @@ def test_a_body_with_more_values_than_the_context_has_tokens_is_refused_before_i
 
 def test_each_prompt_of_a_list_may_have_as_many_values_as_the_context() -> None:
     ids = ",".join(["7"] * 90_000)
-    body = f'{{"prompt": [[{ids}], [{ids}]]}}'.encode()
-    check_values(body, 10_000)
-    with pytest.raises(InputError, match="brackets and commas"):
-        check_values(f'{{"prompt": [{ids},{ids}]}}'.encode(), 10_000)
+    check_values(f'{{"prompt": [[{ids}], [{ids}]]}}'.encode(), 10_000)
+    for several in (
+        f"{ids},{ids}",  # one prompt
+        f"[{ids}],{ids}",  # not a list of prompts
+        f'["a"],[{ids},{ids}]',
+        ",".join(["[7]"] * 150_000),  # too many prompts
+    ):
+        with pytest.raises(InputError, match="brackets and commas"):
+            check_values(f'{{"prompt": [{several}]}}'.encode(), 10_000)
 
 
 def test_the_prompts_of_a_list_become_arrays() -> None:

@@ -158,11 +158,15 @@ async def test_a_chat_of_checked_fields_only_is_not_asked_about() -> None:
 @pytest.mark.parametrize("name", ["guided_json", "unheard_of"])
 def test_a_field_that_vllm_would_ignore_is_refused(name: str) -> None:
     vllm, ours = Card("m", None, ours=False), Card("m", None, ours=True)
-    check_names(vllm, asking(1, structured_outputs={}))
+    check_names(vllm, asking(1, structured_outputs={}, guided_regex=None, best_of=1))
     check_names(ours, asking(1, **{name: 1}))  # an earlier version, which refuses it itself
     with pytest.raises(RequestError, match=name) as refused:
         check_names(vllm, asking(1, **{name: 1}))
     assert (refused.value.status, refused.value.param) == (400, name)
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    check_names(vllm, asking(1, stream_options=options))
+    with pytest.raises(RequestError, match="stream_options.include_obfuscation"):
+        check_names(vllm, asking(1, stream_options={**options, "include_obfuscation": True}))
 
 
 def test_the_two_endpoints_have_their_own_fields() -> None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ from prfaas.gateway.prompt_lists.fan_out import (
 from prfaas.gateway.prompt_lists.merging import AnswerMerger
 from prfaas.gateway.request import Backend, GatewayRequest, Upstream
 from prfaas.gateway.tenants import Tenants
+from prfaas.gateway.tokenization import TOKENIZE_PATHS, TokenizationApi
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_BYTES = 2 << 20  # as a gateway accepts of the report itself, when it polls a kvd
@@ -85,13 +87,16 @@ class GatewayApi:
         self._request_log = request_log
         self._metrics = request_log.metrics
         self._start_limiter = StartLimiter()
+        self._tokenization = TokenizationApi(prompts, body_reader, limits.tenants)
         self._started_s = int(time.time())
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._handle_errors])
         app.on_response_prepare.append(_add_request_id)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", partial(self._generate, "completion"))
+        app.router.add_post("/v1/chat/completions", partial(self._generate, "chat"))
+        for path in TOKENIZE_PATHS:
+            app.router.add_post(path, self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         app.router.add_get("/health", self._health)
@@ -139,13 +144,10 @@ class GatewayApi:
 
     # Completions and chats ------------------------------------------------------------------------
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return await self._tokenization.answer(request, request[_TENANT])
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def _generate(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         tenant = request[_TENANT]
         with (
             self._request_log.record(request[_ID], request.path, tenant) as record,

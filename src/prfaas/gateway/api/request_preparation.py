@@ -18,10 +18,19 @@ from prfaas.gateway.api.request_schema import (
     ParsedRequest,
     Path,
     check_values,
+    no_such_model,
     parse,
 )
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.text import Chat, ModelTokenizer, is_multimodal
+from prfaas.text.tokenization import (
+    DetokenizeAnswer,
+    TokenizeAnswer,
+    detokenize,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize,
+)
 
 # Counting the values of a shorter body takes longer than parsing them.
 _COUNTED_FROM_BYTES = 1 << 16
@@ -85,6 +94,24 @@ class RequestPreparer:
             multimodal=any(is_multimodal(chat.messages) for chat in chats),
             n=options.n or 1,
         )
+
+    def tokenize(self, body: bytes) -> TokenizeAnswer:
+        """The answer of /tokenize. Raises `InputError` and `RequestError`."""
+        check_values(body, self._max_tokens)
+        asked = parse_tokenize(body)
+        self._check_model(asked.model)
+        return tokenize(self._tokenizer, asked, self._max_tokens)
+
+    def detokenize(self, body: bytes) -> DetokenizeAnswer:
+        """The answer of /detokenize. Raises `InputError` and `RequestError`."""
+        check_values(body, self._max_tokens)
+        asked = parse_detokenize(body)
+        self._check_model(asked.model)
+        return detokenize(self._tokenizer, asked)
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._model:
+            raise no_such_model(asked, self._model)
 
     def _token_ids(self, prompt: str | TokenIds | Chat, add_special_tokens: bool) -> TokenIds:
         if isinstance(prompt, TokenIds):

@@ -101,6 +101,7 @@ _MAX_FIELDS = 1000  # the engines know fewer than a hundred
 # token of text, or stands between two token ids.
 _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
+_DIGITS_AND_SPACE = b"0123456789 \n\r\t"
 _COUNTED_BYTES = 1 << 20  # of a body at once: the count stops soon after its limit
 prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in threads
 
@@ -150,7 +151,7 @@ def no_such_model(name: str, served: str) -> RequestError:
 
 def check_values(body: Body, max_tokens: int) -> None:
     """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
-    need. Of a list of prompts, each may have so many: it becomes one array, or one text."""
+    need. Of a list of prompts of ids, each may have so many: it becomes one array."""
     array = np.frombuffer(body, dtype=np.uint8)
     each = limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
     values = 0
@@ -231,14 +232,18 @@ def _listed(raw: msgspec.Raw, at: str) -> str | TokenIds:
 
 
 def _count_prompts(body: Body) -> int:
-    """Parses nothing but the outer list of prompts; 1 for a body that is not valid."""
+    """The prompts of a list of lists of ids, which is not parsed here; 1 for any other body, and
+    for a list of more prompts than a request may have."""
     try:
-        raw = _parsed(_PROMPT_FIELD, body).prompt
-        if not _is_list_of_prompts(raw):
-            return 1
-        return min(MAX_PROMPTS, max(1, len(_parsed(_LIST, raw))))
+        raw = bytes(_parsed(_PROMPT_FIELD, body).prompt)
     except InputError:
         return 1
+    shape = raw.translate(None, _DIGITS_AND_SPACE)  # such as [[,,],[,]]
+    has_numbers = b"],," in shape or shape.endswith(b"],]")
+    if not shape.startswith(b"[[") or has_numbers or shape.strip(b"[],"):
+        return 1
+    prompts = shape.count(b"[") - 1
+    return prompts if prompts <= MAX_PROMPTS else 1
 
 
 def _text_or_ids(prompt: str | list[int]) -> str | TokenIds:

@@ -20,7 +20,12 @@ from typing import Any
 
 import msgspec
 
-from prfaas.contracts.openai_fields import Endpoint, passed_to_vllm
+from prfaas.contracts.openai_fields import (
+    VLLM_STREAM_OPTIONS,
+    Endpoint,
+    known_fields,
+    passed_to_vllm,
+)
 from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.client.request_body import JsonParts, encode_body
@@ -61,15 +66,25 @@ def check_names(card: Card, request: GatewayRequest) -> None:
         return  # an earlier version, which refuses fields itself
     else:
         accepted = passed_to_vllm(endpoint)
-    for name in request.fields:
-        if name not in accepted:
-            shown = name[:_SHOWN_CHARS]
-            raise RequestError(
-                400,
-                "invalid_request",
-                f"{shown}: the decode engine does not support the field; leave it out",
-                param=shown,
-            )
+    for name, value in request.fields.items():
+        ignored = card.serves is None and _is_null(value) and name in known_fields(endpoint)
+        if name not in accepted and not ignored:
+            raise _unsupported(name)
+    options = request.fields.get("stream_options")
+    if not card.ours and isinstance(options, dict):
+        for name, value in options.items():
+            if name not in VLLM_STREAM_OPTIONS and value:
+                raise _unsupported(f"stream_options.{name}")
+
+
+def _unsupported(name: str) -> RequestError:
+    shown = name[:_SHOWN_CHARS]
+    return RequestError(
+        400,
+        "invalid_request",
+        f"{shown}: the decode engine does not support the field; leave it out",
+        param=shown,
+    )
 
 
 class FieldChecks:
@@ -126,6 +141,10 @@ class FieldChecks:
         self._accepted.move_to_end(digest)
         if len(self._accepted) > MOST_REMEMBERED:
             self._accepted.popitem(last=False)
+
+
+def _is_null(value: object) -> bool:
+    return value is None or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
 
 
 def _is_checked(name: str, value: object) -> bool:
