@@ -127,7 +127,6 @@ async def test_calls_that_are_chosen_and_forced() -> None:
     async with tool_server() as node, asyncio.TaskGroup() as tasks:
         tasks.create_task(check_chosen(node))
         tasks.create_task(check_forced(node, "required", 0, parallel=False))
-        tasks.create_task(check_forced(node, NAMED, 1, parallel=True))
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ class RequestReader:
 
     def _chat_grammar(self, asked: ChatOptions, use: ToolUse | None) -> GrammarDescription | None:
         described = describe_grammar(asked.response_format, asked.structured_outputs)
-        if use is None or not use.is_forced:
+        if use is None or (described is not None and not use.is_forced):
             return described
         if described is not None:
             raise InputError(

@@ -142,8 +142,10 @@ def test_forced_calls_need_a_grammar() -> None:
     special = use(NAMED).grammar(lambda _: 7)
     assert plain is not None and '"<tool_call>"' in plain.text and ")*" in plain.text
     assert special is not None and "<[7]>" in special.text and ")*" not in special.text
-    planned = plan_tool_use([TOOL], "required", True, lambda: XML)
-    assert planned is not None
-    with pytest.raises(InputError) as caught:
-        planned.grammar(lambda _: None)
-    assert caught.value.where == "tool_choice"
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for tool, choice, where in ((TOOL, "required", "tool_choice"), (strict, "auto", "tools")):
+        planned = plan_tool_use([tool], choice, True, lambda: XML)  # type: ignore[arg-type]
+        assert planned is not None
+        with pytest.raises(InputError) as caught:
+            planned.grammar(lambda _: None)
+        assert caught.value.where == where

@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.engine.guided import GrammarDescription
 from prfaas.errors import InputError
-from prfaas.text.tool_calls import ToolForm
+from prfaas.text.tool_calls import ToolForm, Wanted
 
 MAX_TOOLS = 1024
 
@@ -48,15 +48,21 @@ class ToolUse:
     def is_named(self) -> bool:
         return isinstance(self.choice, NamedTool)
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether a function's calls must follow its schema."""
+        return any(function.get("strict") is True for function in self.functions)
+
     def grammar(self, special_token_id: Callable[[str], int | None]) -> GrammarDescription | None:
-        """Of calls that must be made. None when the model chooses."""
-        if not self.is_forced:
+        """Of calls that must be made, or that must follow their schema. None: calls are free."""
+        if not (self.is_forced or self.is_strict):
             return None
         if self.form.grammar is None:
             raise InputError(
-                "calls cannot be forced in the form of this model's chat template",
-                where="tool_choice",
-                fix='send "auto"',
+                "in the form of this model's chat template, calls can neither be forced nor held "
+                "to a schema",
+                where="tool_choice" if self.is_forced else "tools",
+                fix='send "auto"' if self.is_forced else "leave strict out",
             )
         functions, several = self.functions, self.parallel
         if isinstance(self.choice, NamedTool):
@@ -68,7 +74,8 @@ class ToolUse:
             token = special_token_id(text)
             return json.dumps(text) if token is None else f"<[{token}]>"
 
-        return GrammarDescription("lark", self.form.grammar(functions, mark, several), "tools")
+        wanted = Wanted(functions, several=several, is_forced=self.is_forced)
+        return GrammarDescription("lark", self.form.grammar(wanted, mark), "tools")
 
 
 def plan_tool_use(

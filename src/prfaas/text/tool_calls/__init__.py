@@ -1,11 +1,11 @@
 """Tool calls in the text of an answer: which form a model's chat template has, the parsers of the
-forms, and grammars that force a call. Pure, and independent of requests and engines.
+forms, and grammars that calls follow. Pure, and independent of requests and engines.
 
     template ──► find_form ──► ToolForm ──► parser: text, piece by piece ──► text and calls
-                                       └──► grammar: a call that must be made
+                                       └──► grammar of its calls
 """
 
-from prfaas.text.tool_calls.forms import ToolForm, find_form
+from prfaas.text.tool_calls.forms import ToolForm, Wanted, find_form
 from prfaas.text.tool_calls.pieces import (
     ArgumentsPiece,
     CallStart,
@@ -21,5 +21,6 @@ __all__ = [
     "TextPiece",
     "ToolCallParser",
     "ToolForm",
+    "Wanted",
     "find_form",
 ]
