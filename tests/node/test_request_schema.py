@@ -119,7 +119,6 @@ def test_the_last_prompt_of_a_body_counts() -> None:
 UNSERVED: dict[str, Any] = {
     **{"best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
     **{"logprob_token_ids": [1], "logits_processors": ["x"]},
-    **{"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     **{"guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "a"},
     **{"guided_json_object": True, "guided_decoding_backend": "a"},
     **{"guided_whitespace_pattern": "a", "structural_tag": "a", "early_stopping": True},
@@ -133,8 +132,8 @@ UNSERVED: dict[str, Any] = {
 }
 OF_COMPLETIONS = {"suffix": "a", "prompt_embeds": "a"}
 OF_CHATS = {
-    **{"echo": True, "tool_choice": "required", "functions": [{}], "function_call": {"name": "a"}},
-    **{"parallel_tool_calls": "a", "chat_template": "a", "chat_template_content_format": "string"},
+    **{"echo": True, "functions": [{}], "function_call": {"name": "a"}},
+    **{"chat_template": "a", "chat_template_content_format": "string"},
     **{"include_reasoning": False, "return_prompt_text": True, "modalities": ["audio"]},
     **{"audio": {}, "prediction": {}, "verbosity": "low", "web_search_options": {}},
 }

@@ -60,8 +60,6 @@ FIXED_IN_COMPLETIONS: dict[str, tuple[object, ...]] = FIXED | {
 }
 FIXED_IN_CHAT: dict[str, tuple[object, ...]] = FIXED | {
     "echo": (False,),
-    "tool_choice": ("auto", "none"),  # calls cannot be forced
-    "parallel_tool_calls": (True, False),  # calls are not parsed
     "functions": ([],),
     "function_call": ("auto", "none"),
     "chat_template": (),

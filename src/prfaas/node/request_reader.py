@@ -36,6 +36,7 @@ from prfaas.engine.api import (
     check_cuts,
     check_job,
 )
+from prfaas.engine.guided import GrammarDescription
 from prfaas.errors import InputError
 from prfaas.node.choices import continuation_sampling
 from prfaas.node.errors import request_error
@@ -44,6 +45,8 @@ from prfaas.node.logprobs import LogprobsReader, TokenEntry, prompt_logprobs, to
 from prfaas.node.request_schema import (
     DEFAULT_MAX_TOKENS,
     MAX_LISTED_TOKENS,
+    ChatCompletion,
+    ChatOptions,
     Completion,
     GenerationRequest,
     check_values,
@@ -53,6 +56,8 @@ from prfaas.node.request_schema import (
 from prfaas.node.responses import CHAT, TEXT, ResponseBuilder, ResponseShape
 from prfaas.node.structured.fields import describe_grammar
 from prfaas.node.structured.grammars import Grammars
+from prfaas.node.structured.tool_calls import ToolCallReader
+from prfaas.node.structured.tool_choice import ToolUse, plan_tool_use
 from prfaas.service.request_body import BodyLimits
 from prfaas.text import AnswerText, Chat, ModelTokenizer
 
@@ -88,6 +93,7 @@ class ReadRequest(NamedTuple):
     prompt: Sequence[int]
     sampling: Sampling
     echo: str = ""  # text before the answer
+    tool_use: ToolUse | None = None  # None: calls are not read
 
     def tokenized(self, id: str, continuation: int = 0) -> TokenizedRequest:
         return TokenizedRequest(
@@ -183,12 +189,11 @@ class RequestReader:
         parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
         self._check_model(asked)
-        grammar = await self._grammars.compiled(
-            describe_grammar(asked.response_format, asked.structured_outputs)
-        )
+        tool_use = self._tool_use(parsed)
+        grammar = await self._grammars.compiled(self._chat_grammar(asked, tool_use))
         prompt = await self.encode_chat(parsed.chat)
         sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked), grammar)
-        read = ReadRequest(asked, CHAT, prompt, sampling)
+        read = ReadRequest(asked, CHAT, prompt, sampling, tool_use=tool_use)
         self._check_all([read])
         return read
 
@@ -214,6 +219,27 @@ class RequestReader:
             "", read.prompt, read.sampling, prompt_logprobs=read.asked.prompt_logprobs_count
         )
         check_job(job, self._engine.spec, self._engine.limits)
+
+    def _tool_use(self, parsed: ChatCompletion) -> ToolUse | None:
+        asked = parsed.asked
+        return plan_tool_use(
+            parsed.chat.tools,
+            asked.tool_choice,
+            asked.parallel_tool_calls,
+            lambda: self._text_tokenizer(asked, "tools").tool_form,
+        )
+
+    def _chat_grammar(self, asked: ChatOptions, use: ToolUse | None) -> GrammarDescription | None:
+        described = describe_grammar(asked.response_format, asked.structured_outputs)
+        if use is None or (described is not None and not use.is_forced):
+            return described
+        if described is not None:
+            raise InputError(
+                f"{described.field} has a grammar already",
+                where="tool_choice",
+                fix='send "auto" or "none", or leave the other field out',
+            )
+        return use.grammar(self._text_tokenizer(asked, "tools").special_token_id)
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         tokenizer = self._model.require_tokenizer()
@@ -313,7 +339,9 @@ class RequestReader:
             )
         decode = None
         if tokenizer is not None:
-            decode = tokenizer.decode if asked.skip_special_tokens else tokenizer.decode_all
+            # The marks of tool calls may be special tokens. vLLM shows them all, too.
+            skips = asked.skip_special_tokens and read.tool_use is None
+            decode = tokenizer.decode if skips else tokenizer.decode_all
         transfer, handed_off = tokenized.transfer, None
         if isinstance(transfer, RemoteDecode):
             handed_off = encode(
@@ -341,6 +369,7 @@ class RequestReader:
             transfer=handed_off,
             report_cuts=isinstance(transfer, Reference)
             or (isinstance(transfer, RemoteDecode | RemotePrefill) and transfer.report_cuts),
+            calls=ToolCallReader(read.tool_use) if read.tool_use is not None else None,
         )
 
     def _logprobs(self, asked: GenerationRequest) -> LogprobsReader | None:

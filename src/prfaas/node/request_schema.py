@@ -31,6 +31,7 @@ from prfaas.node.known_fields import (
     WITHOUT_EFFECT,
 )
 from prfaas.node.structured.fields import ResponseFormat, StructuredOutputs
+from prfaas.node.structured.tool_choice import ToolChoice
 from prfaas.text import Chat, is_multimodal
 
 DEFAULT_MAX_TOKENS = 16
@@ -176,6 +177,8 @@ class ChatOptions(GenerationRequest, frozen=True, kw_only=True):
 
     logprobs: bool | None = None
     top_logprobs: _Alternatives | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def logprobs_count(self) -> int | None:

@@ -11,6 +11,7 @@ import msgspec
 from prfaas.contracts.openai import ErrorBody
 from prfaas.engine.api import MAX_CUTS, Finished, Prefilled, Sampling, Token
 from prfaas.node.logprobs import LogprobsReader, TokenEntry, chat_logprobs, completion_logprobs
+from prfaas.node.structured.tool_calls import ToolCallReader
 from prfaas.text import AnswerText
 
 DONE = b"data: [DONE]\n\n"
@@ -76,6 +77,7 @@ class ResponseBuilder:
     counts_prompt: bool = True  # in the usage: the first continuation of a prompt does
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_entries: Sequence[TokenEntry] = ()  # with `echo` and `logprobs`
+    calls: ToolCallReader | None = None  # of a chat with tools
 
     def prefilled(self, event: Prefilled) -> None:
         self.cached_tokens = event.resumed_tokens
@@ -97,25 +99,34 @@ class ResponseBuilder:
             self.stop_reason = token.id
         if token.is_stop and not self.include_stop:
             return ""
-        return self._with_stop(self.answer.push(token.id))
+        return self._read_calls(self._with_stop(self.answer.push(token.id)))
 
     def finished(self, event: Finished) -> str:
         text = self._with_stop(self.answer.finish())
         if self.finish_reason is None:
             self.finish_reason = "stop" if event.reason == "stop" else "length"
-        return text
+        return self._read_calls(text)
 
     def _with_stop(self, text: str) -> str:
         if self.answer.stopped_by is not None:
             self.finish_reason, self.stop_reason = "stop", self.answer.stopped_by
         return text
 
+    def _read_calls(self, text: str) -> str:
+        """Empty while the text may become a tool call."""
+        if self.calls is None:
+            return text
+        has_news = self.calls.read(text, is_end=self.finish_reason is not None)
+        if self.finish_reason == "stop" and self.calls.ends_with_calls:
+            self.finish_reason = "tool_calls"
+        return text if has_news else ""
+
     # Whole ----------------------------------------------------------------------------------------
 
     def whole(self, text: str) -> dict[str, Any]:
         """The response, if this is its only choice."""
         entries = [*self.prompt_entries, *self.entries]
-        choice = self._choice(self.shape.whole(self.echo + text), entries)
+        choice = self._choice(self._whole_answer(text), entries)
         response = {
             **self._head(self.shape.whole_object),
             "choices": [choice],
@@ -126,6 +137,11 @@ class ResponseBuilder:
             owner = response if self.shape is CHAT else choice
             owner["prompt_logprobs"] = self.prompt_logprobs
         return response
+
+    def _whole_answer(self, text: str) -> dict[str, Any]:
+        if self.calls is not None:
+            return {"message": self.calls.message()}
+        return self.shape.whole(self.echo + text)
 
     # In pieces ------------------------------------------------------------------------------------
 
@@ -142,7 +158,8 @@ class ResponseBuilder:
     def piece(self, text: str) -> bytes:
         """The text, with the tokens since the last piece."""
         entries = self.entries[self.sent_tokens :]
-        piece = self._piece([self._choice(self.shape.piece(text), entries)])
+        wrapped = {"delta": self.calls.delta()} if self.calls is not None else None
+        piece = self._piece([self._choice(wrapped or self.shape.piece(text), entries)])
         self.sent_characters += sum(len(entry.text) for entry in entries)
         self.sent_tokens = len(self.tokens)
         return piece

@@ -16,6 +16,7 @@ from prfaas.text.chat import Chat
 from prfaas.text.conversation import conversation, tool_schemas
 from prfaas.text.template import ChatTemplate
 from prfaas.text.token_text import token_text
+from prfaas.text.tool_calls import ToolForm
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
@@ -41,6 +42,11 @@ class ModelTokenizer:
         """In the form of tokenizer.json."""
         text: str = self._tokenizer.to_str()
         return text
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes tool calls. None when its chat template does not show it."""
+        return self._template(with_tools=True).tool_form
 
     def special_token_id(self, text: str) -> int | None:
         """None when the text is not a special token: ordinary tokens can write it."""

@@ -151,16 +151,6 @@ def test_what_cannot_be_used_names_its_field(kind: Kind, text: str, problem: str
     assert caught.value.where == "field" and len(str(caught.value)) < 600
 
 
-def test_a_hostile_grammar_fails_in_its_own_step() -> None:
-    """The repetition follows a letter, so that the first mask does not show it."""
-    matcher = compiled("regex", "b(a{1000}){1000}").matcher()
-    with pytest.raises(EngineError):
-        for token in b"ba":
-            matcher.allowed_bits()
-            matcher.consume(token)
-            matcher.allowed_bits()
-
-
 @pytest.mark.parametrize("ends", [ENDS, frozenset()])
 def test_a_tokenizer_that_grammars_do_not_support(ends: frozenset[int]) -> None:
     from tokenizers import Tokenizer, models
