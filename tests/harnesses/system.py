@@ -1,10 +1,12 @@
-"""A small system as a user starts it: a checkpoint with a tokenizer and a chat template, a node that
-prefills in a PrfaaS cluster, a node that decodes in a PD cluster, and a gateway. One node beside it
-is for answers to compare with."""
+"""A small system as a user starts it: a checkpoint with a tokenizer and a chat template, a PrfaaS
+cluster of one node, a PD cluster of one prefill and one decode node, and a gateway.
+
+The gateway offloads every prompt, so the prefill node of the PD cluster has nothing to do. It answers
+alone, asked directly, what answers through the gateway are compared with.
+"""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +22,7 @@ from tests.waiting import wait_until
 
 MODEL = "tiny-kimi"
 MAX_TOKENS = 32768  # of the checkpoint
-CLUSTERS = (("pd", "pd"), ("far", "prfaas"))  # name and kind
+CLUSTERS = {"pd": ["pd0", "pd1"], "far": ["far0"]}
 PROFILE = f"""\
 [[accelerators]]
 name = "cpu"
@@ -38,7 +40,7 @@ decode = [{{ batch = 1, step_s = 0.02 }}, {{ batch = 8, step_s = 0.04 }}]
 
 
 class Target(NamedTuple):
-    """What a client needs to know."""
+    """What a client needs to know of a server."""
 
     url: str  # without /v1
     model: str
@@ -46,25 +48,28 @@ class Target(NamedTuple):
 
 
 class System:
-    def __init__(self, gateway: Process, alone: Host, checkpoint: Path) -> None:
+    def __init__(self, gateway: Process, single_node: str, checkpoint: Path) -> None:
         self.gateway = Target(gateway.ready(GatewayReady).http, MODEL, checkpoint)
-        self.single_node = Target(alone.url, MODEL, checkpoint)
+        self.single_node = Target(single_node, MODEL, checkpoint)
         self._process = gateway
-        self._seen = 0
+        self._read_lines = 0
 
     def new_outcomes(self, requests: int) -> list[RequestOutcome]:
         """The lines that the gateway has logged about requests since the last call. Waits for
         `requests` of them: a client may receive its response before the line is written."""
 
+        def lines() -> list[str]:
+            return self._process.output.splitlines()[self._read_lines :]
+
         def found() -> list[RequestOutcome]:
             outcomes = RequestOutcomes()
-            for line in self._process.output.splitlines():
+            for line in lines():
                 outcomes.read_line(line)
-            return list(outcomes.latest)[self._seen :]
+            return list(outcomes.latest)
 
         wait_until(lambda: len(found()) >= requests)
         new = found()
-        self._seen += len(new)
+        self._read_lines += len(lines())
         return new
 
 
@@ -80,19 +85,18 @@ def running_system(folder: Path) -> Iterator[System]:
     options = ("--model", str(checkpoint), "--device", "cpu")
     with ExitStack() as stack:
         hosts = {}
-        for name in (*(name for name, _ in CLUSTERS), "alone"):
+        for name in (name for names in CLUSTERS.values() for name in names):
             hosts[name] = Host(folder / name, options, ("--node", name))
             stack.callback(hosts[name].close)
         for host in hosts.values():
             host.wait_until_ready()
         gateway = Process("gateway", str(_deployment_file(folder, checkpoint, hosts)))
         stack.callback(gateway.stop)
-        _wait_for_nodes(gateway.ready(GatewayReady).http)
-        yield System(gateway, hosts["alone"], checkpoint)
+        idle = _name_of_local_prefill_node(gateway.ready(GatewayReady).http)
+        yield System(gateway, hosts[idle].url, checkpoint)
 
 
 def _deployment_file(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> Path:
-    """Policy `remote` offloads every prompt that is long enough for a hand-off."""
     (folder / "catalog.toml").write_text(PROFILE)
     raw: dict[str, Any] = {
         "catalog": ["catalog.toml"],
@@ -107,12 +111,12 @@ def _deployment_file(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> 
         "slo": {"output_tokens_per_s": 20},
         "clusters": [
             {
-                **{"name": name, "kind": kind, "accelerator": "cpu", "gpus": 1},
-                **({"prefill": 0, "decode": 1} if kind == "pd" else {}),
-                "gpus_per_instance": 1,
-                "nodes": [{"url": hosts[name].url, "kvd_url": hosts[name].kvd_url}],
+                **{"name": name, "kind": "pd" if name == "pd" else "prfaas"},
+                **({"prefill": 1, "decode": 1} if name == "pd" else {}),
+                **{"accelerator": "cpu", "gpus": len(nodes), "gpus_per_instance": 1},
+                "nodes": [{"url": hosts[n].url, "kvd_url": hosts[n].kvd_url} for n in nodes],
             }
-            for name, kind in CLUSTERS
+            for name, nodes in CLUSTERS.items()
         ],
         "links": [{"from": "far", "to": "pd", "gbps": 10, "rtt_ms": 1}],
         "scheduler": {"policy": "remote"},
@@ -121,10 +125,17 @@ def _deployment_file(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> 
     return written(raw, folder / "deployment.toml")
 
 
-def _wait_for_nodes(url: str) -> None:
+def _name_of_local_prefill_node(gateway_url: str) -> str:
+    """Waits until the gateway uses all nodes."""
+    nodes: list[dict[str, Any]] = []
+
     def ready() -> bool:
-        status, state = call("GET", f"{url}/prfaas/v1/state")
-        assert status == 200, json.dumps(state)
-        return all(node.get("in_use") for c in state["clusters"] for node in c["nodes"])
+        status, state = call("GET", f"{gateway_url}/prfaas/v1/state")
+        assert status == 200, state
+        nodes[:] = [node for cluster in state["clusters"] for node in cluster["nodes"]]
+        return all(node.get("in_use") for node in nodes)
 
     wait_until(ready)
+    (found,) = [n["node"] for n in nodes if n["node"] in CLUSTERS["pd"] and n["role"] == "prefill"]
+    name: str = found
+    return name
