@@ -1,8 +1,8 @@
 """A small system as a user starts it: a checkpoint with a tokenizer and a chat template, a PrfaaS
 cluster of one node, a PD cluster of one prefill and one decode node, and a gateway.
 
-The gateway offloads every prompt, so the prefill node of the PD cluster has nothing to do. Tests ask
-it directly for answers of a single engine, and compare answers through the gateway with them.
+The gateway offloads every prompt, so the prefill node of the PD cluster has nothing to do. Tests
+ask it directly for answers of a single engine, and compare answers through the gateway with them.
 """
 
 from __future__ import annotations
