@@ -7,6 +7,7 @@ ask it directly for answers of a single engine, and compare answers through the 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from tests.gateway.backends import written
 from tests.node.hosts import Host, Process, call
 from tests.waiting import wait_until
@@ -54,28 +54,27 @@ class System:
         self._process = gateway
         self._read_lines = 0
 
-    def new_outcomes(self, requests: int) -> list[RequestOutcome]:
-        """The lines that the gateway has logged about requests since the last call. Waits for
-        `requests` of them: a client may receive its response before the line is written."""
+    def new_outcomes(self, prompts: int) -> Counter[tuple[str, str]]:
+        """Routes and outcomes of the prompts that the gateway has logged since the last call. Waits
+        for this number of them: a client may receive its response before the line is written."""
 
-        def lines() -> list[str]:
-            return self._process.output.splitlines()[self._read_lines :]
+        def found() -> list[tuple[str, str]]:
+            lines = self._process.output.splitlines()[self._read_lines :]
+            return [one for line in lines for one in _routes_and_outcome(line)]
 
-        def found() -> list[RequestOutcome]:
-            outcomes = RequestOutcomes()
-            for line in lines():
-                outcomes.read_line(line)
-            return list(outcomes.latest)
-
-        wait_until(lambda: len(found()) >= requests)
-        new = found()
-        self._read_lines += len(lines())
+        wait_until(lambda: len(found()) >= prompts)
+        new = Counter(found())
+        self._read_lines = len(self._process.output.splitlines())
         return new
 
 
-def count_outcomes(outcomes: list[RequestOutcome]) -> Counter[tuple[str, str]]:
-    """By route and outcome."""
-    return Counter((one.route, one.outcome) for one in outcomes)
+def _routes_and_outcome(line: str) -> list[tuple[str, str]]:
+    """Of each prompt of the request that a line of the gateway's log is about."""
+    start = line.find('{"id":')
+    if start < 0:
+        return []
+    request = json.loads(line[start:])
+    return [(one["route"], request["outcome"]) for one in request.get("prompts", [request])]
 
 
 @contextmanager

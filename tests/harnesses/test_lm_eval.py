@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.harnesses.commands import program, run_command
-from tests.harnesses.system import System, Target, count_outcomes
+from tests.harnesses.system import System, Target
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 TASKS = Path(__file__).parent / "lm_eval_tasks"
+CHOICE, GENERATION = "synthetic_multiple_choice", "synthetic_generation"
 WORDS = "sky blue red green river stone light paper seven count water bridge".split()
 QUESTIONS, CHOICES, CONTEXT_WORDS = 6, 3, 40
 TOLERANCE = 1e-3  # of a log-likelihood, in float32
+
+
+class Evaluation(NamedTuple):
+    scores: dict[str, float]
+    responses: list[Any]  # to each question, in order
 
 
 def write_questions(path: Path) -> None:
@@ -32,11 +38,8 @@ def write_questions(path: Path) -> None:
     path.write_text("".join(json.dumps(question) + "\n" for question in questions))
 
 
-def evaluate(
-    target: Target, task: str, folder: Path, batch_size: int
-) -> tuple[dict[str, float], list[Any]]:
-    """The scores, and the responses to each question in its order."""
-    folder.mkdir()
+def evaluate(target: Target, folder: Path, batch_size: int) -> dict[str, Evaluation]:
+    """By task."""
     write_questions(folder / "questions.jsonl")
     arguments = {
         "model": target.model,
@@ -50,48 +53,48 @@ def evaluate(
         folder,
         *(program(".venv-lm-eval", "lm_eval"), "run", "--model", "local-completions"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
-        *("--tasks", task, "--include_path", str(TASKS), "--batch_size", str(batch_size)),
-        *("--output_path", "out", "--log_samples"),
+        *("--tasks", f"{CHOICE},{GENERATION}", "--include_path", str(TASKS)),
+        *("--batch_size", str(batch_size), "--output_path", "out", "--log_samples"),
     )
     (results,) = folder.glob("out/*/results_*.json")
-    (samples,) = folder.glob("out/*/samples_*.jsonl")
-    scores = {
-        name: value
-        for name, value in json.loads(results.read_text())["results"][task].items()
-        if isinstance(value, float | int)
-    }
+    scores = json.loads(results.read_text())["results"]
+    return {task: Evaluation(scores[task], responses(folder, task)) for task in scores}
+
+
+def responses(folder: Path, task: str) -> list[Any]:
+    (samples,) = folder.glob(f"out/*/samples_{task}_*.jsonl")
     logged = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(logged) == QUESTIONS
-    return scores, [one["resps"] for one in sorted(logged, key=lambda one: int(one["doc_id"]))]
+    return [one["resps"] for one in sorted(logged, key=lambda one: int(one["doc_id"]))]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_log_likelihoods(system: System, tmp_path: Path, batch_size: int) -> None:
-    """The prompt's log-probabilities (`echo` with `logprobs`) are computed by the decode node."""
-    task = "synthetic_multiple_choice"
-    expected, single = evaluate(system.single_node, task, tmp_path / "single", batch_size)
-    scores, responses = evaluate(system.gateway, task, tmp_path / "gateway", batch_size)
-    assert {"acc,none", "acc_norm,none"} <= scores.keys()
-    assert scores == expected
-    asked = QUESTIONS * CHOICES
-    assert sum(len(each) for each in responses) == asked
-    for ours, theirs in zip(responses, single, strict=True):
-        for (((mine, greedy),),), (((other, other_greedy),),) in zip(
-            [[one] for one in ours], [[one] for one in theirs], strict=True
+@pytest.fixture(scope="module")
+def single(system: System, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluation]:
+    return evaluate(system.single_node, tmp_path_factory.mktemp("single"), 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])  # prompts per request
+def test_scores_are_those_of_one_engine(
+    system: System, single: dict[str, Evaluation], tmp_path: Path, batch_size: int
+) -> None:
+    found = evaluate(system.gateway, tmp_path, batch_size)
+
+    # Generated texts: the prompts are offloaded. Log-likelihoods need log-probabilities of the
+    # prompt, which the decode node computes alone.
+    outcomes = system.new_outcomes(QUESTIONS * (CHOICES + 1))
+    assert outcomes == {
+        ("remote", "completed"): QUESTIONS,
+        ("local", "completed"): QUESTIONS * CHOICES,
+    }
+    assert found[GENERATION] == single[GENERATION]
+    assert len({json.dumps(text) for text in found[GENERATION].responses}) > 1
+
+    assert found[CHOICE].scores == single[CHOICE].scores
+    assert {"acc,none", "acc_norm,none"} <= found[CHOICE].scores.keys()
+    for ours, theirs in zip(found[CHOICE].responses, single[CHOICE].responses, strict=True):
+        assert len(ours) == len(theirs) == CHOICES
+        for ((likelihood, greedy),), ((expected, expected_greedy),) in zip(
+            ours, theirs, strict=True
         ):
-            assert float(mine) == pytest.approx(float(other), abs=TOLERANCE)
-            assert greedy == other_greedy
-    routes = count_outcomes(system.new_outcomes(asked))
-    assert sum(routes.values()) == asked and {outcome for _, outcome in routes} == {"completed"}
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_generated_texts(system: System, tmp_path: Path, batch_size: int) -> None:
-    """The prompts are offloaded."""
-    task = "synthetic_generation"
-    expected, single = evaluate(system.single_node, task, tmp_path / "single", batch_size)
-    scores, texts = evaluate(system.gateway, task, tmp_path / "gateway", batch_size)
-    assert (scores, texts) == (expected, single)
-    assert len({json.dumps(text) for text in texts}) > 1  # they depend on the prompt
-    outcomes = system.new_outcomes(QUESTIONS)
-    assert count_outcomes(outcomes) == {("remote", "completed"): QUESTIONS}
+            assert float(likelihood) == pytest.approx(float(expected), abs=TOLERANCE)
+            assert greedy == expected_greedy

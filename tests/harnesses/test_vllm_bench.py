@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harnesses.commands import program, run_command
-from tests.harnesses.system import System, count_outcomes
+from tests.harnesses.system import System
 
 pytestmark = pytest.mark.timeout(600)
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 200, 8
@@ -47,6 +47,4 @@ def test_every_request_is_offloaded_and_succeeds(
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["total_output_tokens"] == REQUESTS * OUTPUT_TOKENS
-    outcomes = system.new_outcomes(REQUESTS)
-    assert count_outcomes(outcomes) == {("remote", "completed"): REQUESTS}
-    assert all(one.output_tokens == OUTPUT_TOKENS for one in outcomes)
+    assert system.new_outcomes(REQUESTS) == {("remote", "completed"): REQUESTS}
