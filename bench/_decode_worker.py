@@ -22,7 +22,7 @@ from prfaas.engine.api import Engine, EngineJob, Event, Finished, JobFailed, Sam
 from prfaas.engine.hf import HFEngine, load_model
 
 PROMPT_TOKENS = 128
-STEPS = 64  # while all sequences run
+STEPS = 24  # while all sequences run
 WAIT_S = 300.0  # for one sequence; only a hang takes so long
 
 
