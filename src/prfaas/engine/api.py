@@ -54,7 +54,8 @@ class Grammar(Protocol):
     def field(self) -> str:
         """The field of the request that has the grammar."""
 
-    def matcher(self) -> TokenMatcher: ...
+    def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> TokenMatcher:
+        """As the end of the text, stop tokens are allowed only where the grammar is complete."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,17 @@ def test_after_the_end_every_token_is_allowed() -> None:
     matcher.consume(ord("z"))
 
 
+def test_stop_tokens_are_ends() -> None:
+    """As in vLLM: a stop token is allowed where the grammar is complete, and only there."""
+    stops = frozenset({ord("b"), ord("z")})
+    matcher = compiled("choice", '["a", "acd", "bcd"]').matcher(stops)
+    assert allowed(matcher) == {ord("a")}
+    matcher.consume(ord("a"))
+    assert allowed(matcher) == {ord("c")} | ENDS | stops
+    matcher.consume(ord("z"))
+    assert matcher.allowed_bits() is None
+
+
 def test_a_token_that_the_grammar_does_not_allow_is_an_error() -> None:
     with pytest.raises(EngineError, match="cannot follow its grammar"):
         compiled("choice", '["a"]').matcher().consume(ord("b"))

@@ -41,9 +41,13 @@ _SHOWN = 300  # characters of a library's message
 class GrammarMatcher:
     """Follows one answer. Used by one thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: frozenset[int], stop_token_ids: frozenset[int]
+    ) -> None:
         self._matcher = matcher
-        self._ends = ends
+        self._ends = eos_token_ids | stop_token_ids
+        # The library knows the others as ends.
+        self._more_ends = np.array(sorted(stop_token_ids - eos_token_ids), dtype=np.int64)
         self._ended = False
 
     def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
@@ -51,7 +55,7 @@ class GrammarMatcher:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        return bits
+        return self._with_more_ends(bits) if len(self._more_ends) else bits
 
     def consume(self, token: int) -> None:
         if self._ended:
@@ -61,6 +65,11 @@ class GrammarMatcher:
             return
         self._matcher.consume_token(token)
         self._check()
+
+    def _with_more_ends(self, bits: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        allowed = np.unpackbits(bits, bitorder="little")
+        allowed[self._more_ends] = self._matcher.is_accepting()
+        return np.packbits(allowed, bitorder="little")
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -80,8 +89,8 @@ class CompiledGrammar:
     def __repr__(self) -> str:
         return f"CompiledGrammar(field={self.field!r})"
 
-    def matcher(self) -> GrammarMatcher:
-        return GrammarMatcher(self._start.deep_copy(), self._ends)
+    def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> GrammarMatcher:
+        return GrammarMatcher(self._start.deep_copy(), self._ends, stop_token_ids)
 
     def of_field(self, field: str) -> CompiledGrammar:
         """The same grammar, requested with another field."""

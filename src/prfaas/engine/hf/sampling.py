@@ -47,7 +47,11 @@ class Sampler:
         self._prompt = prompt
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        self._matcher = sampling.grammar.matcher() if sampling.grammar is not None else None
+        self._matcher = (
+            sampling.grammar.matcher(sampling.stop_token_ids)
+            if sampling.grammar is not None
+            else None
+        )
         self._banned: torch.Tensor | None = None  # by the grammar, in the latest row
 
     def pick(self, logits: torch.Tensor) -> int:

@@ -26,8 +26,13 @@ class Grammars:
     """Use it on one event loop."""
 
     def __init__(self, tokenizer: ModelTokenizer | None, limits: EngineLimits) -> None:
-        self._limits = limits
-        self._compiler = _compiler(tokenizer, limits)
+        self._compiler: GrammarCompiler | None = None
+        self._problem = "a grammar needs a model's logits and a tokenizer, which this node lacks"
+        if tokenizer is not None and limits.has_logits:
+            try:
+                self._compiler = _compiler(tokenizer, limits)
+            except ModuleNotFoundError as error:  # of an installation without the `engine` extra
+                self._problem = f"this node has no grammars, because {error.name} is not installed"
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-grammar")
         self._waiting = 0
 
@@ -36,11 +41,7 @@ class Grammars:
         if description is None:
             return None
         if self._compiler is None:
-            raise InputError(
-                "a grammar needs a model's logits and a tokenizer, which this node does not have",
-                where=description.field,
-                fix="leave it out",
-            )
+            raise InputError(self._problem, where=description.field, fix="leave it out")
         if self._waiting >= MAX_WAITING:
             raise request_error(
                 "overloaded",
@@ -65,11 +66,10 @@ class Grammars:
             self._waiting -= 1
 
 
-def _compiler(tokenizer: ModelTokenizer | None, limits: EngineLimits) -> GrammarCompiler | None:
-    if tokenizer is None or not limits.has_logits:
-        return None
-    # Only an installation with a model's engine has the library.
-    from prfaas.engine.guided.compiler import GrammarCompiler
+def _compiler(tokenizer: ModelTokenizer, limits: EngineLimits) -> GrammarCompiler:
+    from prfaas.engine.guided.compiler import (
+        GrammarCompiler,
+    )  # nodes without a model do not need it
 
     return GrammarCompiler(
         tokenizer.to_json(), max(limits.vocab_size, tokenizer.vocab_size), limits.eos_token_ids
