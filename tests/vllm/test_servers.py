@@ -72,7 +72,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
     {"prompt": PROMPTS["all"][2], "prompt_logprobs": 3},
     {"prompt": PROMPTS["all"][2], "prompt_logprobs": 0, "logprobs": 1},
     {"prompt": [TEXT, TEXT * 2, "short"], "logprobs": 1},
-    {"prompt": PROMPTS["all"][:3], "echo": True, "logprobs": 1},
+    {"prompt": [list(TEXT.encode()), list(b"hi"), [104]], "echo": True, "logprobs": 1},
     {"prompt": TEXT, "n": 2},  # greedy: refused
     {"prompt": TEXT, "n": 0},
 )
