@@ -9,15 +9,6 @@ from __future__ import annotations
 
 from prfaas.contracts.openai_fields import WITHOUT_EFFECT as WITHOUT_EFFECT
 
-# Refused by an engine that makes its tokens up.
-NEED_LOGITS = frozenset(
-    {
-        *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("logit_bias", "bad_words", "allowed_token_ids"),
-        *("logprobs", "top_logprobs", "prompt_logprobs"),
-    }
-)
-
 # Accepted with these values and with null.
 FIXED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),

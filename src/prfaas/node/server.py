@@ -105,7 +105,7 @@ class NodeApi:
                 "events": self._model.events,
                 "replay": self._model.replay,
                 "compat": msgspec.to_builtins(self._engine.compat),
-                "serves": served_fields(with_logits=self._engine.limits.has_logits),
+                "serves": served_fields(),
             },
         }
         return _json({"object": "list", "data": [card]})

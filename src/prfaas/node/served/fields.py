@@ -9,7 +9,6 @@ from prfaas.contracts.openai_fields import Endpoint
 from prfaas.node.known_fields import (
     FIXED_IN_CHAT,
     FIXED_IN_COMPLETIONS,
-    NEED_LOGITS,
     WITHOUT_EFFECT,
 )
 from prfaas.node.request_schema import ChatOptions, Completion
@@ -27,10 +26,10 @@ FIXED: dict[Endpoint, dict[str, tuple[object, ...]]] = {
 }
 
 
-def served_fields(*, with_logits: bool) -> dict[Endpoint, list[str]]:
-    """By endpoint, sorted. `with_logits`: the engine has a model's logits."""
-    left_out = frozenset() if with_logits else NEED_LOGITS
+def served_fields() -> dict[Endpoint, list[str]]:
+    """By endpoint, sorted. An emulated engine has them, too: many clients send default values,
+    which change nothing, and it refuses the other ones itself."""
     return {
-        endpoint: sorted((served | FIXED[endpoint].keys() | WITHOUT_EFFECT) - left_out)
+        endpoint: sorted(served | FIXED[endpoint].keys() | WITHOUT_EFFECT)
         for endpoint, served in SERVED.items()
     }
