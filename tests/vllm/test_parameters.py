@@ -154,9 +154,10 @@ def test_completions(
     name: str,
 ) -> None:
     path = "/v1/completions"
-    # vLLM echoes texts only.
-    prompt = MESSAGES[0]["content"] if name.startswith("echo") else PROMPT
-    body = {**BASE, "prompt": prompt, **COMPLETIONS[name](plain[path])}
+    body = {**BASE, "prompt": PROMPT, **COMPLETIONS[name](plain[path])}
+    if name.startswith("echo"):
+        # vLLM echoes no text beside token ids, and of bytes that are no character another one.
+        body |= {"prompt": MESSAGES[0]["content"], "return_token_ids": None}
     _check_everywhere(case, gateways, path, body, name)
 
 
@@ -208,7 +209,7 @@ def test_refusals_name_the_field(
         status, answer = gateway.post("/v1/completions", asked, name)
         assert status == 400 and field in json.dumps(answer), (engine, status, answer)
         (line,) = gateway.logged(name)
-        assert line["bytes"] == 0 and line["outcome"] == "rejected"
+        assert line["form"] == "" and line["outcome"] == "rejected"  # nothing was granted
 
 
 # Comparing ----------------------------------------------------------------------------------------
@@ -236,7 +237,8 @@ def _check_everywhere(
             wrong.append((way, problem, ""))
         for line in gateway.logged(request):
             offloaded = way[1] == "remote" and name not in OF_THE_PROMPT
-            if (line["route"] == "remote") != offloaded or line["attempts"] > 1:
+            attempts = line["attempts"] / len(line.get("prompts", [line]))
+            if (line["route"] == "remote") != offloaded or attempts > 1:
                 wrong.append((way, "the request log", line))
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -274,9 +276,12 @@ def _said(value: Any) -> Any:
 
 
 def _unlike(expected: Any, found: Any, at: str) -> str:
-    """Numbers are log-probabilities, as long as they are not whole."""
+    """Numbers are log-probabilities, unless they are whole. A rank far down depends on the order of
+    additions."""
     if isinstance(expected, float) and isinstance(found, float | int):
         return "" if abs(expected - found) <= TOLERANCE else f"{at}: {expected} and {found}"
+    if at.endswith(".rank") and isinstance(expected, int) and isinstance(found, int):
+        return "" if abs(expected - found) <= expected // 10 else f"{at}: {expected} and {found}"
     if isinstance(expected, dict) and isinstance(found, dict):
         if expected.keys() != found.keys():
             return f"{at}: {sorted(expected)} and {sorted(found)}"
