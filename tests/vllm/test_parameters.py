@@ -55,6 +55,25 @@ class Gateway:
             with error:
                 return error.code, json.load(error)
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of a streamed answer, put together from their pieces."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps({**body, "stream": True}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        choices: dict[int, dict[str, Any]] = {}
+        with urllib.request.urlopen(request, timeout=HANG_S) as response:
+            events = [line[6:] for line in response if line.startswith(b"data: ")]
+        assert events[-1].strip() == b"[DONE]"
+        for event in events[:-1]:
+            for piece in json.loads(event)["choices"]:
+                made = choices.setdefault(piece["index"], {"text": "", "token_ids": []})
+                made["text"] += piece.get("text") or piece.get("delta", {}).get("content") or ""
+                made["token_ids"] += piece.get("token_ids") or []
+                made["finish_reason"] = piece["finish_reason"]
+        return [choices[index] for index in sorted(choices)]
+
     def logged(self, name: str) -> list[dict[str, Any]]:
         """What the request log says of the request."""
 
@@ -240,6 +259,12 @@ def _check_everywhere(
             attempts = line["attempts"] / len(line.get("prompts", [line]))
             if (line["route"] == "remote") != offloaded or attempts > 1:
                 wrong.append((way, "the request log", line))
+        if name == "prompt_logprobs":
+            continue  # vLLM does not stream them
+        streamed = gateway.stream(path, {**asked, "cache_salt": secrets.token_hex(8)})
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if streamed != [_as_streamed(choice) for choice in choices]:
+            wrong.append((way, "as a stream", streamed))
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -263,6 +288,14 @@ def _difference(expected: Any, found: Any) -> str:
             if problem:
                 return problem
     return _unlike(expected.get("prompt_logprobs"), found.get("prompt_logprobs"), "prompt_logprobs")
+
+
+def _as_streamed(choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "text": choice["text"] if "text" in choice else choice["message"]["content"],
+        "token_ids": choice.get("token_ids") or [],
+        "finish_reason": choice["finish_reason"],
+    }
 
 
 def _said(value: Any) -> Any:
