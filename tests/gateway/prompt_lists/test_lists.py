@@ -120,7 +120,8 @@ def failing(
             self._request = request
 
         async def events(self) -> AsyncIterator[list[bytes]]:
-            yield [b'data: {"id": "a", "choices": [{"index": 0, "text": "x"}]}\n\n']
+            body = b'{"id": "a", "choices": [{"index": 0, "text": "x"}]}'
+            yield [b"data: " + body + b"\n\n" if self._request.stream else body]
             error = after(self._request)
             if error is not None:
                 raise error
@@ -213,3 +214,20 @@ async def test_a_list_is_not_explained_as_one_request() -> None:
     async with api_server() as server:
         status, body = await server.post("/prfaas/v1/explain", FIELDS)
         assert status == 400 and body["error"]["param"] == "prompt"
+
+
+async def test_a_gateway_that_stops_ends_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend cancels the task of each prompt that is under way, not that of the request."""
+
+    def stop(request: GatewayRequest) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    begun, ended = failing(monkeypatch, lambda request: None, after=stop)
+    async with api_server() as server:
+        *_, last = await pieces(server)
+        assert "shutting down" in last["error"]["message"]
+        status, body = await server.post("/v1/completions", FIELDS)
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+    assert ended and sorted(begun) == sorted(ended)
