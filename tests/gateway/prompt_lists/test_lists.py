@@ -188,6 +188,7 @@ async def test_the_calls_of_a_client_that_leaves_are_cancelled(
         body = {**FIELDS, "stream": True}
         async with server.http.post(f"{server.url}/v1/completions", json=body) as answer:
             assert await answer.content.readuntil(b"\n\n")
+            await until(lambda: len(begun) == 3)
             answer.close()
         await until(lambda: len(ended) == 3)
     assert sorted(begun) == sorted(ended) == [0, 1, 2]
@@ -201,6 +202,7 @@ async def test_a_list_counts_as_the_requests_that_are_under_way_at_once(
         body = {**FIELDS, "stream": True}
         async with server.http.post(f"{server.url}/v1/completions", json=body) as answer:
             assert await answer.content.readuntil(b"\n\n")
+            await until(lambda: len(begun) == 2)
             status, refused = await server.post("/v1/completions", {**FIELDS, "prompt": [1]})
             assert status == 429 and "max_in_flight = 2" in refused["error"]["message"]
             assert sorted(begun) == [0, 1], "the third prompt waits for one of the others"
