@@ -120,7 +120,8 @@ def failing(
             self._request = request
 
         async def events(self) -> AsyncIterator[list[bytes]]:
-            yield [b'data: {"id": "a", "choices": [{"index": 0, "text": "x"}]}\n\n']
+            body = b'{"id": "a", "choices": [{"index": 0, "text": "x"}]}'
+            yield [b"data: " + body + b"\n\n" if self._request.stream else body]
             error = after(self._request)
             if error is not None:
                 raise error
@@ -187,6 +188,7 @@ async def test_the_calls_of_a_client_that_leaves_are_cancelled(
         body = {**FIELDS, "stream": True}
         async with server.http.post(f"{server.url}/v1/completions", json=body) as answer:
             assert await answer.content.readuntil(b"\n\n")
+            await until(lambda: len(begun) == 3)
             answer.close()
         await until(lambda: len(ended) == 3)
     assert sorted(begun) == sorted(ended) == [0, 1, 2]
@@ -200,6 +202,7 @@ async def test_a_list_counts_as_the_requests_that_are_under_way_at_once(
         body = {**FIELDS, "stream": True}
         async with server.http.post(f"{server.url}/v1/completions", json=body) as answer:
             assert await answer.content.readuntil(b"\n\n")
+            await until(lambda: len(begun) == 2)
             status, refused = await server.post("/v1/completions", {**FIELDS, "prompt": [1]})
             assert status == 429 and "max_in_flight = 2" in refused["error"]["message"]
             assert sorted(begun) == [0, 1], "the third prompt waits for one of the others"
@@ -213,3 +216,20 @@ async def test_a_list_is_not_explained_as_one_request() -> None:
     async with api_server() as server:
         status, body = await server.post("/prfaas/v1/explain", FIELDS)
         assert status == 400 and body["error"]["param"] == "prompt"
+
+
+async def test_a_gateway_that_stops_ends_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend cancels the task of each prompt that is under way, not that of the request."""
+
+    def stop(request: GatewayRequest) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    begun, ended = failing(monkeypatch, lambda request: None, after=stop)
+    async with api_server() as server:
+        *_, last = await pieces(server)
+        assert "shutting down" in last["error"]["message"]
+        status, body = await server.post("/v1/completions", FIELDS)
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+    assert ended and sorted(begun) == sorted(ended)

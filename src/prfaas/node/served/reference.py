@@ -82,19 +82,24 @@ Semantics are those of vLLM 0.32 ([nodes.md](nodes.md#sampling-parameters) has t
 sampling parameters), except:
 
 - A field that is unknown, or not served, is refused. vLLM ignores unknown fields.
+- `n` and lists of prompts have limits (above).
+- At a node, `echo` with `max_tokens` 0 generates no token, where vLLM counts one in `usage`. The
+  gateway requires `max_tokens` of at least 1.
+- At a node, a response has at most 524,288 log-probabilities of prompts.
 - At a node, `temperature` may be up to 100 and `stop` may have 16 strings.
 - At a node, `return_token_ids` does not add the token ids of the prompt.
 - At a node, a request whose `allowed_token_ids`, `bad_words` and `min_tokens` leave no token to
   generate fails with status 500, alone.
 - The gateway sends token ids to the decode engine: the text that `echo` repeats is that of the
   tokens.
-- The gateway requires `max_tokens` of at least 1.
 - Requests for log-probabilities of the prompt (`prompt_logprobs`, or `echo` with `logprobs`)
   are not offloaded.
 - With a list of prompts, pieces of a stream have the `id`, `created` and `model` of the first
   piece, and an answer has no `kv_transfer_params`.
+- Structured outputs and tool calls of a node have
+  [a list of their own](structured-outputs.md#differences-from-vllm).
 - An emulated engine makes its tokens up. It refuses penalties, `logit_bias`, `min_tokens`,
-  `bad_words`, `allowed_token_ids` and `logprobs`.
+  `bad_words`, `allowed_token_ids` and log-probabilities.
 """
 
 
