@@ -243,12 +243,15 @@ class Bench:
 
 
 class _Writes:
-    writes, heads = True, None
+    writes, heads, blocks = True, None, ()
 
     def save(self, move: Move, pages: Sequence[memoryview]) -> int:
         raise NotImplementedError
 
     load = save
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> _Writes:
+        raise NotImplementedError
 
 
 def worker_case(

@@ -3,16 +3,19 @@
 \b
     prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
     prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
+    prfaas bench cache --trace FILE --trace FILE --model NAME --keep-answers
 
 The first form prints one result. The second form replays each trace at infinite capacity and at
 25%, 10% and 5% of the working set (the peak bytes at infinite capacity), draws the figure and
-prints the table of docs/hybrid-cache.md. Capacities are in units of 10^9 bytes.
+prints the table of docs/hybrid-cache.md. The third form prints hit rates at about 10% with and
+without kept answers. Capacities are in units of 10^9 bytes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +27,19 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU, CostAware, PrefillSeconds
 from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import ReplayResult, replay
+from prfaas.cache.replay import ReplayResult, replay, with_answers
 from prfaas.cache.storage.arena import choose_layout
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.catalog import Catalog
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
+from prfaas.kvd.store import ANSWER_PARTS
 from prfaas.kvspec import KVSpec
 from prfaas.planner.problem import prefill_profile
 
 FRACTIONS = (0.25, 0.10, 0.05)
+# A rate changes with every change of the capacity, so kept answers are judged by the mean of some.
+ABOUT_A_TENTH = (0.098, 0.099, 0.10, 0.101, 0.102)
 # Name -> (checkpoints, eviction). The first is the default of prfaas, the last is the baseline.
 POLICIES = {
     "default": ("default", "cost"),
@@ -62,9 +68,16 @@ def prefill_cost(model: str) -> PrefillSeconds:
 
 
 def run_replay(
-    rows: Sequence[TraceRow], model: str, capacity_bytes: float, checkpoints: str, evict: str
+    rows: Sequence[TraceRow],
+    model: str,
+    capacity_bytes: float,
+    checkpoints: str,
+    evict: str,
+    *,
+    answers: bool = False,
 ) -> tuple[ReplayResult, float]:
-    """Returns the result of the replay and its wall time in seconds."""
+    """Returns the result of the replay and its wall time in seconds. `answers`: the pool has pages
+    for answers, as many as a kvd has at most."""
     spec = spec_for(model)
     layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
     eviction: Eviction = LRU()
@@ -80,6 +93,8 @@ def run_replay(
         eviction=eviction,
         checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )
+    if answers and (pages := pool.occupancy().capacity_pages) is not None:
+        pool.set_aside(pages // ANSWER_PARTS)
     start = time.perf_counter()
     result = replay(rows, pool)
     return result, time.perf_counter() - start
@@ -115,6 +130,31 @@ def sweep(traces: Sequence[Path], model: str) -> dict[str, dict[str, dict[str, f
         rates["working_set_gb"] = {"inf": working_set / 1e9}
         table[trace.name.split(".")[0]] = rates
     return table
+
+
+def compare_answers(trace: Path, model: str, checkpoints: str, evict: str) -> dict[str, object]:
+    """Token hit rates at about a tenth of the working set. `not_kept`: without pages for answers;
+    `kept`: with them, and with answers; `kept_in_vain`: no answer occurs in a later prompt."""
+    rows = list(read_trace(trace))
+    result, _ = run_replay(rows, model, math.inf, checkpoints, evict)
+    working_set = sum(result.peak_bytes_by_group.values())
+    cases = {
+        "not_kept": (rows, False),
+        "kept": (with_answers(rows), True),
+        "kept_in_vain": (with_answers(rows, continued=False), True),
+    }
+    rates: dict[str, dict[str, float]] = {}
+    kept: dict[str, int] = {}
+    for name, (replayed, answers) in cases.items():
+        rates[name] = {}
+        for part in ABOUT_A_TENTH:
+            result, _ = run_replay(
+                replayed, model, part * working_set, checkpoints, evict, answers=answers
+            )
+            rates[name][f"{part:.1%}"] = round(result.token_hit_rate, 6)
+            kept[name] = result.kept_answers
+        rates[name]["mean"] = round(statistics.fmean(rates[name].values()), 6)
+    return {"trace": trace.name.split(".")[0], "model": model, "rates": rates, "answers": kept}
 
 
 def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) -> None:
@@ -172,6 +212,11 @@ def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) 
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Sweep capacities and draw this file."
 )
+@click.option(
+    "--keep-answers",
+    is_flag=True,
+    help="Compare hit rates with and without kept answers, at about 10% of the working set.",
+)
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],
@@ -180,6 +225,7 @@ def main(
     checkpoints: str,
     evict: str,
     plot: Path | None,
+    keep_answers: bool,
     as_json: bool,
 ) -> None:
     try:
@@ -189,6 +235,9 @@ def main(
             print(json.dumps(table, indent=2))
             return
         for trace in traces:
+            if keep_answers:
+                print(json.dumps(compare_answers(trace, model, checkpoints, evict)), flush=True)
+                continue
             rows = list(read_trace(trace))
             result, seconds = run_replay(
                 rows, model, _capacity_bytes(capacity_gb), checkpoints, evict

@@ -79,12 +79,14 @@ class PoolMachine(RuleBasedStateMachine):
         checkpoints=st.sampled_from(["default", "last", "branch", "every:2"]),
         pages=st.integers(2, 30),
         ssd_pages=st.sampled_from([100, 8, None, 30, 0]),
+        aside=st.sampled_from([0, 6, 16]),
     )
     def build(
-        self, spec: str, evict: str, checkpoints: str, pages: int, ssd_pages: int | None
+        self, spec: str, evict: str, checkpoints: str, pages: int, ssd_pages: int | None, aside: int
     ) -> None:
         self.spec, self.evict, self.checkpoints = SPECS[spec], evict, checkpoints
-        self.pages, self.ssd_pages = pages, ssd_pages
+        self.pages, self.ssd_pages, self.aside = pages + aside, ssd_pages, aside
+        pages = self.pages
         layout = layout_of(self.spec)
         self.file = tempfile.TemporaryFile()
         self.full = os.open("/dev/full", os.O_RDWR)  # no space is left on this device
@@ -114,6 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
             journal=self.journal,
             lease_ids=count(self.next_lease_id),
         )
+        self.pool.set_aside(self.aside)
         self.reference = Reference(self.pool.rules)
         self.index = PrefixIndex()
         self.index.join(NodeInfo(NODE, ClusterId("c"), BLOCK, self.pool.rules))
@@ -123,6 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.preparing: list[Preparation] = []
         self.queued: deque[SsdJob] = deque()
         self.ran: deque[SsdJob] = deque()
+        self.answers: dict[LeaseId, tuple[Lease, tuple[int, ...]]] = {}  # being written
 
     # Few leases at a time, or everything is refused.
     @precondition(lambda self: len(self.prompts) < 2)
@@ -179,6 +183,51 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         assert self.pool.release(lease.id, self.now)
         self.ended.append(lease.id)
+
+    # Answers --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.aside)
+    @rule(prompt=PROMPTS, first=st.integers(0, 3))
+    def generate(self, prompt: tuple[int, ...], first: int) -> None:
+        """An answer is written, and takes nothing from others."""
+        prompt = prompt[: len(prompt) // BLOCK * BLOCK]
+        before = self.room_for_others()
+        got = self.pool.reserve_answer(
+            hashes_of(prompt), len(prompt), first_token=first * BLOCK, now=self.now
+        )
+        assert self.room_for_others() == before
+        if isinstance(got, Lease):
+            self.note(got)
+            assert min(got.skip_tokens.values(), default=100) >= first * BLOCK
+            write(self.pool, got, prompt)
+            self.answers[got.id] = (got, prompt)
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data(), commit=MOSTLY)
+    def end_answer(self, data: st.DataObject, commit: bool) -> None:
+        lease, prompt = self.answers.pop(data.draw(st.sampled_from(sorted(self.answers))))
+        hashes = hashes_of(prompt)
+        before = self.room_for_others()
+        if commit and self.pool.commit(lease.id, self.now):
+            self.reference.commit(lease, hashes)
+            assert self.pool.match(hashes).tokens == len(prompt)
+        assert self.pool.release(lease.id, self.now)
+        assert self.room_for_others() == before
+        self.ended.append(lease.id)
+
+    @precondition(lambda self: self.ssd is not None and self.aside)
+    @rule()
+    def spill_ahead(self) -> None:
+        waiting = {*self.queued, *self.ran}
+        self.queued += (job for job in self.pool.spill_ahead(self.now) if job not in waiting)
+        assert list(self.pool._tiers.jobs) == [*self.ran, *self.queued], "a job is never run"
+
+    def room_for_others(self) -> int:
+        """The most pages that a reservation could get now."""
+        blocks = self.pool._blocks
+        assert blocks.free_pages is not None
+        possible = blocks.free_pages + blocks.idle_pages + blocks.leaving_pages
+        return possible - blocks.aside.left_pages
 
     # Preparations, in steps -----------------------------------------------------------------------
 
@@ -298,7 +347,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """A new pool over the same memory and file. Its process knows nothing of the old one."""
-        self.ended += self.prompts
+        self.ended += (*self.prompts, *self.answers)
         self.pools += 1
         for job in (*self.ran, *self.queued):
             job.finish(self.now)  # of the old pool; this releases its views of the arena
@@ -387,7 +436,7 @@ class PoolMachine(RuleBasedStateMachine):
     def note(self, lease: Lease) -> None:
         """No two leases have one id, also across restarts."""
         assert lease.id >= self.next_lease_id
-        assert lease.id not in self.ended and lease.id not in self.prompts
+        assert lease.id not in {*self.ended, *self.prompts, *self.answers}
 
     def submit(self, preparation: Preparation) -> None:
         waiting = {*self.queued, *self.ran}
@@ -415,7 +464,7 @@ class PoolMachine(RuleBasedStateMachine):
         with self.file:
             for preparation in self.preparing:
                 preparation.end(self.now)
-            for lease_id in list(self.prompts):
+            for lease_id in (*self.prompts, *self.answers):
                 self.pool.release(lease_id, self.now)
             self.finish_jobs()
             self.pool.check()

@@ -14,7 +14,7 @@ from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU
 from prfaas.cache.groups import unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import ReplayResult, replay
+from prfaas.cache.replay import ReplayResult, replay, with_answers
 from prfaas.cache.storage.arena import choose_layout
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
@@ -113,6 +113,34 @@ def test_a_prompt_larger_than_the_pool_is_refused_but_served() -> None:
     assert result.hit_tokens == 2 * 1024
 
 
+def turn(ids: list[int], tail: int, output: int) -> TraceRow:
+    return TraceRow(0, (len(ids) - 1) * TRACE_BLOCK_TOKENS + tail, output, ids)
+
+
+def test_an_answer_is_found_in_the_next_prompt() -> None:
+    rows = [
+        turn([1, 2, 3], 10, 1100),  # 1,034 tokens and an answer up to 2,134: blocks 2 and 3
+        turn([1, 2, 3], 20, 10),  # the same prompt again, which is too short to contain the answer
+        turn([1, 2, 4, 5, 6], 200, 10),
+        turn([1, 2, 7, 8, 9], 300, 400),
+    ]
+    first, again, second, other = with_answers(rows)
+    assert first.answer_hash_ids == [4, 5], "the first prompt that is long enough"
+    assert again.answer_hash_ids == second.answer_hash_ids == [], "no block is completed"
+    assert len(other.answer_hash_ids) == 1 and other.answer_hash_ids[0] > 9, "never continued"
+    alone = with_answers(rows, continued=False)[0].answer_hash_ids
+    assert len(alone) == 2 and min(alone) > 9
+
+
+def test_a_prompt_resumes_after_the_answer_that_it_contains() -> None:
+    rows = with_answers([turn([1, 2, 3], 10, 1100), turn([1, 2, 4, 5, 6], 200, 10)])
+    here = pool("last")
+    here.set_aside(1_000)
+    result = replay(rows, here)
+    assert (result.hit_tokens, result.kept_answers) == (4 * TRACE_BLOCK_TOKENS, 1)
+    assert replay(rows, pool("last")).hit_tokens == 2 * TRACE_BLOCK_TOKENS
+
+
 def write(path: Path, rows: list[TraceRow]) -> Path:
     lines = "".join(
         json.dumps(
@@ -174,6 +202,15 @@ def test_the_benchmark_refuses_nonsense(tmp_path: Path, wrong: tuple[str, str]) 
     done = run_bench(*(text for pair in options.items() for text in pair))
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_compares_kept_answers(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", conversations(40))
+    compare = runpy.run_path(str(BENCH))["compare_answers"]
+    result = compare(trace, "kimi-linear-48b-a3b", "default", "cost")
+    assert set(result["rates"]) == {"not_kept", "kept", "kept_in_vain"}
+    for rates in result["rates"].values():
+        assert set(rates) == {"9.8%", "9.9%", "10.0%", "10.1%", "10.2%", "mean"}
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25, 0.1])

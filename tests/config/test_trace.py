@@ -10,10 +10,9 @@ from prfaas.config.trace import TraceRow, known_blocks, parse_rows, read_trace
 from prfaas.errors import InputError
 
 
-def row(length: int, blocks: list[int], output: int = 10) -> str:
-    return json.dumps(
-        {"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": blocks}
-    )
+def row(length: int, blocks: list[int], output: int = 10, answer: list[int] | None = None) -> str:
+    fields = {"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": blocks}
+    return json.dumps(fields if answer is None else {**fields, "answer_hash_ids": answer})
 
 
 @pytest.mark.parametrize(
@@ -28,6 +27,9 @@ def row(length: int, blocks: list[int], output: int = 10) -> str:
         (row(512, [1, 2]), "line 2: 2 hash_ids for 512 tokens; .*block_tokens = 512"),
         (row(513, [1]), "line 2: 1 hash_ids for 513 tokens"),
         (row(10, [-1]), "line 2: hash id -1"),
+        (row(10, [1], output=600, answer=[-7]), "line 2: hash id -7"),
+        (row(10, [1], output=600, answer=[5, 6]), "2: 2 answer_hash_ids .* completes 1 blocks"),
+        (row(10, [1], answer=[5]), "2: 1 answer_hash_ids for an answer that completes 0"),
         ('{"timestamp":0,"input_length":"9","output_length":1,"hash_ids":[1]}', "2: .*`int`"),
     ],
 )

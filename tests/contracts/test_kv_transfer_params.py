@@ -7,12 +7,14 @@ import pytest
 
 from prfaas.contracts.kv_transfer_params import (
     Reference,
+    Remainder,
     RemoteDecode,
     RemotePrefill,
     RequestParams,
     ResponseParams,
     decode,
     decode_reference,
+    decode_remainder,
     encode,
     prefill_error,
 )
@@ -73,6 +75,18 @@ def test_a_reference_is_no_half_of_a_hand_off() -> None:
     both = RequestParams(do_reference=True, do_remote_prefill=True, transfer_id="t")
     with pytest.raises(InputError, match="do_reference is set together"):
         decode_reference(both)
+
+
+def test_a_remainder_has_its_bounds() -> None:
+    sent = encode(Remainder(2048, 512))
+    assert sent == {"do_remainder": True, "max_computed_tokens": 2048, "chunk_tokens": 512}
+    assert decode_remainder(msgspec.convert(sent, RequestParams)) == Remainder(2048, 512)
+    assert decode(sent, 10) is None  # other engines ignore it
+    assert decode_remainder(RequestParams(chunk_tokens=512)) is None
+    with pytest.raises(InputError, match="max_computed_tokens is missing"):
+        decode_remainder(RequestParams(do_remainder=True, chunk_tokens=512))
+    with pytest.raises(InputError, match="another kind"):
+        decode_remainder(RequestParams(do_remainder=True, do_reference=True))
 
 
 def test_both_halves_ask_for_the_cuts() -> None:

@@ -24,6 +24,7 @@ from prfaas.engine.api import (
     Export,
     Finished,
     JobFailed,
+    KeepAnswer,
     Prefilled,
     Resume,
     Sampling,
@@ -106,6 +107,15 @@ class EngineContract:
         ]
         assert answers[0] == answers[1] == answers[2]
 
+    def test_a_job_may_have_smaller_chunks(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(chunk_tokens=64)
+        (prefilled, *_), small = (
+            Watched(engine, job(200, chunk_tokens=chunk)).result() for chunk in (400, 32)
+        )
+        assert isinstance(prefilled, Prefilled) and isinstance(small[0], Prefilled)
+        assert prefilled.cut_tokens == (64, 128, 192, 200)
+        assert small[0].cut_tokens == (32, 64, 96, 128, 160, 192, 200)
+
     def test_prefill_only(self, make_engine: MakeEngine) -> None:
         done = Watched(make_engine(), job(100, sampling=greedy(0)))
         assert done.result() == [Prefilled(0, 100, 0), Finished("length")]
@@ -128,6 +138,55 @@ class EngineContract:
 
         assert drawn(1) == drawn(1)
         assert len({tuple(drawn(seed)) for seed in (1, 2, None, None)}) == 4
+
+    # Kept answers ---------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("tokens", "held"), [(100, 64), (64, 0)])
+    def test_a_kept_answer_can_be_continued(
+        self, make_engine: MakeEngine, tokens: int, held: int
+    ) -> None:
+        """After a prefix that was exported with the prompt, in a batch from which others leave."""
+        engine = make_engine(max_running=4)
+        size = engine.compat.block_tokens
+        state = MemorySegments(engine.spec)
+        export = Export(state, held) if held else None
+        ended = job(tokens, sampling=greedy(tokens - 60), export=export, keep=KeepAnswer(held))
+        other = Watched(engine, job(31, seed=1))
+        done = Watched(engine, ended)
+        finished = done.result()[-1]
+        assert isinstance(finished, Finished) and finished.answer is not None
+        conversation = [*ended.prompt, *done.tokens]
+        boundary = (len(conversation) - 1) // size * size
+        assert finished.answer.tokens == boundary
+        finished.answer.write(state, skips(engine, held))
+        asked = EngineJob("next", [*conversation, 7, 8, 9], greedy(6))
+        resumed = Watched(engine, replace(asked, resume=Resume(boundary, state)))
+        assert resumed.prefilled.resumed_tokens == boundary
+        assert resumed.tokens == Watched(engine, replace(asked, id="alone")).tokens
+        other.result()
+
+    def test_a_cancelled_answer_is_kept_up_to_where_it_came(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        asked = job(120, sampling=greedy(270), keep=KeepAnswer(64))
+        going = Watched(engine, asked)
+        wait_until(lambda: len(going.events) > 20)
+        engine.cancel(asked.id)
+        finished = going.result()[-1]
+        assert isinstance(finished, Finished) and finished.answer is not None
+        assert finished.answer.tokens % engine.compat.block_tokens == 0
+        assert 128 <= finished.answer.tokens < 120 + len(going.tokens)
+
+    def test_no_answer_is_kept_unasked_or_without_a_boundary(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        for one in (
+            job(120, sampling=greedy(12)),
+            job(100, sampling=greedy(3), keep=KeepAnswer(64)),
+            job(100, sampling=greedy(0), keep=KeepAnswer(64)),
+        ):
+            finished = Watched(engine, one).result()[-1]
+            assert isinstance(finished, Finished) and finished.answer is None
+        with pytest.raises(InputError, match="held_tokens"):
+            Watched(engine, job(100, keep=KeepAnswer(101)))
 
     # Export ---------------------------------------------------------------------------------------
 
@@ -220,6 +279,7 @@ class EngineContract:
             (job(prompt=[0, -1]), "token id is outside"),
             (job(sampling=Sampling(temperature=-1.0)), "temperature"),
             (job(sampling=Sampling(top_p=0.0)), "top_p"),
+            (job(chunk_tokens=0), "chunk_tokens"),
             (job(resume=Resume(100, state)), "resume.tokens"),
             (job(resume=Resume(0, state)), "resume.tokens"),
             (job(export=Export(state, 101)), "export"),

@@ -110,6 +110,39 @@ async def test_mixed_requests_at_once_are_answered_as_by_one_process(
         assert tokens == alone(hosts.home[0], ids), f"{len(ids)} tokens"
 
 
+@pytest.mark.parametrize("hosts", ["kimi-linear"], indirect=True)
+async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
+    """Each turn after the first runs on the decode node alone, where the last answer is kept, in
+    chunks that are smaller than the engine's own."""
+    made = hosts.deployment(
+        policy="adaptive",
+        links=[{"from": HOME, "to": HOME, "gbps": 0.1}],  # a copy takes long
+        remainders={"tokens": 2048, "margin_s": 0.0, "chunk_tokens": 120},
+    )
+    ids, turns = prompt(300, 77), []
+    async with serving(made) as backend:
+        (decode,) = with_role(backend, "decode")
+        for turn in range(3):
+            asked = gateway_request(ids, 30, conversation=True, salt="turns")
+            if turn:
+                kept = (len(ids) - 91) // 64 * 64  # 90 new tokens follow the answer
+                await until_it_would_resume(backend, asked, kept)
+            found = await answered(backend, asked)
+            assert found.trace.remainder == bool(turn)
+            if turn:
+                assert (found.trace.prefill, found.trace.decode) == (decode, decode)
+                assert (found.trace.cached_tokens, found.trace.attempts) == (kept, 1)
+            turns.append((ids, found.tokens))
+            ids = [*ids, *found.tokens, *prompt(90, turn)]
+        await until(lambda: is_clean(backend))
+    for host in hosts.all:
+        await asyncio.to_thread(host.wait_until_idle)
+    for number, (ids, tokens) in enumerate(turns):
+        answer = hosts.home[0].complete(ids, max_tokens=30, cache_salt=f"reference {number} turn")
+        assert cached_of(answer) == 0
+        assert tokens == tokens_of(answer), f"{len(ids)} tokens"
+
+
 # Turns of one conversation: tokens that the user adds, the cluster that prefills the turn, and what
 # of it is cached then, at the ends of whole blocks of 64. A turn is long above 200 new tokens.
 TURNS = [(300, FAR, 0), (130, HOME, 256), (300, FAR, 384), (50, HOME, 704)]

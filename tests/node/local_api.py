@@ -45,6 +45,11 @@ class AbsentKvd:
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow:
         raise ConnectionLost("no kvd here")
 
+    def begin_answer(
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+    ) -> WriteLease | NotNow:
+        raise ConnectionLost("no kvd here")
+
 
 @dataclass(frozen=True, slots=True)
 class LocalApi:

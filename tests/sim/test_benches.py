@@ -38,6 +38,23 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_agents_with_and_without_kept_answers() -> None:
+    done = run_bench("agents", "--sessions", 6, "--seeds", 1, "--policy", "local")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (run,) = found["runs"]
+    assert run["prompt_tokens"] > 50_000 and run["seen_before"] > 0.9
+    shares = found["computed_share"]
+    assert shares["kept"] < shares["without"] < 0.2
+    assert found["computed_ratio"]["kept"] == round(shares["kept"] / shares["without"], 3)
+    assert run["remainders"] == run["kept"]  # only `adaptive` gives remainders to decode nodes
+
+
+def test_an_impossible_load_is_named() -> None:
+    done = run_bench("agents", "--load", 1.5)
+    assert done.returncode != 0 and "--load" in done.stderr
+
+
 @pytest.mark.slow
 def test_speed_beside_a_peer(tmp_path: Path, trace: Path) -> None:
     peer = tmp_path / "some_peer.py"

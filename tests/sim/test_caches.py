@@ -8,9 +8,13 @@ A, B = NodeId("a"), NodeId("b")
 NAMES = tuple(BlockHash(bytes([k])) for k in range(6))
 
 
-def caches(bytes_per_node: float = float("inf")) -> tuple[Caches, Events]:
+def caches(
+    bytes_per_node: float = float("inf"), *, keep_answers: bool = True
+) -> tuple[Caches, Events]:
     events = Events()
-    config = CacheConfig(bytes_per_node, block_tokens=64, checkpoints="last")
+    config = CacheConfig(
+        bytes_per_node, block_tokens=64, checkpoints="last", keep_answers=keep_answers
+    )
     nodes = [(node, ClusterId("c"), FAST) for node in (A, B)]
     return Caches(SPEC, config, nodes, events, event_lag_s=0.5), events
 
@@ -71,3 +75,22 @@ def test_a_prompt_that_does_not_fit_is_served_and_not_kept() -> None:
     events.run_before(1.0)
     assert not subject.match(NAMES[:2]), "evicted, and the index has the event"
     assert subject.open(A, ()) is None
+
+
+def test_the_next_turn_resumes_where_the_answer_ended() -> None:
+    subject, events = caches()
+    subject.store_handoff(A, NAMES[:4], 4 * 64 + 10)
+    subject.store_answer(A, NAMES, 4 * 64 + 10)
+    events.run_before(1.0)
+    assert subject.match(NAMES)[A].tokens == 6 * 64 and subject.holds(A, NAMES)
+    subject.check()
+
+
+def test_an_answer_is_not_kept_without_its_prompt_or_against_the_configuration() -> None:
+    subject, _ = caches()
+    subject.store_answer(A, NAMES, 4 * 64 + 10)
+    assert subject.held_tokens(A, NAMES) == 0
+    subject, _ = caches(keep_answers=False)
+    subject.store_handoff(A, NAMES[:4], 4 * 64 + 10)
+    subject.store_answer(A, NAMES, 4 * 64 + 10)
+    assert subject.held_tokens(A, NAMES) == 4 * 64

@@ -37,6 +37,17 @@ def test_with_its_states_a_prefix_resumes_at_its_end_only() -> None:
     assert not subject.can_resume(NAMES[:2]) and not subject.can_resume(NAMES[:4])
 
 
+def test_a_remainder_follows_the_longest_prefix_with_states() -> None:
+    subject, _ = decode_cache()
+    assert subject.resumable_tokens(NAMES) == 0
+    subject.put(NAMES[:2], states=True)
+    subject.put(NAMES[:5], states=False)
+    assert subject.resumable_tokens(NAMES) == 2 * 64
+    subject.put(NAMES[:4], states=True)
+    assert subject.resumable_tokens(NAMES) == 4 * 64
+    assert subject.resumable_tokens(NAMES[:3]) == 2 * 64
+
+
 def test_the_oldest_run_is_evicted_first_from_its_end() -> None:
     subject, _ = decode_cache(capacity_bytes=4 * 640)
     subject.put(NAMES[:3], states=False)

@@ -44,6 +44,23 @@ def test_a_fuller_batch_steps_more_slowly() -> None:
     assert ended == pytest.approx({0: 1.5, 1: 2.0}) and firsts == pytest.approx([0.1, 0.7])
 
 
+@pytest.mark.parametrize(("rate", "alone_s"), [(CONSTANT, 1.0), (SLOWING, 1.0)])
+def test_a_delay_moves_every_end(rate: DecodeRate, alone_s: float) -> None:
+    events, ended = Events(), {}
+    batch = Batch(events, rate, lambda j: ended.update({j.index: events.now_s}))
+    assert batch.step_s() == 0.0
+    batch.start(attempt(0), 10)
+    assert batch.step_s() == pytest.approx(0.1)
+    events.at(0.35, batch.delay, 0.5)
+    events.at(0.6, batch.delay, 0.25)
+    events.run_before(float("inf"))
+    assert ended == pytest.approx({0: alone_s + 0.75}) and batch.running == 0
+    batch.delay(3.0)  # no request runs
+    batch.start(attempt(1), 10)
+    events.run_before(float("inf"))
+    assert ended[1] == pytest.approx(ended[0] + alone_s)
+
+
 @pytest.mark.parametrize("rate", [CONSTANT, SLOWING])
 def test_a_lost_node_ends_no_request(rate: DecodeRate) -> None:
     events, ended = Events(), []

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from prfaas.cache.replay import block_hashes
-from prfaas.config.deployment import AdaptiveSection, ReplanSection, SchedulerSection
+from prfaas.config.deployment import (
+    AdaptiveSection,
+    RemaindersSection,
+    ReplanSection,
+    SchedulerSection,
+)
 from prfaas.config.trace import TraceRow
 from prfaas.planner.problem import Path, Problem
 from prfaas.planner.profile import DecodeRate, DecodeStep
@@ -25,6 +30,7 @@ from tests.planner.builders import FAST, SLOW, problem
 SMALL = problem(fabric=Path(1e9, 0.0))
 DECODE = [NodeId(f"near-{k}") for k in (1, 2, 3)]
 LINK = link_id(SMALL, 0)
+SLOTS = 16  # of the decode nodes that prefill remainders
 POLICIES = ["paper", "adaptive", "local", "remote"]
 
 
@@ -252,6 +258,55 @@ def test_conversations_are_resumed(policy: str) -> None:
     assert hits.sum() > 0.9 * ideal.sum()
     again = simulate(SMALL, arrivals, caching)
     assert again.requests.last_token_s.tolist() == result.requests.last_token_s.tolist()
+
+
+def long_answers(turns: int = 5, talks: int = 20) -> list[TraceRow]:
+    """Each turn adds one block to the one before and its answer, which completes two blocks. The
+    last block of a prompt is not whole."""
+    rows = []
+    for turn in range(1, turns + 1):
+        for talk in range(talks):
+            ids = [talk * 1000 + k for k in range(3 * turn + 1)]
+            whole = 3 * turn - 1
+            prompt = [*ids[:whole], talk * 1000 + 500 + turn]
+            at_ms = turn * 60_000.0 + talk * 700
+            rows.append(TraceRow(at_ms, whole * 512 + 112, 912, prompt, ids[whole:]))
+    return rows
+
+
+def slow_fabric(tokens: int, *, loses: bool = False) -> Result:
+    """Answers that take longer to copy to a prefill node than their next turn takes where they
+    are. `loses`: a decode node is lost meanwhile."""
+    rules = SchedulerSection(
+        remainders=RemaindersSection(tokens=tokens, margin_s=0.0, slowdown=1.0)
+    )
+    given = problem(fabric=Path(1e6, 0.0), prfaas=0, fixed_prefill=1, bs_max=SLOTS)
+    faults = (NodeFault(NodeId("near-3"), 200.0, 260.0),) if loses else ()
+    options = SimConfig(scheduler=rules, cache=CacheConfig(1e12), faults=faults)
+    return simulate(given, replay(long_answers(), seed=1), options)
+
+
+def test_decode_nodes_prefill_short_remainders_and_decode_more_slowly() -> None:
+    without, found = slow_fabric(0), slow_fabric(2048)
+    check_accounts(found)
+    assert (without.remainders, without.remainder_s) == (0, 0.0)
+    assert found.remainders > 10 and found.remainder_s > 0
+    assert found.requests.ttft_s.mean() < without.requests.ttft_s.mean()
+
+    def decoding_s(result: Result) -> float:
+        return float((result.requests.last_token_s - result.requests.first_token_s).sum())
+
+    # Each remainder delays the requests that decode beside it, and no others.
+    delayed_s = decoding_s(found) - decoding_s(without)
+    assert 0 < delayed_s <= found.remainder_s * SLOTS
+
+
+def test_a_lost_decode_node_loses_its_remainders_and_no_request() -> None:
+    found = slow_fabric(2048, loses=True)
+    assert found.remainders > 0
+    again = found.requests.retries > 0
+    ended = ~np.isnan(found.requests.last_token_s)
+    assert (ended | again | ~np.isnan(found.requests.first_token_s)).all()
 
 
 def test_a_small_cache_hits_less_and_a_lost_node_forgets() -> None:

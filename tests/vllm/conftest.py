@@ -18,7 +18,7 @@ SHORT_S = 1.0  # what a hasty kvd waits for
 # vLLM and torch warn about themselves while they are imported; everything after that is ours.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import prfaas.integrations.vllm  # noqa: F401
+    from prfaas.integrations.vllm import PrfaasConnector  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from prfaas.integrations.vllm import compat
+from prfaas.integrations.vllm.answers.boundaries import count_slots
 from prfaas.integrations.vllm.caches.layer_copies import native_copies
 from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.steps import StepOrders
@@ -43,7 +44,13 @@ FAILED = {"failed": True}  # instead of parameters, for a request that ended wit
 
 class EngineFree:
     def __init__(
-        self, model: Path, caches: KVCacheConfig, kvd: Path, *, prefix_caching: bool = False
+        self,
+        model: Path,
+        caches: KVCacheConfig,
+        kvd: Path,
+        *,
+        prefix_caching: bool = False,
+        keep_answers: bool = True,
     ) -> None:
         config = EngineArgs(
             model=str(model),
@@ -57,7 +64,10 @@ class EngineFree:
                 kv_connector="PrfaasConnector",
                 kv_connector_module_path="prfaas.integrations.vllm",
                 kv_role="kv_both",
-                kv_connector_extra_config={"kvd": str(kvd), "form": "native"},
+                kv_connector_extra_config={
+                    **{"kvd": str(kvd), "form": "native"},
+                    "keep_answers": keep_answers,
+                },
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = caches.num_blocks
@@ -77,8 +87,10 @@ class EngineFree:
             block_tokens=BLOCK_TOKENS,
             compat=compat.native_compat(config, caches, BLOCK_TOKENS),
             whole_blocks=True,
+            keeps_answers=keep_answers,
         )
-        self.worker = WorkerSide(client, self.layout)
+        slots = count_slots(self.layout, config.scheduler_config.max_num_seqs)
+        self.worker = WorkerSide(client, self.layout, keeps_answers=keep_answers, slots=slots)
         self.blocks = dict(self._caches(caches))
         self.worker.set_copies(native_copies(self.layout, self.blocks, caches.num_blocks))
         self.answers: dict[str, Any] = {}
@@ -93,12 +105,19 @@ class EngineFree:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        params: dict[str, Any] | None = None,
+        *,
+        max_tokens: int = 1,
+    ) -> Request:
         request = Request(
             name,
             list(prompt),
             SamplingParams(
-                max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params}
+                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
             ),
             None,
             block_hasher=self._hasher,

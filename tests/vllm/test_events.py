@@ -1,5 +1,6 @@
-"""vLLM's own cache events, by way of the kvd, feed a gateway's index: what it predicts to be cached
-is what vLLM finds, states at aligned blocks, windows and evictions included."""
+"""vLLM's own cache events, by way of the kvd, and those of the kvd's pools feed a gateway's index:
+what it predicts to be cached is what vLLM finds, states at aligned blocks, windows, evictions and
+kept answers included."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from prfaas.cache.groups import rules_for
 from prfaas.cache.hashing import PromptHashes, block_hashes
 from prfaas.cache.index import NodeInfo
 from prfaas.cache.manager import GlobalKVManager
-from prfaas.contracts.kvd_api import spec_of
+from prfaas.contracts.kvd_api import PoolReport, spec_of
 from prfaas.types import ClusterId, NodeId
 from tests.vllm.cases import BLOCK, MAX_TOKENS, PROMPTS, WITH_CACHE, Case, case_id
 from tests.vllm.kvds import Kvd
@@ -28,38 +29,47 @@ PRESSURE_PROMPTS, PRESSURE_TOKENS = 7, 3900
 
 
 class GatewayIndex:
-    """A gateway that reads one engine's events from its kvd."""
+    """A gateway that reads, from one kvd, the events of the engine's own cache and of the pools."""
 
     def __init__(self, kvd: Kvd) -> None:
         report = kvd.report()
         assert report.pool is not None
         (engine,) = report.engines
-        spec = spec_of(report.pool.groups)
-        self.manager = GlobalKVManager(spec)
-        self.node = NodeId(engine.engine_id)
-        self.removals = 0
-        info = NodeInfo(self.node, ClusterId("pd"), report.pool.block_tokens, rules_for(spec))
-        self.manager.join(info)
+        self.manager = GlobalKVManager(spec_of(report.pool.groups))
+        self.engine = NodeId(engine.engine_id)
+        self.removals = 0  # from the engine's own cache
         self._kvd = kvd
-        self._next = -1
+        self._next = {self.engine: -1}
+        self._join(self.engine, report.pool)
+        for pool in report.pools:
+            name = NodeId(pool.name or report.node)
+            self._next[name] = -1
+            self._join(name, pool)
+
+    def _join(self, name: NodeId, pool: PoolReport) -> None:
+        rules = rules_for(spec_of(pool.groups))
+        self.manager.join(NodeInfo(name, ClusterId("pd"), pool.block_tokens, rules))
 
     def read(self) -> None:
-        page = self._kvd.events(self.node, self._next)
-        if page.snapshot is not None:
-            assert self.manager.snapshot(self.node, page.snapshot, page.next_seq)
-        for event in page.events:
-            assert self.manager.apply(event)
-            self.removals += event.action == "removed"
-        self._next = page.next_seq
+        for name, since in self._next.items():
+            page = self._kvd.events(name, since)
+            if page.snapshot is not None:
+                assert self.manager.snapshot(name, page.snapshot, page.next_seq)
+            for event in page.events:
+                assert self.manager.apply(event)
+                self.removals += name == self.engine and event.action == "removed"
+            self._next[name] = page.next_seq
 
     def resumable_tokens(self, prompt: list[int]) -> int:
-        """An engine computes at least the last token."""
-        return self.manager.match(PromptHashes(prompt[:-1])).node_tokens(self.node)
+        """From the engine's own cache or from what its kvd keeps. An engine computes at least the
+        last token."""
+        match = self.manager.match(PromptHashes(prompt[:-1]))
+        return max(match.node_tokens(name) for name in self._next)
 
     def knows(self, tokens: list[int]) -> bool:
         """Every whole block of what the engine has just computed."""
         self.read()
-        found = self.manager.match(PromptHashes(tokens)).nodes.get(self.node)
+        found = self.manager.match(PromptHashes(tokens)).nodes.get(self.engine)
         whole = len(tokens) // BLOCK * BLOCK
         return whole == 0 or (found is not None and found.attention_tokens == whole)
 
@@ -92,7 +102,7 @@ def test_predictions_are_what_vllm_finds(case: Case) -> None:
         reported.append(answer.cached_tokens)
         history[number] = prompt + answer.generated.tokens
         # The last token of an answer is never computed.
-        wait_until(lambda n=number: index.knows(history[n][:-1]))
+        wait_until(lambda n=number: index.knows(history[n][:-1]) and case.pair.source.idle())
     index.manager.check()
     right = sum(p == r for p, r in zip(predicted, reported, strict=True))
     _LOG.info("%s of %s predictions are right", right, len(reported))

@@ -130,6 +130,19 @@ def test_a_second_turn_resumes_on_both_sides(pair: Pair) -> None:
     pair.idle()
 
 
+def test_a_prefill_that_the_kvd_has_whole_computes_one_token(pair: Pair) -> None:
+    prompt = prompt_of(600, seed=9)
+    pair.hand_off("once", prompt, 512)
+    grant = pair.grant(prompt, 512)
+    # As gateways do: the prompt of a prefill ends with the hand-off.
+    request = pair.prefill.add("again", prompt[:512], asking(grant, 512))
+    assert pair.prefill.run("again")["do_remote_prefill"]
+    assert request.num_prompt_tokens == 513
+    assert pair.prefill.resumed["again"] == pair.prefill.left["once"]
+    assert pair.target.status(grant.transfer_id, wait_s=10).state == "committed"
+    pair.idle()
+
+
 def test_a_branch_is_loaded_where_only_attention_is_cached(pair: Pair) -> None:
     longer = prompt_of(1000, seed=2)
     params = pair.hand_off("longer", longer, 896)

@@ -24,7 +24,13 @@ from prfaas.integrations.vllm.caches.canonical_copies import AttentionCopy, Stat
 from prfaas.integrations.vllm.caches.groups import CacheGroup, CacheLayout, Move
 from prfaas.integrations.vllm.caches.joint_copies import CopiedLayer, JointCopies
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopies
-from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
+from prfaas.integrations.vllm.steps import (
+    BoundaryOrder,
+    KeepOrder,
+    LoadOrder,
+    SaveOrder,
+    StepOrders,
+)
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.messages import SegmentName
 from prfaas.kvspec import GQA, Linear, build_spec
@@ -72,7 +78,8 @@ class Worker:
                 1, "state", SPEC.groups[1], 64, tuple((f"linear.{n}", n) for n in STATES.layers)
             ),
         )
-        self.side = WorkerSide(self.kvd, CacheLayout(groups, SPEC, WIRE, whole=1))  # type: ignore[arg-type]
+        layout = CacheLayout(groups, SPEC, WIRE, whole=1)
+        self.side = WorkerSide(self.kvd, layout, keeps_answers=True, slots=2)  # type: ignore[arg-type]
         made = None if ring is None else JointCopies(ring, joint, WIRE)
         self.side.set_copies(LayerCopies(copies, joint=made))
 
@@ -92,6 +99,19 @@ class Worker:
             self.tensors[f"attn.{number}"][1:4] = float("nan")
         ids = tuple(range(4, 9))
         self.step([Move(0, 20, TOKENS, ids), Move(1, 0, TOKENS, (3,))], last=True, first=False)
+
+    def keep(self, *, copied_tokens: int = TOKENS) -> None:
+        """The same tokens as an answer: the state is copied when it is there, and then lost."""
+        state = Move(1, 0, TOKENS, (3,))
+        copied = state._replace(stop=copied_tokens)
+        self.side.begin_step(StepOrders(boundaries=[BoundaryOrder(1, (copied,), CANONICAL)]))
+        self.side.end_step()
+        for number in STATES.layers:
+            self.tensors[f"linear.{number}"][3] = float("nan")
+        attention = Move(0, 0, TOKENS, tuple(range(1, 9)))
+        order = KeepOrder("r", self.kvd.ticket, (attention,), 1, (state,), CANONICAL)
+        self.side.begin_step(StepOrders(keeps=[order]))
+        self.side.end_step()
 
     def load(self) -> None:
         moves = (Move(0, 0, TOKENS, tuple(range(19, 11, -1))), Move(1, 0, TOKENS, (5,)))
@@ -147,6 +167,37 @@ def test_pages_are_those_of_a_worker_that_copies_each_layer(worker: Worker, pins
         assert torch.equal(tensor.nan_to_num(7.0), judge.tensors[name].nan_to_num(7.0))
     assert worker.side.take_counts() == judge.side.take_counts()
     judge.side.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_answer_is_written_from_blocks_and_from_its_slot(worker: Worker, staged: bool) -> None:
+    judge, made = Worker(None, seed=1), worker if staged else Worker(None, seed=1)
+    judge.save()
+    made.keep()
+    wait_until(lambda: "r" in made.side.take_results(set()).ended)
+    assert bytes(made.kvd.memory) == bytes(judge.kvd.memory)
+    assert {s.layer for s in made.kvd.ready_segments} == {s.layer for s in judge.kvd.ready_segments}
+    assert made.kvd.flushed == [5]  # all were ready before the flush
+    judge.side.close()
+    if not staged:
+        made.side.close()
+
+
+def test_an_answer_ends_when_the_device_has_written_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = hold_copies(monkeypatch)
+    worker.keep()
+    assert worker.side.take_results(set()).ended == set()
+    release.set()
+    wait_until(lambda: "r" in worker.side.take_results(set()).ended)
+    assert worker.kvd.flushed == [5]
+
+
+def test_another_state_than_that_of_the_answer_is_not_written(worker: Worker) -> None:
+    worker.keep(copied_tokens=TOKENS - 1)
+    wait_until(lambda: "r" in worker.side.take_results(set()).ended)
+    assert {s.group for s in worker.kvd.ready_segments} == {SPEC.groups[0].name}
 
 
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

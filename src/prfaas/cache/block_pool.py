@@ -9,12 +9,17 @@
 A `Block` is one unit (a logical block or a state) on k pages. Kept blocks belong to a prefix and
 stay when no lease uses them; the eviction policy decides which idle block is evicted first. The
 arena has the bytes, the tree has the block hashes.
+
+Answers that are being written have a number of pages of their own (`SetAside`): reservations of
+others cannot count on them, so that no reservation fails because an answer is being written. Idle
+prefixes use these pages until an answer needs them, so that they are not lost to the cache.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.storage.page_supply import PageSupply
@@ -58,8 +63,24 @@ class Eviction(Protocol):
     def victims(self, now: float) -> Sequence[Block]:
         """The idle blocks to evict next, at least one while any is idle."""
 
+    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
+        """Whether an answer is worth more than the next victims: it takes `nbytes`, and saves the
+        prefill of `new_tokens` after `cached_tokens`, which the pool has without it."""
+
     def check(self) -> None:
         """Asserts the policy's invariants."""
+
+
+@dataclass(slots=True)
+class SetAside:
+    """How many pages answers may have while they are written, and how many they have now."""
+
+    limit_pages: int = 0
+    used_pages: int = 0
+
+    @property
+    def left_pages(self) -> int:
+        return self.limit_pages - self.used_pages
 
 
 class BlockPool:
@@ -70,6 +91,7 @@ class BlockPool:
         self, capacity_pages: int | None, eviction: Eviction, share: BudgetShare | None = None
     ) -> None:
         self.supply = PageSupply(capacity_pages, share)
+        self.aside = SetAside()
         self._eviction = eviction
         self._live: dict[int, Block] = {}  # every block with pages, by identity
         self._idle: dict[int, Block] = {}
@@ -90,12 +112,18 @@ class BlockPool:
 
     def can_ever_hold(self, pages: int) -> bool:
         capacity = self.capacity_pages
-        return capacity is None or pages <= capacity
+        return capacity is None or pages <= capacity - self.aside.limit_pages
 
-    def can_make_room(self, pages: int) -> bool:
-        """Whether evicting idle blocks would free that many pages. Evicts nothing."""
-        free = self.free_pages
-        return free is None or pages <= free + self.idle_pages + self.leaving_pages
+    def can_make_room(self, pages: int, *, answer: bool = False) -> bool:
+        """Whether evicting idle blocks would free that many pages beside those that are left for
+        answers, or with `answer` of those. Evicts nothing."""
+        free, left = self.free_pages, self.aside.left_pages
+        if answer and pages > left:
+            return False
+        if free is None or not pages:  # readers may have pinned more than the pool has for others
+            return True
+        possible = free + self.idle_pages + self.leaving_pages
+        return pages <= (possible if answer else possible - left)
 
     def has_room(self, pages: int) -> bool:
         free = self.free_pages
@@ -191,6 +219,7 @@ class BlockPool:
             assert not leaving or (block.refs == 0 and block.slot is not None), block
             assert block.refs > 0 or block.node is not None, f"idle but not kept: {block}"
         self.supply.check(seen)
+        assert 0 <= self.aside.used_pages <= min(self.aside.limit_pages, self.used_pages)
         assert self.used_pages == len(seen)
         assert self.idle_pages == sum(len(block.pages) for block in self._idle.values())
         assert self.leaving_pages == sum(len(block.pages) for block in self._leaving.values())

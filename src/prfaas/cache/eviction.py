@@ -7,7 +7,8 @@ prefix node) and scores each one
     reuse weight of its kind  x  prefill seconds it saves  /  bytes only it holds  /  (age + 5 s)
 
       branch      several continuations follow it: prompts have diverged here
-      head        nothing follows it: the end of a prompt, where a conversation continues
+      head        at most answers follow it: the end of a prompt, where a conversation continues
+      answer      the end of an answer that no prompt has contained yet
       superseded  one continuation follows it: the conversation has reached the next head
       spare       taken speculatively and not used since
       tail        attention blocks beyond every checkpoint: they only help to find branch points
@@ -34,7 +35,7 @@ from prfaas.cache.groups import GroupRule
 from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.tree import PrefixNode
 
-NodeKind: TypeAlias = Literal["branch", "head", "superseded", "spare", "tail"]
+NodeKind: TypeAlias = Literal["branch", "head", "answer", "superseded", "spare", "tail"]
 # Outdated heap entries allowed beyond one per node: each keeps a dead node and its ancestors alive.
 STALE_ENTRIES = 64
 
@@ -52,6 +53,7 @@ class ReuseWeights:
 
     branch: float = 4.0
     head: float = 1.0
+    answer: float = 0.1
     superseded: float = 0.1
     spare: float = 0.05
     tail: float = 0.02
@@ -74,6 +76,9 @@ class LRU:
     def victims(self, now: float) -> Sequence[Block]:
         return (next(iter(self._queue.values())),) if self._queue else ()
 
+    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
+        return True  # it is the most recent
+
     def check(self) -> None:
         assert all(id(block) == key for key, block in self._queue.items())
 
@@ -90,6 +95,11 @@ class _Place(NamedTuple):
     cls: _Class
     density: float
     serial: int
+
+
+class _Worst(NamedTuple):
+    node: PrefixNode | None
+    score: float  # infinite without a node
 
 
 class CostAware:
@@ -140,7 +150,7 @@ class CostAware:
         if self._above is not None:
             self._place(self._above)
             self._above = None
-        while (node := self._worst(now)) is not None:
+        while (node := self._worst(now).node) is not None:
             before = self._places[node].cls
             self._place(node)  # its neighbours may have changed since it was placed
             place = self._places.get(node)
@@ -150,7 +160,12 @@ class CostAware:
         # Every idle block precedes a block in use. Evict one of them rather than none.
         return (next(iter(self._idle.values())),) if self._idle else ()
 
-    def _worst(self, now: float) -> PrefixNode | None:
+    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
+        seconds = self._prefill_seconds(new_tokens, cached_tokens)
+        score = self._weights.answer * seconds / nbytes / self._weights.young_s
+        return score > self._worst(now).score
+
+    def _worst(self, now: float) -> _Worst:
         worst: PrefixNode | None = None
         lowest = math.inf
         for cls in list(self._classes):
@@ -166,7 +181,7 @@ class CostAware:
             score = getattr(self._weights, cls.kind) * self._places[node].density / age_s
             if score < lowest:
                 worst, lowest = node, score
-        return worst
+        return _Worst(worst, lowest)
 
     def _is_current(self, entry: tuple[float, int, PrefixNode]) -> bool:
         place = self._places.get(entry[2])
@@ -213,7 +228,11 @@ class CostAware:
             return "branch"
         if node.spare and not node.hits:
             return "spare"
-        return "superseded" if node.resident_children else "head"
+        if node.resident_children > node.resident_answers:
+            return "superseded"
+        # An answer alone supersedes nothing: the next prompt may leave it out, or be the same
+        # prompt again.
+        return "answer" if node.answer else "head"
 
     def _checkpoint(self, node: PrefixNode) -> Iterator[Block]:
         for group in self._closing:

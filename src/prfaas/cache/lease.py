@@ -43,6 +43,15 @@ class Lease:
     new_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerBasis:
+    """What an answer counts on in the pool, on either tier."""
+
+    runs: Mapping[int, int]  # per full-attention group, the blocks before the first new one
+    complete: bool  # the pool had all of the answer, also the states after it
+    new_pages: int
+
+
 @dataclass(slots=True)
 class LeaseRecord:
     """What the pool keeps about a lease."""
@@ -52,6 +61,8 @@ class LeaseRecord:
     new: dict[UnitKey, Block]
     promotable: set[UnitKey]  # of `new`: kept as prefix on commit
     spare_tokens: frozenset[int]  # lengths whose checkpoint is speculative
+    # Of an answer, which pins nothing: what was found, and must still be there at the commit.
+    answer: AnswerBasis | None = None
     committed: bool = False
 
 
@@ -68,6 +79,7 @@ class PoolStats:
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, but not what was written
     dropped_blocks: int = 0  # evicted without a copy on SSD, although the pool has one
+    kept_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

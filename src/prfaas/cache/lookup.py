@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prfaas.cache.block_pool import Block
 from prfaas.cache.groups import GroupRule, Hit, hybrid_hit
-from prfaas.cache.lease import Match
+from prfaas.cache.lease import AnswerBasis, Match
 from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import UnitKey, closing_units
 from prfaas.types import BlockHash
@@ -61,6 +61,14 @@ class PrefixLookup:
                     run += 1
                 runs[group] = run
         return runs
+
+    def holds(self, hashes: Sequence[BlockHash], basis: AnswerBasis) -> bool:
+        """Whether what an answer counts on still exists, on either tier."""
+        nodes = self.nodes(hashes)
+        runs = self.runs(nodes, resident=False)
+        if any(runs[group] < run for group, run in basis.runs.items()):
+            return False
+        return not basis.complete or self.hit(nodes, resident=False).blocks == len(hashes)
 
     def equal_runs(self, blocks: int) -> dict[int, int]:
         """Runs of the same length for every full-attention group."""

@@ -13,6 +13,10 @@ only. The pool has no clock: the caller passes the time. It has no locks: it has
 have no deadline: the owner decides when a lease ends, because only the owner knows when the last
 writer has stopped.
 
+An answer is reserved and committed in the same way when it has been generated, but within a number
+of pages that other reservations cannot count on, and without pinning what precedes it: no other
+reservation fails because of it.
+
 No call reads or writes the SSD. `reserve` and `pin` find what is in memory; `prepare` first brings
 a prefix there, in jobs that the owner may run in another thread.
 
@@ -21,7 +25,7 @@ a prefix there, in jobs that the owner may run in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -29,12 +33,20 @@ from prfaas.cache.block_pool import Block, BlockPool, Eviction
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, rules_for
 from prfaas.cache.journal import Action, Journal
-from prfaas.cache.lease import Lease, LeaseId, LeaseRecord, Match, Occupancy, PoolStats
+from prfaas.cache.lease import (
+    AnswerBasis,
+    Lease,
+    LeaseId,
+    LeaseRecord,
+    Match,
+    Occupancy,
+    PoolStats,
+)
 from prfaas.cache.lookup import PrefixLookup
 from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.preparation import Preparation, Promises
-from prfaas.cache.storage.ssd_jobs import ReadJob
+from prfaas.cache.storage.ssd_jobs import ReadJob, SsdJob
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
 from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, demand_of
@@ -84,6 +96,7 @@ class HybridPrefixPool:
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
         self._promises = Promises(self._tiers, self._blocks, storage.layout)
         self._checkpoints = checkpoints
+        self._eviction = eviction
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
         self._ids = count(1) if lease_ids is None else lease_ids
@@ -169,6 +182,71 @@ class HybridPrefixPool:
         asked = _check_request(hashes, tokens, self.block_tokens, checkpoint_tokens)
         return self._lease(hashes, tokens, asked, now)
 
+    def set_aside(self, pages: int) -> None:
+        """From now on reservations leave this many pages to answers that are being written. Idle
+        prefixes use them until then."""
+        self._blocks.aside.limit_pages = max(pages, self._blocks.aside.used_pages)
+
+    def reserve_answer(
+        self, hashes: Sequence[BlockHash], tokens: int, *, first_token: int, now: float
+    ) -> Lease | NotNow:
+        """Pages for what an engine has generated: its full attention up to `tokens`, a boundary,
+        as far as the pool lacks it, and windows and states after `tokens`. The engine has attention
+        from `first_token` on; the pool must have what precedes it, and still have it at the commit.
+        Nothing stays pinned. Only pages that are left for answers are used; idle prefixes on them
+        are evicted when they are worth less than the answer."""
+        _check_request(hashes, tokens, self.block_tokens, (tokens,))
+        nodes = self._lookup.nodes(hashes)
+        hit = self._lookup.hit(nodes, resident=False)
+        runs = self._lookup.runs(nodes, resident=False)
+        if any(run * self.block_tokens < first_token for run in runs.values()):
+            return NotNow(f"the first {first_token} tokens are not in the pool", TOO_LARGE_RETRY_S)
+        complete = hit.blocks == len(hashes)
+        firm = () if complete else (len(hashes),)
+        demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
+        pages = sum(self.layout.pages(group) for group, _ in demand.units)
+        nbytes = pages * self.layout.page_bytes
+        if not self._blocks.can_make_room(pages, answer=True):
+            return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        if not self._blocks.has_room(pages):
+            cached = hit.blocks * self.block_tokens
+            if not self._eviction.admits(tokens - cached, cached, nbytes, now):
+                return NotNow("the answer is worth less than what it would evict", BUSY_RETRY_S)
+            before = self._lookup.blocks_to_pin(nodes, Hit(0, 0), runs).values()
+            if not _make_answer_room(self._blocks, self._tiers, pages, before, now):
+                return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        new = _allocate(self._blocks, self.layout, demand)
+        self._blocks.aside.used_pages += pages
+        lease = Lease(
+            id=LeaseId(next(self._ids)),
+            tokens=tokens,
+            match=self._lookup.match(hit),
+            skip_tokens={self.rules[g].name: run * self.block_tokens for g, run in runs.items()},
+            checkpoint_tokens=tuple(length * self.block_tokens for length in firm),
+            new_bytes=sum(self.layout.unit_bytes[group] for group, _ in new),
+        )
+        self._leases[lease.id] = LeaseRecord(
+            hashes=tuple(hashes),
+            pinned={},
+            new=new,
+            promotable=demand.promotable,
+            spare_tokens=frozenset(),
+            answer=AnswerBasis(runs, complete, pages),
+        )
+        return lease
+
+    def spill_ahead(self, now: float) -> Sequence[SsdJob]:
+        """In a pool with an SSD tier: starts to spill the next victims when not all pages that are
+        left for answers are free, because `reserve_answer` would drop the victims. The owner runs
+        and finishes the jobs, and calls again until there are none."""
+        blocks, jobs = self._blocks, self._tiers.jobs
+        while not blocks.has_room(blocks.aside.left_pages - blocks.leaving_pages):
+            if not self._tiers.start_spills(now):
+                break
+            if len(jobs):
+                return list(jobs)
+        return ()
+
     def tables(self, lease_id: LeaseId) -> LeaseTables:
         """The pages of the lease's units; units keep their pages until the lease is released.
         Readers see the prefix that was found and, once committed, the rest. Writers see new units
@@ -180,17 +258,24 @@ class HybridPrefixPool:
             return LeaseTables({**readable, **new}, {})
         return LeaseTables(readable, new)
 
-    def commit(self, lease_id: LeaseId, now: float) -> None:
+    def commit(self, lease_id: LeaseId, now: float) -> bool:
         """Everything of the lease is written and verified: block-aligned units become prefix.
-        A second commit has no effect. InputError when the lease is not known here."""
+        A second commit has no effect. False, and nothing has changed, when the pool has lost what
+        precedes an answer. InputError when the lease is not known here."""
         record = _known(self._leases, lease_id)
         if record.committed:
-            return
+            return True
+        if record.answer is not None:
+            # Checked here although `reserve_answer` has found it: nothing was pinned since, so that
+            # memory may have evicted it, and an SSD may have failed to read it back.
+            if not self._lookup.holds(record.hashes, record.answer):
+                return False
+            self.stats.kept_answers += 1
         record.committed = True
         parent: PrefixNode | None = None
         path: list[PrefixNode] = []
         for name in record.hashes:
-            parent = self._tree.add(name, parent)
+            parent = self._tree.add(name, parent, answer=record.answer is not None)
             path.append(parent)
         for key in sorted(record.promotable):
             group = key[0]
@@ -203,6 +288,7 @@ class HybridPrefixPool:
         for node in reversed(path):
             if self._tree.get(node.hash) is node:
                 self._tree.prune(node)
+        return True
 
     def release(self, lease_id: LeaseId, now: float) -> bool:
         """Ends a lease and drops what was not committed. False when it had ended before."""
@@ -211,6 +297,9 @@ class HybridPrefixPool:
             return False
         blocks = [*record.pinned.values(), *record.new.values()]
         self._blocks.release(in_prompt_order(blocks), now)
+        if record.answer is not None:
+            # Its pages are free, or those of an idle prefix, which the next answer can evict.
+            self._blocks.aside.used_pages -= record.answer.new_pages
         return True
 
     def check(self) -> None:
@@ -225,6 +314,8 @@ class HybridPrefixPool:
             if not record.committed:
                 assert all(block.node is None for block in record.new.values()), "seen too early"
             assert record.promotable <= set(record.new)
+        answers = [record.answer for record in self._leases.values() if record.answer is not None]
+        assert self._blocks.aside.used_pages == sum(answer.new_pages for answer in answers)
         preparing = [block for one in self._promises.active for block in one.held]
         reading = [job.block for job in self._tiers.jobs if isinstance(job, ReadJob)]
         for block in (*preparing, *reading):
@@ -262,7 +353,11 @@ class HybridPrefixPool:
             runs = lookup.equal_runs(hit.blocks)
         else:
             runs = lookup.runs(nodes, resident=resident)
-            plan = self._plan_checkpoints(tokens, hit, checkpoint_tokens)
+            size = self.block_tokens
+            if checkpoint_tokens is None:
+                plan = self._checkpoints.plan(tokens // size, hit.blocks, hit.attention)
+            else:
+                plan = _asked_checkpoints(tokens, size, hit, checkpoint_tokens)
             firm = (*plan.firm, *(length for length in more_checkpoints if length > hit.blocks))
             demand = demand_of(self.rules, self.block_tokens, tokens, hit.blocks, runs, firm)
         pinned = lookup.blocks_to_pin(nodes, hit, runs)
@@ -284,7 +379,8 @@ class HybridPrefixPool:
             self._blocks.pin(block)
         if not self._blocks.can_make_room(pages):
             self._blocks.release(in_prompt_order(pinned.values()), now)
-            return self._refusal(pages)
+            self.stats.refused += 1
+            return _refusal(self._blocks, self.layout, pages)
         self._tiers.make_room(pages, now)
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
         new = _allocate(self._blocks, self.layout, demand)
@@ -306,17 +402,10 @@ class HybridPrefixPool:
             promotable=demand.promotable,
             spare_tokens=frozenset(length * self.block_tokens for length in taken),
         )
-        self._count(match, nodes[hit.blocks - 1] if hit.blocks else None)
+        resumed = nodes[hit.blocks - 1] if hit.blocks else None
+        self._tree.continued(resumed)
+        _count(self.stats, match, resumed)
         return lease
-
-    def _plan_checkpoints(
-        self, tokens: int, hit: Hit, asked: tuple[int, ...] | None
-    ) -> Checkpoints:
-        if asked is None:
-            return self._checkpoints.plan(tokens // self.block_tokens, hit.blocks, hit.attention)
-        aligned = {tokens} if tokens % self.block_tokens == 0 else set()
-        lengths = {length // self.block_tokens for length in {*asked, *aligned}}
-        return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
 
     def _take_spares(self, spare: Iterable[int], demand: Demand) -> tuple[int, ...]:
         """Adds those spare checkpoints for which pages are free: none is worth an eviction."""
@@ -325,33 +414,57 @@ class HybridPrefixPool:
         for length in spare:
             units = list(closing_units(self.rules, self.block_tokens, length * self.block_tokens))
             more = sum(self.layout.pages(u.key[0]) for u in units if u.key not in demand.units)
-            if not self._blocks.has_room(pages + more):
+            wanted = pages + more
+            if not self._blocks.has_room(wanted) or not self._blocks.can_make_room(wanted):
                 break
             demand.add(units, keep=True)
-            pages += more
+            pages = wanted
             taken.append(length)
         return tuple(taken)
-
-    def _refusal(self, pages: int) -> NotNow:
-        self.stats.refused += 1
-        nbytes = pages * self.layout.page_bytes
-        if not self._blocks.can_ever_hold(pages):
-            why = f"{nbytes} bytes are more than the pool has"
-            if pages <= (self._blocks.supply.most_pages or 0):
-                why += ", because another form shares its memory"
-            return NotNow(why, TOO_LARGE_RETRY_S)
-        return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
     def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
 
-    def _count(self, match: Match, resumed: PrefixNode | None) -> None:
-        self.stats.queries += 1
-        self.stats.hit_tokens += match.tokens
-        self.stats.lost_tokens += match.lost_tokens
-        if resumed is not None:
-            resumed.hits += 1
+
+def _make_answer_room(
+    blocks: BlockPool, tiers: CacheTiers, pages: int, before: Collection[Block], now: float
+) -> bool:
+    """Evicts idle blocks, but not `before`: the answer would be useless without what precedes it.
+    False, and nothing is evicted, when there is no room."""
+    for block in before:
+        tiers.hold(block)
+    possible = blocks.can_make_room(pages, answer=True)
+    if possible:
+        tiers.make_room(pages, now)
+    blocks.release(in_prompt_order(before), now)
+    return possible
+
+
+def _asked_checkpoints(
+    tokens: int, block_tokens: int, hit: Hit, asked: tuple[int, ...]
+) -> Checkpoints:
+    aligned = {tokens} if tokens % block_tokens == 0 else set()
+    lengths = {length // block_tokens for length in {*asked, *aligned}}
+    return Checkpoints(tuple(sorted(length for length in lengths if length > hit.blocks)))
+
+
+def _count(stats: PoolStats, match: Match, resumed: PrefixNode | None) -> None:
+    stats.queries += 1
+    stats.hit_tokens += match.tokens
+    stats.lost_tokens += match.lost_tokens
+    if resumed is not None:
+        resumed.hits += 1
+
+
+def _refusal(blocks: BlockPool, layout: PageLayout, pages: int) -> NotNow:
+    nbytes = pages * layout.page_bytes
+    if not blocks.can_ever_hold(pages):
+        why = f"{nbytes} bytes are more than the pool has"
+        if pages <= (blocks.supply.most_pages or 0) - blocks.aside.limit_pages:
+            why += ", because another form shares its memory"
+        return NotNow(why, TOO_LARGE_RETRY_S)
+    return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
 
 def _allocate(blocks: BlockPool, layout: PageLayout, demand: Demand) -> dict[UnitKey, Block]:

@@ -17,6 +17,7 @@ class PrefixNode:
     """The prefix of `depth` blocks that ends with the block named `hash`."""
 
     __slots__ = (
+        "answer",
         "blocks",
         "children",
         "depth",
@@ -24,6 +25,7 @@ class PrefixNode:
         "hits",
         "last_used_s",
         "parent",
+        "resident_answers",
         "resident_blocks",
         "resident_children",
         "spare",
@@ -37,9 +39,11 @@ class PrefixNode:
         self.children = 0
         self.resident_blocks = 0  # of this node, in memory
         self.resident_children = 0  # children with anything in memory at or below them
+        self.resident_answers = 0  # those of them that are parts of answers
         self.last_used_s = 0.0
         self.hits = 0  # times a prompt resumed exactly here
         self.spare = False  # its checkpoint was taken speculatively
+        self.answer = False  # a part of an answer, which no prompt has contained yet
 
     @property
     def resident(self) -> bool:
@@ -63,15 +67,29 @@ class PrefixTree:
     def get(self, name: BlockHash) -> PrefixNode | None:
         return self._nodes.get(name)
 
-    def add(self, name: BlockHash, parent: PrefixNode | None) -> PrefixNode:
-        """The node of that name, made under `parent` when there is none yet."""
+    def add(
+        self, name: BlockHash, parent: PrefixNode | None, *, answer: bool = False
+    ) -> PrefixNode:
+        """The node of that name, made under `parent` when there is none yet: for an answer, or for
+        a prompt."""
         node = self._nodes.get(name)
         if node is None:
             node = PrefixNode(name, parent, self._groups)
+            node.answer = answer
             self._nodes[name] = node
             if parent is not None:
                 parent.children += 1
+        elif node.answer and not answer:
+            self.continued(node)
         return node
+
+    def continued(self, node: PrefixNode | None) -> None:
+        """A prompt contains the prefix of this node: it is no longer only an answer's."""
+        while node is not None and node.answer:
+            node.answer = False
+            if node.parent is not None and node.resident:
+                node.parent.resident_answers -= 1
+            node = node.parent
 
     def attach(self, node: PrefixNode, block: Block) -> None:
         assert node.blocks[block.group] is None and block.node is None
@@ -108,11 +126,14 @@ class PrefixTree:
             change = 1 if node.resident else -1
             before = parent.resident
             parent.resident_children += change
+            if node.answer:
+                parent.resident_answers += change
             node, parent = parent, parent.parent
 
     def check(self) -> None:
         children = dict.fromkeys(self._nodes, 0)
         resident_children = dict.fromkeys(self._nodes, 0)
+        resident_answers = dict.fromkeys(self._nodes, 0)
         for name, node in self._nodes.items():
             assert node.hash == name
             assert node.children or any(node.blocks), f"an empty node was not pruned: {node}"
@@ -124,6 +145,8 @@ class PrefixTree:
                 assert node.depth == node.parent.depth + 1
                 children[node.parent.hash] += 1
                 resident_children[node.parent.hash] += node.resident
+                resident_answers[node.parent.hash] += node.resident and node.answer
         for name, node in self._nodes.items():
             assert node.children == children[name], node
             assert node.resident_children == resident_children[name], node
+            assert node.resident_answers == resident_answers[name], node

@@ -162,6 +162,7 @@ def node(
         section.events,
         section.replay,
         section.timeouts,
+        keep_answers=section.keep_answers,
     )
     credentials = NodeCredentials(
         read_key(section.member_key_file),

@@ -241,6 +241,27 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by more than this share of the queued prefill time per node."""
 
 
+class RemaindersSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Short remainders of prompts that a decode node prefills itself, because it has the rest
+    cached (policy `adaptive`)."""
+
+    tokens: CountOrZero = 0
+    """Longest remainder that a decode node prefills. 0, the default, disables it: with real engines
+    it has not been measured yet what sequences that decode beside it pay. 2048 is four chunks: they
+    have four longer steps."""
+    chunk_tokens: Count = 512
+    """Tokens of a remainder that `prfaas node` computes between two decode steps. About as many
+    make a GPU's arithmetic as long as its reading of the weights, which a decode step also takes,
+    so that smaller chunks would not be much faster. vLLM cuts prompts by its own settings."""
+    margin_s: AmountOrZero = 0.1
+    """Smallest saving of the time to first token for which a decode node prefills, because the
+    requests that decode there pay for it."""
+    slowdown: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.04
+    """Largest mean rise of the inter-token latency on a decode node, as predicted. The default
+    keeps the observed rise below 5%. After a remainder of t seconds a node that decodes takes the
+    next one no sooner than t * (1 + 1 / slowdown) later."""
+
+
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copies of hot prefixes, beside those that routes request. The gateway that plans makes
     them."""
@@ -268,6 +289,7 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()
     adaptive: AdaptiveSection = AdaptiveSection()
+    remainders: RemaindersSection = RemaindersSection()
     moves: MovesSection = MovesSection()
 
 

@@ -175,6 +175,9 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     libraries that have none. It must belong to the user of the node, and other users must not be
     able to write to it. The default is prfaas/kernels in the user's cache folder
     (`$XDG_CACHE_HOME` or `~/.cache`)."""
+    keep_answers: bool = True
+    """Whether the state of an answer is kept when the answer ends, so that the next prompt of the
+    conversation resumes from it. The kvd sets at most 1/32 of its memory aside for this."""
     max_waiting: Count = 256
     """Requests in the engine's queue. Further requests are refused with status 503."""
     events: str = "tcp://127.0.0.1:0"

@@ -1,6 +1,7 @@
 """Mooncake-format traces: one JSON object per line, a block id per `block_tokens` tokens.
 
-Equal ids at equal positions mean the same prefix. Planner and cache read the same rows.
+Equal ids at equal positions mean the same prefix. Planner and cache read the same rows. A row may
+also have the ids of the blocks that its answer completes: the next turn's prompt begins with them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class TraceRow(msgspec.Struct, frozen=True):
     input_length: int
     output_length: int
     hash_ids: list[int]
+    # Of the whole blocks of prompt and answer, behind the whole blocks of the prompt. The public
+    # traces do not have them.
+    answer_hash_ids: list[int] = []
 
 
 def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> Iterator[TraceRow]:
@@ -73,8 +77,18 @@ def _checked(
             where=where,
             fix=f"one id covers block_tokens = {block_tokens} tokens; set it to the trace's value",
         )
-    if min(row.hash_ids) < 0:
-        raise InputError(f"hash id {min(row.hash_ids)}", where=where, fix="give 0 or more")
+    completed = (row.input_length + row.output_length) // block_tokens
+    completed -= row.input_length // block_tokens
+    if len(row.answer_hash_ids) not in (0, completed):
+        raise InputError(
+            f"{len(row.answer_hash_ids)} answer_hash_ids for an answer that completes {completed} "
+            "blocks",
+            where=where,
+            fix="give one id for each of them, or none",
+        )
+    lowest = min([*row.hash_ids, *row.answer_hash_ids])
+    if lowest < 0:
+        raise InputError(f"hash id {lowest}", where=where, fix="give 0 or more")
     return row
 
 

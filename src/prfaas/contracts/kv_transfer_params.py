@@ -3,11 +3,12 @@
     gateway -> prefill node   RemoteDecode    compute the prompt and send its state to a receiver
     prefill node -> gateway   ResponseParams  the state was sent, or an error
     gateway -> decode node    RemotePrefill   continue from a transfer that has been committed
+    gateway -> decode node    Remainder       prefill what the node has not cached, if it is short
     checks  -> any node       Reference       compute everything here, cut as a hand-off was cut
 
 `prfaas node` and the vLLM connector accept the same halves of a hand-off, so that a gateway does
-not depend on which engine serves a node. Reports of cuts and references are of `prfaas node` only;
-the connector ignores these fields. Pure.
+not depend on which engine serves a node. Reports of cuts, references and remainders are of
+`prfaas node` only; the connector ignores these fields. Pure.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class RequestParams(msgspec.Struct, frozen=True, omit_defaults=True):
     report_cuts: bool = False  # of either half: the response has `cut_tokens`
     do_reference: bool = False
     cut_tokens: tuple[int, ...] | None = None  # of a reference; None: as the engine cuts by itself
+    do_remainder: bool = False
+    max_computed_tokens: int | None = None  # of a remainder
+    chunk_tokens: int | None = None  # of a remainder
 
 
 class RemoteDecode(msgspec.Struct, frozen=True):
@@ -60,6 +64,15 @@ class Reference(msgspec.Struct, frozen=True):
     response reports the cuts."""
 
     cut_tokens: tuple[int, ...] = ()
+
+
+class Remainder(msgspec.Struct, frozen=True):
+    """Resume from the longest cached prefix, and compute the rest in chunks of at most
+    `chunk_tokens`, because other requests decode beside it. Refuse the request, before anything is
+    computed, where the rest is more than `max_computed_tokens`."""
+
+    max_computed_tokens: int
+    chunk_tokens: int
 
 
 RequestedTransfer: TypeAlias = RemoteDecode | RemotePrefill
@@ -132,7 +145,26 @@ def decode_reference(params: RequestParams | None) -> Reference | None:
     return Reference(params.cut_tokens or ())
 
 
-def encode(params: RequestedTransfer | Reference | ResponseParams) -> dict[str, Any]:
+def decode_remainder(params: RequestParams | None) -> Remainder | None:
+    """The remainder that a request asks for, or None. InputError names the problem."""
+    if params is None or not params.do_remainder:
+        return None
+    if params.do_remote_decode or params.do_remote_prefill or params.do_reference:
+        raise InputError(
+            "do_remainder is set together with another kind",
+            where=_FIELD,
+            fix="set one of do_remainder, do_reference, do_remote_decode and do_remote_prefill",
+        )
+    for name in ("max_computed_tokens", "chunk_tokens"):
+        if (getattr(params, name) or 0) < 1:
+            raise InputError(
+                f"{name} is missing or below 1", where=f"{_FIELD}.{name}", fix="send 1 or more"
+            )
+    assert params.max_computed_tokens is not None and params.chunk_tokens is not None
+    return Remainder(params.max_computed_tokens, params.chunk_tokens)
+
+
+def encode(params: RequestedTransfer | Reference | Remainder | ResponseParams) -> dict[str, Any]:
     """The field's value, ready for a JSON body."""
     match params:
         case RemoteDecode():
@@ -151,6 +183,12 @@ def encode(params: RequestedTransfer | Reference | ResponseParams) -> dict[str, 
             )
         case Reference():
             message = RequestParams(do_reference=True, cut_tokens=params.cut_tokens)
+        case Remainder():
+            message = RequestParams(
+                do_remainder=True,
+                max_computed_tokens=params.max_computed_tokens,
+                chunk_tokens=params.chunk_tokens,
+            )
         case ResponseParams():
             message = params
     built: dict[str, Any] = msgspec.to_builtins(message)

@@ -191,6 +191,7 @@ class PoolCounters(msgspec.Struct, frozen=True):
     promoted_blocks: int = 0
     unreadable_blocks: int = 0  # on SSD, and different from what was written
     dropped_blocks: int = 0  # evicted from memory without a copy on the SSD tier
+    kept_answers: int = 0  # generated state that became a prefix
 
 
 class PoolReport(msgspec.Struct, frozen=True):

@@ -68,6 +68,17 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepAnswer:
+    """The caller wants the state of prompt and answer when the job ends (`Finished.answer`).
+
+    While it decodes, the engine copies windows and linear states at each block boundary. The caller
+    has full attention of the first `held_tokens` tokens already.
+    """
+
+    held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineJob:
     id: str
     prompt: Sequence[int]
@@ -78,6 +89,10 @@ class EngineJob:
     # instead of at the engine's own. A piece that is longer than the engine's chunks is still cut.
     # Sums depend on the cuts: to repeat another job's numbers bit by bit, repeat its cuts.
     cut_tokens: tuple[int, ...] = ()
+    keep: KeepAnswer | None = None  # None: nothing is copied for it
+    # Chunks are no longer than this, and no longer than the engine's own. Sequences that decode
+    # meanwhile wait for a chunk between two steps.
+    chunk_tokens: int | None = None
 
 
 # Events -----------------------------------------------------------------------------------------
@@ -101,9 +116,28 @@ class Token:
     logits: npt.NDArray[np.float32] | None = None
 
 
+class KeptAnswer(Protocol):
+    """The state after the last block boundary that a job has passed, in memory of its own: the
+    engine computes other jobs meanwhile."""
+
+    @property
+    def tokens(self) -> int:
+        """The boundary, beyond `KeepAnswer.held_tokens`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes until it is dropped."""
+
+    def write(self, sink: SegmentSink, skip_tokens: Mapping[str, int]) -> None:
+        """Writes full attention from the tokens to skip on, at least `held_tokens`, and windows and
+        states, and reports each segment as ready. Any one thread may call it, once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     reason: Literal["stop", "length", "cancelled"]
+    # Of a job with `keep` that has passed a boundary while it decoded. Comparisons ignore it.
+    answer: KeptAnswer | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +247,16 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
     if job.export is not None:
         _check_export(job.export, job, spec)
     check_cuts(job.cut_tokens, prompt_tokens, "cut_tokens")
+    if job.chunk_tokens is not None and job.chunk_tokens < 1:
+        raise InputError(
+            f"chunks of {job.chunk_tokens} tokens", where="chunk_tokens", fix="use 1 or more"
+        )
+    if job.keep is not None and not 0 <= job.keep.held_tokens <= prompt_tokens:
+        raise InputError(
+            f"{job.keep.held_tokens} tokens of a prompt of {prompt_tokens} cannot be held",
+            where="keep.held_tokens",
+            fix="use a length from 0 to the prompt's",
+        )
 
 
 def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:

@@ -35,6 +35,7 @@ class _Node(NamedTuple):
     active: int
     slots: int
     free_kv_bytes: float | None  # None: unbounded
+    next_remainder_s: float | None = None  # None: it never had one
 
 
 class _Cluster(NamedTuple):
@@ -134,7 +135,9 @@ def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermStat
 
 def _node_record(node: NodeView) -> _Node:
     return _Node(*node)._replace(
-        free_at_s=_finite(node.free_at_s), free_kv_bytes=_finite(node.free_kv_bytes)
+        free_at_s=_finite(node.free_at_s),
+        free_kv_bytes=_finite(node.free_kv_bytes),
+        next_remainder_s=_finite(node.next_remainder_s),
     )
 
 
@@ -148,6 +151,7 @@ def _node_view(node: _Node) -> NodeView:
         node.active,
         node.slots,
         math.inf if node.free_kv_bytes is None else node.free_kv_bytes,
+        -math.inf if node.next_remainder_s is None else node.next_remainder_s,
     )
 
 

@@ -42,7 +42,7 @@ class FairHolds:
         if found.prefill == found.decode:
             # One node does everything, so that room in the prefill queues means nothing. It is
             # retried whenever something has ended.
-            if alone:  # of all nodes of its set, this one has the least wait
+            if alone:  # of all nodes that could serve it alone, this one has the least wait
                 node = self._fleet.board.node(found.decode)
                 is_free = self._is_free(node, state, prefills=True)
             else:

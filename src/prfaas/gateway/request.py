@@ -47,6 +47,7 @@ class RequestTrace:
     prefill: str = ""
     decode: str = ""
     offloaded: bool = False
+    remainder: bool = False  # the decode node prefills what it has not cached
     reason: str = ""
     cached_tokens: int = 0
     form: Form | Literal[""] = ""  # of the hand-off's state; empty: no hand-off, or none granted
@@ -59,6 +60,11 @@ class RequestTrace:
     committed_s: float | None = None
     first_token_s: float | None = None
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
+
+    def handed_off_cached(self) -> int | None:
+        """The prompt tokens that the prefill of a hand-off has not computed, as its node reports
+        them, or as the route expects until the report is here. None without a hand-off."""
+        return self.cached_tokens if self.form else None
 
 
 class Upstream(Protocol):

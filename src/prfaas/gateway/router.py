@@ -141,7 +141,8 @@ class Router:
                 nbytes=0,
                 copies=(),
             )
-        hold = self._fair_holds.find(placement, found, self.state, alone=choice.alone)
+        one_node = choice.alone or found.is_remainder
+        hold = self._fair_holds.find(placement, found, self.state, alone=one_node)
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)

@@ -314,6 +314,8 @@ def explanation_json(
     else:
         decode = found.chosen.decode
         chosen = {"wait": False, **found.chosen._asdict()}
+        del chosen["next_remainder_s"]  # a time of the gateway's own clock
+        chosen["remainder"] = found.chosen.is_remainder
         chosen["form"] = form_between(found.chosen.prefill, decode)
         chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {
@@ -325,6 +327,7 @@ def explanation_json(
                 "node": option.node,
                 "cached_tokens": option.cached_tokens,
                 "copies": len(option.copies),
+                "remainder": option.decodes,
                 # To the decode node of the chosen route; another set has other decode nodes.
                 "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,

@@ -43,6 +43,7 @@ _POOL_HELP = {
     "promoted_blocks": "Blocks read back from SSD.",
     "unreadable_blocks": "Blocks on SSD that differed from what was written.",
     "dropped_blocks": "Blocks evicted from memory without a copy on the SSD tier.",
+    "kept_answers": "Answers whose generated state became a prefix.",
 }
 
 

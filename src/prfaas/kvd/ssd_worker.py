@@ -25,7 +25,8 @@ _BATCH = 32  # jobs that the loop finishes together
 
 
 class SsdWorker:
-    """Made and used on an event loop. `on_finished` is called there after jobs have finished."""
+    """Made and used on an event loop. `on_finished` is called there after jobs have finished, or
+    were started ahead of requests."""
 
     def __init__(self, clock: Clock, on_finished: Callable[[], None]) -> None:
         self._clock = clock
@@ -62,6 +63,17 @@ class SsdWorker:
                     within_s,
                 )
                 self._late, self._report_s = 0, now + REPORT_S
+
+    async def run_all(self, next_jobs: Callable[[float], Sequence[SsdJob]]) -> None:
+        """Runs what `next_jobs` starts, step by step, until it starts nothing. No request waits for
+        this, and each step comes after the jobs of requests, so that it needs no limit of time."""
+        while not self._closing.is_set():
+            jobs = next_jobs(self._clock.now())
+            self._on_finished()  # it may also have dropped blocks
+            if not jobs:
+                return
+            self._submit([job for job in jobs if job not in self._waiting])
+            await self._finished(jobs[-1])
 
     def close(self) -> bool:
         """Ends the thread after its present job. False when that job does not end in time: the

@@ -9,6 +9,7 @@ to the form that was registered first. One owner, no locks; independent of trans
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import secrets
@@ -29,6 +30,7 @@ from prfaas.cache.storage.arena import Arena, choose_layout
 from prfaas.cache.storage.budget import BudgetShare, MemoryBudget
 from prfaas.cache.storage.ssd import SpillFile
 from prfaas.cache.storage.tiers import PoolStorage
+from prfaas.cache.units import closing_units, growing_units
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
@@ -43,6 +45,11 @@ from prfaas.types import BlockHash, Compat, Form, NodeId
 _DEFAULTS = KvdSection()
 # How long a request waits for the SSD. A gateway waits 5 s for the answer to an open.
 SSD_WAIT_S = 3.0
+# Pages that grants leave to answers that are being written: so many answers of that length, but at
+# most this part of the pool. Idle prefixes use them until then.
+ANSWERS_AT_ONCE = 4
+ANSWER_TOKENS = 2_048
+ANSWER_PARTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,8 @@ class Store:
         self._budget = MemoryBudget(options.memory_bytes)
         self._lease_ids = count(first_lease_id())  # one lease is of one pool only
         self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
+        self._keeps_answers = False  # an engine does that has registered
+        self._spilling: asyncio.Task[None] | None = None  # ahead of answers
 
     @property
     def first(self) -> Storage | None:
@@ -124,6 +133,13 @@ class Store:
                 where="engine_id",
                 fix="give the engine another id",
             )
+        storage = self._registered(register)
+        if register.keeps_answers:
+            storage.pool.set_aside(_answer_pages(storage))
+            self._keeps_answers = True
+        return storage
+
+    def _registered(self, register: Register) -> Storage:
         storage = self._of_form(register.compat.form)
         if storage is None:
             self._check_model(register)
@@ -192,7 +208,7 @@ class Store:
                 )
             except InputError:
                 pass  # the reservation will raise it
-        if preparation is None or self._worker is None:
+        if storage is None or preparation is None or self._worker is None:
             yield
             return
         try:
@@ -201,9 +217,22 @@ class Store:
         finally:
             preparation.end(self._clock.now())
             self.publish_changes()
+            self.spill_ahead(storage)
+
+    def spill_ahead(self, storage: Storage) -> None:
+        """Starts to make the pages free that the next answers need, by spilling to the SSD tier: an
+        answer does not wait, and would drop what it evicts. Without effect on a storage that has no
+        SSD tier or keeps no answers. Does not wait."""
+        if not self._keeps_answers or self._worker is None or storage.ssd_fd is None:
+            return
+        if self._spilling is None or self._spilling.done():
+            running = self._worker.run_all(storage.pool.spill_ahead)
+            self._spilling = asyncio.get_running_loop().create_task(running)
 
     def close(self) -> None:
         """Waits for the SSD's thread, for a limited time."""
+        if self._spilling is not None:
+            self._spilling.cancel()
         # A thread that is stuck in the file must not find another file under its number.
         stopped = self._worker is None or self._worker.close()
         for storage in self.storages:
@@ -314,6 +343,19 @@ def first_lease_id() -> int:
     """Random, because a lease of an earlier process must not be valid in this one. Below 2**53,
     which every message format can represent."""
     return 1 + secrets.randbelow(1 << 52)
+
+
+def _answer_pages(storage: Storage) -> int:
+    """The pages that grants leave to answers that are being written."""
+    layout, rules = storage.pool.layout, storage.pool.rules
+    units = [*growing_units(rules, storage.block_tokens, _no_runs(storage), ANSWER_TOKENS)]
+    units += closing_units(rules, storage.block_tokens, ANSWER_TOKENS)
+    pages = sum(layout.pages(unit.key[0]) for unit in units)
+    return min(ANSWERS_AT_ONCE * pages, storage.arena.pages // ANSWER_PARTS)
+
+
+def _no_runs(storage: Storage) -> dict[int, int]:
+    return {group: 0 for group, rule in enumerate(storage.pool.rules) if rule.kind == "full"}
 
 
 def _in_proportion(new_tokens: int, cached_tokens: int) -> float:

@@ -1,9 +1,12 @@
 """From a request to an engine's job: which prefix to resume from, and which state to keep.
 
     plain            resume at the longest cached prefix; keep the prompt up to its last boundary
+    remainder        as plain, in small chunks, if only a few tokens are not cached; otherwise fail
     remote decode    the same up to the hand-off length, pushed to the grant's kvd as it is computed
     remote prefill   continue from a committed transfer, or fail: never compute a long prompt again
     reference        compute everything, cut where the request says; the pool is not used
+
+When an answer has ended, `keep` adds its state to the pool.
 
 Synchronous: callers use threads that may wait for the kvd. Independent of HTTP.
 """
@@ -14,16 +17,17 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.contracts.kv_transfer_params import (
     Reference,
+    Remainder,
     RemoteDecode,
     RemotePrefill,
     RequestedTransfer,
 )
-from prfaas.engine.api import EngineJob, Export, Resume, Sampling
+from prfaas.engine.api import EngineJob, Export, KeepAnswer, KeptAnswer, Resume, Sampling
 from prfaas.errors import ConnectionLost, InputError, PeerError, TransferFailed
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 from prfaas.node.errors import not_now, request_error
@@ -40,7 +44,7 @@ class TokenizedRequest:
     prompt: Sequence[int]
     sampling: Sampling
     salt: str = ""
-    transfer: RequestedTransfer | Reference | None = None
+    transfer: RequestedTransfer | Reference | Remainder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +105,34 @@ class LeaseProvider(Protocol):
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow: ...
 
+    def begin_answer(
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+    ) -> WriteLease | NotNow: ...
+
+
+class Conversation(NamedTuple):
+    """A prompt and its answer, as far as their state is kept."""
+
+    tokens: Sequence[int]
+    hashes: Sequence[BlockHash]
+
 
 class JobBuilder:
     """Without a kvd, plain requests run uncached and hand-offs fail."""
 
-    def __init__(self, kvd: LeaseProvider, block_tokens: int) -> None:
+    def __init__(
+        self, kvd: LeaseProvider, block_tokens: int, *, keeps_answers: bool = False
+    ) -> None:
         self._kvd = kvd
         self._block_tokens = block_tokens
+        self._keeps_answers = keeps_answers
 
     def prepare(self, request: TokenizedRequest) -> PreparedJob:
         match request.transfer:
             case None:
                 return self._plain(request)
+            case Remainder():
+                return self._remainder(request, request.transfer)
             case RemoteDecode():
                 return self._remote_decode(request, request.transfer)
             case RemotePrefill():
@@ -126,7 +146,7 @@ class JobBuilder:
         # The engine always computes the last token, so it could not resume at the prompt's end.
         hashes = self._hashes(request, len(request.prompt) - 1)
         if not hashes:
-            return without_pool(request)
+            return self._keeping(without_pool(request), 0)
         tokens = len(hashes) * self._block_tokens
         try:
             lease: WriteLease | ReadLease | NotNow = self._kvd.begin(hashes, tokens)
@@ -137,7 +157,57 @@ class JobBuilder:
             return replace(without_pool(request), hashes=hashes)
         if isinstance(lease, NotNow):
             return replace(without_pool(request), hashes=hashes)
-        return self._with_lease(request, lease, hashes)
+        prepared = self._with_lease(request, lease, hashes)
+        if isinstance(lease, ReadLease):
+            return prepared  # there was no room for the prompt, and so there is none for its answer
+        return self._keeping(prepared, lease.tokens)
+
+    def _remainder(self, request: TokenizedRequest, bound: Remainder) -> PreparedJob:
+        prepared = self._plain(request)
+        assert prepared.job is not None
+        computed = len(request.prompt) - prepared.resumed_tokens
+        if computed > bound.max_computed_tokens:
+            prepared.end()
+            raise request_error(
+                "transfer_lost",
+                f"this node has only {prepared.resumed_tokens} of {len(request.prompt)} tokens "
+                f"cached; {computed} to compute are more than {bound.max_computed_tokens}",
+            )
+        job = replace(prepared.job, chunk_tokens=bound.chunk_tokens)
+        return replace(prepared, job=job)
+
+    def _keeping(self, prepared: PreparedJob, held_tokens: int) -> PreparedJob:
+        """The same job, whose answer is kept. The pool has `held_tokens` when it has ended."""
+        if prepared.job is None or not self._keeps_answers:
+            return prepared
+        return replace(prepared, job=replace(prepared.job, keep=KeepAnswer(held_tokens)))
+
+    def keep(
+        self,
+        request: TokenizedRequest,
+        generated: Sequence[int],
+        job: EngineJob,
+        answer: KeptAnswer,
+    ) -> Conversation | None:
+        """Adds the state of an answer to the pool. None when the pool does not take it."""
+        assert job.keep is not None
+        tokens = answer.tokens
+        conversation = replace(request, prompt=[*request.prompt, *generated][:tokens])
+        hashes = self._hashes(conversation, tokens)
+        try:
+            lease = self._kvd.begin_answer(hashes, tokens, first_token=job.keep.held_tokens)
+            if isinstance(lease, NotNow):
+                _LOG.info("an answer was not kept: %s", lease.reason)
+                return None
+            try:
+                answer.write(lease, lease.skip_tokens)
+                lease.commit()
+            finally:
+                lease.abort("the answer was not written")  # no effect after a commit
+        except PeerError as error:
+            _LOG.info("an answer was not kept: %s", error)
+            return None
+        return Conversation(conversation.prompt, hashes)
 
     def _remote_decode(self, request: TokenizedRequest, transfer: RemoteDecode) -> PreparedJob:
         part = replace(
@@ -178,7 +248,8 @@ class JobBuilder:
         job = EngineJob(
             request.id, request.prompt, request.sampling, resume=Resume(lease.tokens, lease)
         )
-        return PreparedJob(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
+        prepared = PreparedJob(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
+        return self._keeping(prepared, len(hashes) * self._block_tokens)
 
     def _with_lease(
         self, request: TokenizedRequest, lease: WriteLease | ReadLease, hashes: Sequence[BlockHash]

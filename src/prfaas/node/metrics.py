@@ -59,6 +59,13 @@ class NodeMetrics:
             "prfaas_node_unpooled_requests",
             "Plain requests computed without the pool: it had no room, or no kvd answered.",
         )
+        self.kept_answers = self._counter(
+            "prfaas_node_kept_answers", "Answers whose state the pool keeps."
+        )
+        self.unkept_answers = self._counter(
+            "prfaas_node_unkept_answers",
+            "Answers whose state was not kept: no room, no kvd, or their prompt was evicted.",
+        )
         self._by_source = Counter(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens by the source of their state.",

@@ -63,6 +63,7 @@ class NodeSettings:
     replay: str
     timeouts: NodeTimeouts
     insecure: bool = False
+    keep_answers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ async def run_node(
     translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
-        client = stack.enter_context(_client(engine, kvd, url))
+        keeps = settings.keep_answers
+        client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
         await _prepare_memory(engine, client)
         publisher = await stack.enter_async_context(
             open_publisher(settings.events, settings.replay)
@@ -109,7 +111,7 @@ async def run_node(
         request_runner = await stack.enter_async_context(
             open_request_runner(
                 engine,
-                JobBuilder(client, block_tokens),
+                JobBuilder(client, block_tokens, keeps_answers=keeps),
                 metrics,
                 MonotonicClock(),
                 PromptListener(translator, publisher),
@@ -163,7 +165,7 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
+def _client(engine: Engine, kvd: KvdAddress, url: str, *, keeps_answers: bool) -> KvdClient:
     try:
         return KvdClient(
             kvd.socket,
@@ -172,6 +174,7 @@ def _client(engine: Engine, kvd: KvdAddress, url: str) -> KvdClient:
             block_tokens=engine.compat.block_tokens,
             compat=engine.compat,
             url=url,
+            keeps_answers=keeps_answers,
         )
     except ConnectionLost as error:
         raise InputError(

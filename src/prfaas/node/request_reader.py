@@ -14,11 +14,14 @@ from aiohttp import web
 
 from prfaas.contracts.kv_transfer_params import (
     Reference,
+    Remainder,
     RemoteDecode,
+    RemotePrefill,
     RequestedTransfer,
     ResponseParams,
     decode,
     decode_reference,
+    decode_remainder,
     encode,
 )
 from prfaas.engine.api import Engine, EngineJob, Sampling, check_cuts, check_job
@@ -77,8 +80,11 @@ class ReadRequest(NamedTuple):
             transfer=self._transfer(),
         )
 
-    def _transfer(self) -> RequestedTransfer | Reference | None:
+    def _transfer(self) -> RequestedTransfer | Reference | Remainder | None:
         params = self.asked.kv_transfer_params
+        remainder = decode_remainder(params)
+        if remainder is not None:
+            return remainder
         reference = decode_reference(params)
         if reference is None:
             return decode(params, len(self.prompt))
@@ -183,7 +189,7 @@ class RequestReader:
             answer=AnswerText(tokenizer.decode if tokenizer is not None else None, asked.stops),
             transfer=handed_off,
             report_cuts=isinstance(transfer, Reference)
-            or (transfer is not None and transfer.report_cuts),
+            or (isinstance(transfer, RemoteDecode | RemotePrefill) and transfer.report_cuts),
         )
 
     def _rest_tokens(self, prompt: Sequence[int]) -> int:

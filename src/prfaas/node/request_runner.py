@@ -4,6 +4,7 @@ The HTTP handler only reads events. When its client disconnects, the handler can
 The task ends the lease after the engine has stopped using its pages.
 
     start ──► lease (kvd) ──► engine job ──► prompt computed: lease committed or released ──► tokens
+          ──► the handler has the end ──► the state of the answer is kept, by a thread of its own
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import RemoteDecode
-from prfaas.engine.api import Engine, Event, Finished, JobFailed, Prefilled, Token
+from prfaas.engine.api import (
+    Engine,
+    EngineJob,
+    Event,
+    Finished,
+    JobFailed,
+    KeptAnswer,
+    Prefilled,
+    Token,
+)
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.node import errors
 from prfaas.node.errors import request_error
@@ -27,6 +37,9 @@ from prfaas.types import BlockHash, NotNow
 
 # Calls to the kvd are short; waiting for one must not delay other requests' tokens.
 KVD_THREADS = 4
+# Answers whose state waits to be kept. Further ones are not kept.
+MAX_KEEPING = 16
+MAX_KEEPING_BYTES = 1 << 30
 RETRY_S = 1.0
 
 Ending: TypeAlias = Finished | JobFailed
@@ -42,6 +55,11 @@ class _Lost(NamedTuple):
     reason: str
 
 
+class _Threads(NamedTuple):
+    kvd: ThreadPoolExecutor
+    answers: ThreadPoolExecutor  # one: requests that start must not wait for answers
+
+
 class ActiveRequest:
     """A started request. Its events are Prefilled, Tokens, then Finished or JobFailed."""
 
@@ -54,7 +72,7 @@ class ActiveRequest:
         self.ended_by: Literal["stop", "abort"] | None = None
         self.over = False
         self.resumed_tokens = 0
-        self.generated_tokens = 0
+        self.generated: list[int] = []
         self.prompt_told = False
         self._cancel_job = cancel_job
 
@@ -64,7 +82,7 @@ class ActiveRequest:
         )
         return (
             f"{self.request.id} ({half}): {len(self.request.prompt)} prompt tokens, "
-            f"{self.resumed_tokens} of them resumed from, {self.generated_tokens} generated,"
+            f"{self.resumed_tokens} of them resumed from, {len(self.generated)} generated,"
         )
 
     def cancel(self, because: Literal["stop", "abort"]) -> None:
@@ -85,7 +103,7 @@ class RequestRunner:
         clock: Clock,
         on_prompt: OnPrompt,
         tasks: asyncio.TaskGroup,
-        threads: ThreadPoolExecutor,
+        threads: _Threads,
     ) -> None:
         self._engine = engine
         self._builder = builder
@@ -96,6 +114,7 @@ class RequestRunner:
         self._threads = threads
         self._active: set[ActiveRequest] = set()
         self._preparing = 0
+        self._keeping: list[int] = []  # bytes of each answer
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -130,8 +149,12 @@ class RequestRunner:
     # One request ----------------------------------------------------------------------------------
 
     async def _serve(self, active: ActiveRequest) -> None:
+        job: EngineJob | None = None
+        answer: KeptAnswer | None = None
         try:
-            ending = await self._answer(active)
+            ending, job = await self._answer(active)
+            if isinstance(ending, Finished):
+                answer, ending = ending.answer, Finished(ending.reason)
         except PrfaasError as error:
             ending = JobFailed(error)
         except Exception as error:  # a bug ends this request, not the node
@@ -150,11 +173,35 @@ class RequestRunner:
         active.over = True
         _LOG.info("%s %s", active, ending)
         active.events.put_nowait(ending)
+        try:
+            if job is not None and answer is not None and not self.draining:
+                await self._keep(active, job, answer)
+        except Exception:  # a bug costs this answer, not the node
+            _LOG.exception("request %s: the answer was not kept", active.request.id)
         self._active.discard(active)
         if not self._active:
             self._idle.set()
 
-    async def _answer(self, active: ActiveRequest) -> Ending:
+    async def _keep(self, active: ActiveRequest, job: EngineJob, answer: KeptAnswer) -> None:
+        """The client has the whole answer by now."""
+        request, kept = active.request, None
+        waiting, nbytes = self._keeping, answer.nbytes
+        if len(waiting) < MAX_KEEPING and sum(waiting) + nbytes <= MAX_KEEPING_BYTES:
+            waiting.append(nbytes)
+            try:
+                kept = await asyncio.get_running_loop().run_in_executor(
+                    self._threads.answers,
+                    lambda: self._builder.keep(request, active.generated, job, answer),
+                )
+            finally:
+                waiting.remove(nbytes)
+        if kept is None:
+            self._metrics.unkept_answers.inc()
+            return
+        self._metrics.kept_answers.inc()
+        self._on_prompt(kept.tokens, kept.hashes, request.salt)
+
+    async def _answer(self, active: ActiveRequest) -> tuple[Ending, EngineJob | None]:
         request = active.request
         self._preparing += 1
         try:
@@ -166,9 +213,9 @@ class RequestRunner:
         inbox: asyncio.Queue[Event | _Lost] = asyncio.Queue()
         try:
             if active.ended_by is not None:
-                return Finished("cancelled")
+                return Finished("cancelled"), None
             self._submit(active, prepared, inbox)
-            return await self._pass_on(active, prepared, inbox)
+            return await self._pass_on(active, prepared, inbox), prepared.job
         finally:
             await self._in_thread(prepared.end)
             self._tell_prompt(active, prepared)
@@ -220,11 +267,11 @@ class RequestRunner:
                     active.resumed_tokens = event.resumed_tokens
                 case Token():
                     now = self._clock.now()
-                    first = active.generated_tokens == 0
+                    first = not active.generated
                     histogram = self._metrics.ttft_s if first else self._metrics.step_s
                     histogram.observe(now - last_s)
                     self._metrics.generation_tokens.inc()
-                    active.generated_tokens += 1
+                    active.generated.append(event.id)
                     last_s = now
             active.events.put_nowait(event)
             if isinstance(event, Token) and not active.prompt_told:
@@ -254,7 +301,7 @@ class RequestRunner:
 
     async def _in_thread(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: call(*arguments, **named))
+        return await loop.run_in_executor(self._threads.kvd, lambda: call(*arguments, **named))
 
 
 @asynccontextmanager
@@ -263,7 +310,11 @@ async def open_request_runner(
 ) -> AsyncIterator[RequestRunner]:
     """Calls `on_prompt` with every prompt and its block hashes. On exit, the remaining requests are
     cancelled and their leases have ended."""
-    with ThreadPoolExecutor(KVD_THREADS, thread_name_prefix="prfaas-kvd-calls") as threads:
+    with (
+        ThreadPoolExecutor(KVD_THREADS, thread_name_prefix="prfaas-kvd-calls") as calls,
+        ThreadPoolExecutor(1, thread_name_prefix="prfaas-answers") as answers,
+    ):
+        threads = _Threads(calls, answers)
         async with asyncio.TaskGroup() as tasks:
             server = RequestRunner(engine, builder, metrics, clock, on_prompt, tasks, threads)
             try:

@@ -28,6 +28,7 @@ from prfaas.scheduler.options import (
     estimated_bps,
     prefix_across,
     prefix_within,
+    remainder_option,
 )
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
@@ -36,26 +37,40 @@ from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
+REMAINDER = "short remainder: soonest where the rest is cached, on a decode node"
+
 
 def choose_cheapest(
     request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
     options = alternatives(request, view, state, remotes)
+    remainder = remainder_option(request, view, state)
     if not options:
-        return None, "no node prefills"
-    if len(options) == 1:
-        return options[0], "the only way"
+        return (None, "no node prefills") if remainder is None else (remainder, REMAINDER)
+    best, reason = options[0], "the only way"
+    if len(options) > 1:
+        best, reason = _cheapest(request, view, plan, state, options), "least cost now"
+    # The decodes beside a remainder pay for it, within their limit. No prefill node does: so it has
+    # no price, and the request's own time decides, where it gains enough.
+    if remainder is not None:
+        margin_s = state.rules.remainders.margin_s
+        remainder_s = forecast(request, remainder, view, state).ttft_s + margin_s
+        if remainder_s <= _own_time_s(request, best, view, state):
+            return remainder, REMAINDER
+    return best, reason
+
+
+def _cheapest(
+    request: Request, view: View, plan: Plan, state: ShortTermState, options: Sequence[Option]
+) -> Option:
     rules = state.rules.adaptive
     threshold = max(plan.threshold_tokens, 1)
     best, best_cost = options[0], float("inf")
     for option in options:
         wait_s = option.start_s - view.now_s
-        cost = sum(forecast(request, option, view, state))
+        cost = _own_time_s(request, option, view, state)
         if option.cluster in view.held:
-            held = view.held[option.cluster]
-            nodes = _prefill_nodes(option.cluster, view)
-            cost += held.up_to(option.prefill_s) / nodes
-            wait_s += held.total_s / nodes
+            wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
         # During a wait, about as many requests arrive as are waiting now. So the present wait
         # measures what one more unit of work costs the next requests.
         price_s = rules.least_price_s + rules.congestion_price * wait_s
@@ -64,7 +79,16 @@ def choose_cheapest(
             cost += state.rules.adaptive.copy_margin_s
         if cost < best_cost:
             best, best_cost = option, cost
-    return best, "least cost now"
+    return best
+
+
+def _own_time_s(request: Request, option: Option, view: View, state: ShortTermState) -> float:
+    """The request's time to first token, with its wait at the router."""
+    own_s = sum(forecast(request, option, view, state))
+    held = view.held.get(option.cluster)
+    if held is not None:
+        own_s += held.up_to(option.prefill_s) / _prefill_nodes(option.cluster, view)
+    return own_s
 
 
 def alternatives(

@@ -57,14 +57,15 @@ class _BoardNode:
     # Written out, because `_replace` takes three times as long and these run for every request.
 
     def set_work(self, free_at_s: float, more: int) -> None:
-        node, role, usable, _, queued, active, slots, free = self.view
-        self.put(NodeView(node, role, usable, free_at_s, queued + more, active, slots, free))
+        node, role, usable, _, queued, active, slots, free, next_s = self.view
+        self.put(
+            NodeView(node, role, usable, free_at_s, queued + more, active, slots, free, next_s)
+        )
 
     def reserve(self, more: int, kv_bytes: float) -> None:
-        node, role, usable, free_at, queued, active, slots, free = self.view
-        self.put(
-            NodeView(node, role, usable, free_at, queued, active + more, slots, free - kv_bytes)
-        )
+        node, role, usable, free_at, queued, active, slots, free, next_s = self.view
+        left = free - kv_bytes
+        self.put(NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s))
 
 
 class _BoardCluster:
@@ -181,14 +182,23 @@ class Board:
         start = node.view.free_at_s
         node.set_work(max(start, ready_s) + route.prefill_s, +1)
         self._nodes[route.decode].reserve(+1, kv_bytes)
+        if route.next_remainder_s is not None:
+            next_s = max(node.view.next_remainder_s, route.next_remainder_s)
+            node.put(node.view._replace(next_remainder_s=next_s))
         if route.offloaded:
             self._reserve_link(route, route.nbytes)
 
-    def record_handoff(self, route: Route) -> None:
-        """The hand-off is in place, and decoding can begin."""
+    def record_handoff(self, route: Route, began_s: float = 0.0, took_s: float = 0.0) -> None:
+        """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long
+        the prefill took that began at `began_s`. If a remainder took longer than predicted, the
+        node gets the next one later, in proportion."""
         node = self._nodes[route.prefill]
         node.set_work(node.view.free_at_s, -1)
         self._nodes[route.decode].own_decodes += 1
+        if route.next_remainder_s is not None and took_s > route.prefill_s:
+            pause_s = (route.next_remainder_s - began_s) * took_s / route.prefill_s
+            next_s = max(node.view.next_remainder_s, began_s + pause_s)
+            node.put(node.view._replace(next_remainder_s=next_s))
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from prfaas.scheduler.adaptive import alternatives
 from prfaas.scheduler.forecast import Forecast, forecast
+from prfaas.scheduler.options import Option, remainder_option
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
 from prfaas.scheduler.sets import route_in_sets
@@ -26,6 +27,7 @@ class Alternative(NamedTuple):
     cached_tokens: int
     copies: tuple[CacheCopy, ...]
     forecast: Forecast
+    decodes: bool  # the node prefills a remainder and decodes, without a hand-off
 
 
 class Explanation(NamedTuple):
@@ -54,9 +56,16 @@ def _explanation(
     state: ShortTermState,
 ) -> Explanation:
     found = [
-        Alternative(o.cluster, o.node, o.cached_tokens, o.copies, forecast(request, o, view, state))
+        Alternative(
+            o.cluster,
+            o.node,
+            o.cached_tokens,
+            o.copies,
+            forecast(request, o, view, state),
+            o.decodes,
+        )
         for view in views
-        for o in alternatives(request, view, state, reachable_remotes(request, view))
+        for o in _options(request, view, state)
     ]
     found.sort(key=lambda alternative: alternative.forecast.ttft_s)
     return Explanation(
@@ -64,3 +73,9 @@ def _explanation(
         threshold_tokens=plan.threshold_tokens * state.threshold_factor,
         alternatives=tuple(found),
     )
+
+
+def _options(request: Request, view: View, state: ShortTermState) -> list[Option]:
+    options = alternatives(request, view, state, reachable_remotes(request, view))
+    remainder = remainder_option(request, view, state)
+    return options if remainder is None else [*options, remainder]

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prfaas.scheduler.options import Option, choose_decode_node, handoff_bps
+from prfaas.scheduler.options import (
+    Option,
+    choose_decode_node,
+    handoff_bps,
+    remainder_steps,
+)
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
@@ -30,6 +35,11 @@ class Forecast(NamedTuple):
 def forecast(request: Request, option: Option, view: View, state: ShortTermState) -> Forecast:
     """Predicts the time to first token if the request takes this option now."""
     costs, now = view.costs, view.now_s
+    if option.decodes:
+        uncached = request.prompt_tokens - option.cached_tokens
+        steps = remainder_steps(uncached, state.rules.remainders.chunk_tokens)
+        wait_s = option.start_s - now
+        return Forecast(wait_s, option.prefill_s, 0.0, steps * costs.t_decode_s)
     bps = handoff_bps(option, view, state)
     placed = choose_decode_node(request, view, bps)
     held = 0

@@ -3,13 +3,16 @@
 An `Option` is the best prefill node of one cluster, given the cached prefixes that may be used
 there. All times are absolute; nothing is reserved. A prefix that another node holds can be copied
 first, over the cluster's fabric or, where the caller allows it, over a link between clusters.
+One more option is a decode node that has all but a short remainder of the prompt cached: it
+prefills the remainder and decodes, without a hand-off.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from prfaas.scheduler.request import CacheCopy, Request, Route
+from prfaas.scheduler.request import CacheCopy, Request, Route, is_offloadable
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId
@@ -34,6 +37,7 @@ class Option(NamedTuple):
     start_s: float
     prefill_s: float
     copies: tuple[CacheCopy, ...]
+    decodes: bool = False  # the node also decodes the request: there is no hand-off
 
     @property
     def end_s(self) -> float:
@@ -143,6 +147,61 @@ def best_option(
     return best
 
 
+def remainder_option(request: Request, view: View, state: ShortTermState) -> Option | None:
+    """The decode node whose prefill of the remainder ends first. None where no decode node may
+    prefill it. The decodes beside it wait for the prefill. So the remainder is short, the node has
+    a free slot and memory, and a node that decodes waits between two remainders as long as
+    `next_remainder_after` says."""
+    rules = state.rules.remainders
+    cached, now, tokens = view.cached, view.now_s, request.prompt_tokens
+    if state.rules.policy != "adaptive" or not rules.tokens or not cached:
+        return None
+    if request.no_remainder or not is_offloadable(request):
+        return None
+    best: Option | None = None
+    seconds = view.costs.prefill_s[view.local.cluster]
+    need = tokens * view.costs.bytes_per_token
+    for node in view.local.nodes:
+        held = cached.get(node.node)
+        if held is None or not node.usable or node.role != "decode":
+            continue
+        own = min(held.tokens, tokens - 1)
+        if own <= 0 or tokens - own > rules.tokens:
+            continue
+        if node.active >= node.slots or node.free_kv_bytes < need:
+            continue
+        if node.active and now < node.next_remainder_s:
+            continue
+        start = max(now, node.free_at_s)
+        if start - now > state.rules.adaptive.queue_s:
+            continue
+        found = Option(
+            view.local.cluster,
+            node.node,
+            own,
+            start,
+            seconds(tokens - own, own),
+            NO_COPIES,
+            decodes=True,
+        )
+        if best is None or found.end_s < best.end_s:
+            best = found
+    return best
+
+
+def next_remainder_after(prefill_s: float, now_s: float, slowdown: float) -> float:
+    """When a node that decodes may prefill another remainder after one that takes `prefill_s` and
+    is dispatched now. Decodes then get all but slowdown / (1 + slowdown) of the node's time, so
+    that a token takes 1 + slowdown times as long."""
+    return now_s + prefill_s * (1 + 1 / slowdown)
+
+
+def remainder_steps(uncached_tokens: int, chunk_tokens: int) -> int:
+    """Decode steps between the chunks of a remainder, where other requests decode, and the step
+    that would have followed a hand-off."""
+    return max(1, math.ceil(uncached_tokens / chunk_tokens))
+
+
 def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
     """The decode node of least cost, and the number of prompt tokens it already holds. The cost is
     the time of a step and the wait for a slot and memory, less the transfer over `bps` that the
@@ -191,6 +250,8 @@ def make_route(
 ) -> Route | None:
     """Completes an option with a decode node, which is chosen last because the bandwidth to it
     decides what its cache is worth. None if no node decodes."""
+    if option.decodes:
+        return _remainder_route(option, view, state, reason)
     placed = choose_decode_node(request, view, handoff_bps(option, view, state))
     if placed is None:
         return None
@@ -207,4 +268,21 @@ def make_route(
         prefill_s=option.prefill_s,
         copies=option.copies,
         reason=reason,
+    )
+
+
+def _remainder_route(option: Option, view: View, state: ShortTermState, reason: str) -> Route:
+    slowdown = state.rules.remainders.slowdown
+    return Route(
+        cluster=option.cluster,
+        prefill=option.node,
+        decode=option.node,
+        offloaded=False,
+        cached_tokens=option.cached_tokens,
+        transfer_tokens=0,
+        nbytes=0,
+        prefill_s=option.prefill_s,
+        copies=option.copies,
+        reason=reason,
+        next_remainder_s=next_remainder_after(option.prefill_s, option.start_s, slowdown),
     )

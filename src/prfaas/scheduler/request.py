@@ -18,6 +18,7 @@ class Request(NamedTuple):
     adapter: str = ""  # name of a LoRA adapter; empty: the base model
     multimodal: bool = False
     decode_only: bool = False  # the decode engine refused its hand-off
+    no_remainder: bool = False  # a decode node had less of it cached than a route expected
 
 
 class CacheCopy(NamedTuple):
@@ -43,6 +44,13 @@ class Route(NamedTuple):
     prefill_s: float  # expected duration of the prefill, without waiting
     copies: tuple[CacheCopy, ...]
     reason: str
+    # Set where a decode node that has most of the prompt cached prefills the remainder itself: when
+    # it may prefill the next one.
+    next_remainder_s: float | None = None
+
+    @property
+    def is_remainder(self) -> bool:
+        return self.next_remainder_s is not None
 
 
 def is_offloadable(request: Request) -> bool:

@@ -93,7 +93,13 @@ def predict_ttft_s(request: Request, choice: Choice, state: ShortTermState) -> f
     if taken.copies:
         start_s = max(start_s, view.now_s + max(copy.seconds for copy in taken.copies))
     option = Option(
-        taken.cluster, taken.prefill, taken.cached_tokens, start_s, taken.prefill_s, taken.copies
+        taken.cluster,
+        taken.prefill,
+        taken.cached_tokens,
+        start_s,
+        taken.prefill_s,
+        taken.copies,
+        taken.is_remainder,
     )
     step_s = decode.active / decode.slots * view.costs.t_decode_s
     return forecast(request, option, view, state).ttft_s + step_s

@@ -50,7 +50,8 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
             option, reason = _first(request, view, [*remotes, view.local], "policy remote")
     if option is None:
         return Hold(reason, None, 0.0, request.arrived_s)
-    if state.rules.policy == "adaptive":
+    # A remainder takes no prefill node, so that it does not wait for one.
+    if state.rules.policy == "adaptive" and not option.decodes:
         if option.start_s - view.now_s > state.rules.adaptive.queue_s and not has_room(
             option.cluster, view, state
         ):

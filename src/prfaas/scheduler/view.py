@@ -8,6 +8,7 @@ tuples, because each request replaces a node's view several times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -51,6 +52,7 @@ class NodeView(NamedTuple):
     active: int  # requests that it decodes or will decode
     slots: int  # limit of its decode batch
     free_kv_bytes: float  # decode memory that is not reserved
+    next_remainder_s: float = -math.inf  # when it may prefill a remainder beside its decodes
 
 
 class ClusterView(NamedTuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.cache.replay import block_hashes
+from prfaas.cache.replay import block_hashes, conversation_hashes
 from prfaas.config.trace import TraceRow
 from prfaas.errors import InputError
 from prfaas.planner.workload import Workload
@@ -26,13 +26,15 @@ Counts = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrivals:
     """Columns, ascending in time. Every node holds `cached_tokens` of a prompt, as workloads state
-    it. With `hashes`, the simulated caches determine the cached length instead."""
+    it. With `hashes`, the simulated caches determine the cached length instead. `answers` are the
+    hashes of prompt and answer together, of each request; empty where nothing can be kept."""
 
     at_s: Array
     prompt_tokens: Counts
     cached_tokens: Counts
     output_tokens: Counts
     hashes: Sequence[tuple[BlockHash, ...]] | None = None
+    answers: Sequence[tuple[BlockHash, ...]] | None = None
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -49,6 +51,7 @@ class Arrivals:
             self.cached_tokens,
             self.output_tokens,
             self.hashes,
+            self.answers,
         )
 
 
@@ -121,6 +124,7 @@ def replay(
         cached_tokens=np.zeros(len(picked), dtype=np.int64),
         output_tokens=np.array([row.output_length for row in picked], dtype=np.int64),
         hashes=[block_hashes(row) for row in picked],
+        answers=[conversation_hashes(row) for row in picked],
     )
 
 

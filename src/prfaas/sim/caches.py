@@ -3,7 +3,8 @@
 Bookkeeping only, without bytes. Stored and evicted blocks reach the index `event_lag_s` later, so
 the router may count on a block that is evicted already, as a live router may. A prefill pins the
 prefix it resumes from and stores its checkpoints. A decode node stores the hand-offs it receives in
-its `DecodeCache`: attention blocks, and states where the hand-off ends on a block boundary.
+its `DecodeCache`: attention blocks, and states where the hand-off ends on a block boundary. When an
+answer has ended, it is stored there, too.
 """
 
 from __future__ import annotations
@@ -130,6 +131,10 @@ class Caches:
         """The number of tokens that a hand-off to this node can leave out."""
         return self._caches[node].handoffs.attention_tokens(hashes)
 
+    def resumable_tokens(self, node: NodeId, hashes: Hashes) -> int:
+        """The number of tokens that a remainder at this decode node can follow."""
+        return self._caches[node].handoffs.resumable_tokens(hashes)
+
     def store_handoff(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
         """Stores a prompt's KV at the node that decodes it."""
         size = self._config.block_tokens
@@ -137,6 +142,18 @@ class Caches:
         on_boundary = length % size == 0
         self._caches[node].handoffs.put(hashes[: length // size], states=on_boundary)
         self._publish(node)
+
+    def store_answer(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:
+        """Stores prompt and answer where they were decoded, as far as they fill blocks. As live,
+        the answer is not kept when the node no longer has the hand-off that precedes it."""
+        if not self._config.keep_answers or not hashes:
+            return
+        size = self._config.block_tokens
+        length = choose_handoff(prompt_tokens, size, resumable=False).handoff_tokens
+        kept = self._caches[node].handoffs
+        if kept.holds_attention(hashes[: length // size]):
+            kept.put(hashes, states=True)
+            self._publish(node)
 
     def holds(self, node: NodeId, hashes: Hashes) -> bool:
         """Whether the node really holds the whole prefix, so that it can be copied."""

@@ -40,6 +40,7 @@ class CacheConfig:
     bytes_per_node: float  # memory for prefixes; infinity is allowed
     block_tokens: int = TRACE_BLOCK_TOKENS
     checkpoints: str = "default"  # see cache/checkpoints.py
+    keep_answers: bool = True  # of traces that say which blocks answers complete
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What a decode node keeps of the hand-offs it received: blocks by group, evicted in LRU order.
+"""What a decode node keeps of hand-offs and of its own answers: blocks by group, evicted in LRU
+order.
 
 The rules are the pool's (which blocks of which group make a prefix resumable), without its leases
 and checkpoints: a decode node takes no checkpoints, and the engine holds the running requests. The
@@ -32,7 +33,7 @@ class DecodeCache:
         self._held: OrderedDict[tuple[int, BlockHash], None] = OrderedDict()
 
     def put(self, hashes: Sequence[BlockHash], *, states: bool) -> None:
-        """Stores a hand-off of these whole blocks; `states`: with its windows and states."""
+        """Stores the state of these whole blocks; `states`: with its windows and states."""
         held, journal = self._held, self._journal
         for group, (rule, nbytes) in enumerate(self._groups):
             if rule.closes and not states:
@@ -61,6 +62,11 @@ class DecodeCache:
                 return place * self._block_tokens
         return len(hashes) * self._block_tokens if full else 0
 
+    def holds_attention(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether every growing group holds all of these blocks."""
+        full = [group for group, (rule, _) in enumerate(self._groups) if not rule.closes]
+        return all((group, name) in self._held for name in hashes for group in full)
+
     def can_resume(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether a prompt could resume after exactly these blocks."""
         return all(
@@ -68,6 +74,18 @@ class DecodeCache:
             for group, (rule, _) in enumerate(self._groups)
             for block in rule.needs(len(hashes), self._block_tokens)
         )
+
+    def resumable_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        """The longest prefix after which a prompt could resume."""
+        closing = [(group, rule) for group, (rule, _) in enumerate(self._groups) if rule.closes]
+        for blocks in range(self.attention_tokens(hashes) // self._block_tokens, 0, -1):
+            if all(
+                (group, hashes[block]) in self._held
+                for group, rule in closing
+                for block in rule.needs(blocks, self._block_tokens)
+            ):
+                return blocks * self._block_tokens
+        return 0
 
     def check(self) -> None:
         assert self._bytes == sum(self._groups[group][1] for group, _ in self._held)

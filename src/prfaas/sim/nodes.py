@@ -28,6 +28,7 @@ class Batch:
         "_ends",
         "_events",
         "_serial",
+        "_stalled_s",
         "_step_s",
         "_tokens",
         "_wake",
@@ -47,13 +48,15 @@ class Batch:
         self._ends: list[tuple[float, int, Attempt]] = []
         self._serial = 0
         self._wake = 0
+        self._stalled_s = 0.0  # for which decoding was delayed, in all
 
     def start(self, attempt: Attempt, tokens: int) -> float:
         """Takes a slot. Returns the time of the first token."""
         now = self._events.now_s
         if self._constant_s is not None:
             self.running += 1
-            self._events.at(now + tokens * self._constant_s, self._on_end, attempt)
+            end_s = now + tokens * self._constant_s
+            self._events.at(end_s, self._on_end, (attempt, self._stalled_s))
             return now + self._constant_s
         self._advance()
         self.running += 1
@@ -68,10 +71,30 @@ class Batch:
         self._ends.clear()
         self._wake += 1
 
-    def _on_end(self, attempt: Attempt) -> None:
-        if not attempt.is_over:
-            self.running -= 1
-            self._ended(attempt)
+    def delay(self, seconds: float) -> None:
+        """The node computes something else for so long: every running request ends later."""
+        if self._constant_s is not None:
+            self._stalled_s += seconds
+            return
+        self._advance()
+        if self.running:
+            self._tokens -= seconds / self._step_s[self.running]
+            self._schedule_next_end()
+
+    def step_s(self) -> float:
+        """The present time of a step; 0 where no request runs."""
+        return self._step_s[self.running] if self.running else 0.0
+
+    def _on_end(self, expected: tuple[Attempt, float]) -> None:
+        attempt, stalled_s = expected
+        if attempt.is_over:
+            return
+        if stalled_s < self._stalled_s:
+            later_s = self._events.now_s + self._stalled_s - stalled_s
+            self._events.at(later_s, self._on_end, (attempt, self._stalled_s))
+            return
+        self.running -= 1
+        self._ended(attempt)
 
     def _advance(self) -> None:
         now = self._events.now_s

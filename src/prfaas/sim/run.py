@@ -54,6 +54,8 @@ def simulate(
         plans=tuple(world.plans),
         copies=world.copies,
         copied_bytes=world.copied_bytes,
+        remainders=0 if world.remainders is None else world.remainders.served,
+        remainder_s=0.0 if world.remainders is None else world.remainders.seconds,
         spans=world.spans,
         window_s=(world.stages.start_s, world.stages.stop_s),
     )

@@ -32,6 +32,7 @@ from prfaas.sim.config import SimConfig, link_id, local_nodes, node_names
 from prfaas.sim.events import Events
 from prfaas.sim.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
+from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
 from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter
 from prfaas.sim.results.result import PlanChange, TimelineSpan
@@ -85,6 +86,7 @@ class World:
         self._cached: list[int] = arrivals.cached_tokens.tolist()
         self._times: list[float] = arrivals.at_s.tolist()
         self._hashes = arrivals.hashes
+        self._answers = arrivals.answers
 
         local = ClusterId(problem.local.pool.cluster)
         members = [(local, local_nodes(problem), problem.local.pool.profile)]
@@ -105,6 +107,10 @@ class World:
         if config.cache is not None:
             each = [(node, cluster, p) for cluster, names, p in members for node in names]
             self.caches = Caches(problem.spec, config.cache, each, self.events, config.event_lag_s)
+        # They need to know what decode nodes hold, which only simulated caches say.
+        self.remainders: Remainders | None = None
+        if self.caches is not None and self._hashes is not None:
+            self.remainders = Remainders(rules.remainders, self.costs, self.caches)
         self.paths = _paths(problem)
         self.links = {
             name: FluidLink(self.events, path.bps, config.report_interval_s)
@@ -173,12 +179,19 @@ class World:
             cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
         else:
             cached = self._uniform.match(self._cached[index])
-        request = Request(index, self._prompts[index], self._times[index])
+        request = Request(
+            index, self._prompts[index], self._times[index], no_remainder=self.remainders is None
+        )
         view = self.board.view(now, cached, self.waiting_room.work)
         decision = route(request, view, self.plan, self.state)
+        prompt_tokens = self._prompts[index]
+        if self.remainders is not None and not isinstance(decision, Hold):
+            assert self._hashes is not None
+            if self.remainders.is_refused(decision, self._hashes[index], prompt_tokens):
+                request = request._replace(no_remainder=True)
+                decision = route(request, view, self.plan, self.state)
         if isinstance(decision, Hold):
             return decision
-        prompt_tokens = self._prompts[index]
         kv_bytes = float(self.costs.handoff_bytes(prompt_tokens, prompt_tokens))
         attempt = Attempt(index, decision, kv_bytes)
         self.board.record_dispatch(decision, kv_bytes, now)
@@ -251,7 +264,10 @@ class World:
         index = attempt.index
         tokens = self._prompts[index]
         chosen = attempt.route
-        if self.caches is not None and self._hashes is not None:
+        if chosen.is_remainder:
+            assert self.remainders is not None and self._hashes is not None
+            attempt.hit_tokens, seconds = self.remainders.start(node, self._hashes[index], tokens)
+        elif self.caches is not None and self._hashes is not None:
             attempt.prefill_lease = self.caches.open(node.name, self._hashes[index])
             hit = 0 if attempt.prefill_lease is None else attempt.prefill_lease.match.tokens
             attempt.hit_tokens = min(hit, tokens - 1)
@@ -280,13 +296,16 @@ class World:
             self.caches.commit(node.name, attempt.prefill_lease)
             self.caches.release(node.name, attempt.prefill_lease)
             attempt.prefill_lease = None
-        stage = chosen.cluster if chosen.offloaded else "pd_p"
-        self.stages.use(stage, attempt.started_s, now)
+        if not chosen.is_remainder:  # the decode slots that it delays are busy for longer
+            stage = chosen.cluster if chosen.offloaded else "pd_p"
+            self.stages.use(stage, attempt.started_s, now)
         tokens = self._prompts[attempt.index]
         if chosen.offloaded:
             assert attempt.transfer is not None
             closing_bits = self.costs.closing_bytes(tokens) * 8
             self.links[chosen.cluster, self.local].drain(attempt.transfer, closing_bits)
+        elif chosen.is_remainder:
+            self.events.at(now, self._on_handoff, attempt)
         else:
             fabric_bps = self.costs.fabric_bps(self.local)
             exposed_s = self.costs.exposed_s(
@@ -307,7 +326,7 @@ class World:
         now = self.events.now_s
         chosen = attempt.route
         attempt.landed = True
-        self.board.record_handoff(chosen)
+        self.board.record_handoff(chosen, attempt.started_s, now - attempt.started_s)
         source = self.nodes[chosen.prefill]
         del source.prefills[attempt]
         index, columns = attempt.index, self.columns
@@ -358,6 +377,9 @@ class World:
             self._span(node.name, "decode", attempt.started_s, now, attempt)
         del node.decodes[attempt]
         attempt.is_over = True
+        if self.caches is not None and self._answers is not None:
+            index = attempt.index
+            self.caches.store_answer(node.name, self._answers[index], self._prompts[index])
         self.board.record_end(attempt.route, attempt.kv_bytes)
         self.in_flight -= 1
         self.free_memory(node, attempt.kv_bytes)

@@ -46,6 +46,25 @@ async def test_clients_see_the_usage_that_they_requested() -> None:
         assert "prfaas_gateway_nodes 1.0" in page, "the metrics of the backend are included"
 
 
+async def test_usage_counts_what_the_prefill_of_a_hand_off_had_cached() -> None:
+    """The decode engine only knows what the hand-off has brought."""
+    async with api_server() as server:
+
+        async def hand_off() -> None:
+            trace = server.backend.traces[-1]
+            trace.form, trace.cached_tokens = "canonical", 2
+
+        server.backend.before_answer = hand_off
+        shown = await events(server, seed=1, stream_options={"include_usage": True})
+        streamed = json.loads(shown[-2].removeprefix(b"data: "))
+        async with server.http.post(f"{server.url}/v1/completions", json=GOOD) as answer:
+            whole = await answer.json()
+        for body in (streamed, whole):
+            assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+            assert body["usage"]["prompt_tokens"] == 3 and body["model"]
+        assert whole["choices"][0]["text"] is not None
+
+
 async def test_a_valid_request_id_is_kept_and_others_are_replaced() -> None:
     async with api_server() as server:
         for sent, kept in (("mine-1", True), ("no spaces", False), ("x" * 200, False)):

@@ -48,6 +48,16 @@ async def test_one_attempt_too_many_fails_with_the_reason() -> None:
     assert refused.value.status == 503 and refused.value.retry_after_s
 
 
+async def test_a_refused_remainder_costs_no_retry() -> None:
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget, trace = RetryBudget(left=0.0), RequestTrace(clock.now(), attempts=1)
+    subject = Attempts(fleet, budget, clock, trace)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    subject.record_failure(AttemptFailed("evicted", prefill=True, no_remainder=True), booking)
+    assert (trace.attempts, budget.spent, trace.failures) == (0, 0, ["evicted"])
+
+
 async def test_a_node_that_leaves_on_purpose_costs_no_retry() -> None:
     """A rolling upgrade refuses many requests, and none of them may fail for it."""
     clock = FakeClock()

@@ -116,7 +116,8 @@ class EmulatedEngine:
                 where="max_tokens",
                 fix="use a profile with decode steps",
             )
-        sequence = EmulatedSequence(job, emit, self._spec, self._clock.now())
+        block_tokens = self._compat.block_tokens
+        sequence = EmulatedSequence(job, emit, self._spec, block_tokens, self._clock.now())
         return self._queue.put(sequence)
 
     def cancel(self, job_id: str) -> None:
@@ -176,7 +177,7 @@ class EmulatedEngine:
         with self._queue.changed:
             ended = self._removed(lambda sequence: sequence.job.id in cancelled)
         for sequence in ended:
-            sequence.emit(Finished("cancelled"))
+            sequence.finish(Finished("cancelled"))
 
     def _removed(self, which: Callable[[EmulatedSequence], bool]) -> list[EmulatedSequence]:
         """Removes jobs from the queue, the prefill and the batch. The caller holds the lock."""
@@ -235,7 +236,8 @@ class EmulatedEngine:
     def _chunk(self, sequence: EmulatedSequence) -> None:
         job = sequence.job
         if sequence.ends is None:
-            tokens, chunk = len(job.prompt), self._chunk_tokens
+            tokens = len(job.prompt)
+            chunk = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
             sequence.cuts = chunk_ends(
                 sequence.resumed,
                 tokens,
@@ -298,7 +300,7 @@ class EmulatedEngine:
             with self._queue.changed:
                 self._running = [one for one in self._running if one not in ended]
         for sequence, finished in ended.items():
-            sequence.emit(finished)
+            sequence.finish(finished)
 
 
 def _rides(sequence: EmulatedSequence, limits: EngineLimits) -> bool:

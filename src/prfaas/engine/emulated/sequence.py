@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from prfaas.engine.api import Emit, EngineJob, Finished, Prefilled, Token
 from prfaas.engine.chunks import ExportPlan, resume_segments
 from prfaas.engine.emulated.content import Content
-from prfaas.kvspec import KVSpec, Segment
+from prfaas.kvspec import FullAttention, KVSpec, Segment, SegmentSink
 
 # A decode step computes the few tokens after a hand-off at no extra time, because it is bound by
 # memory, not arithmetic. Longer remainders are a prefill.
 RIDING_TOKENS = 128
 
 
+class EmulatedAnswer:
+    """Made up from the tokens when it is written, so it takes no memory."""
+
+    nbytes = 0
+
+    def __init__(self, spec: KVSpec, ids: Sequence[int], tokens: int, held_tokens: int) -> None:
+        self.tokens = tokens
+        self._spec = spec
+        self._ids = ids
+        self._held_tokens = held_tokens
+
+    def write(self, sink: SegmentSink, skip_tokens: Mapping[str, int]) -> None:
+        content = Content(self._spec, self._ids)
+        for segment in resume_segments(self._spec, self.tokens):
+            if isinstance(self._spec[segment.group], FullAttention):
+                first = max(self._held_tokens, skip_tokens.get(segment.group, 0))
+                if first >= segment.stop:
+                    continue
+                segment = Segment(segment.group, segment.layer, first, segment.stop)
+            content.write(segment, sink.buffers(segment))
+            sink.ready(segment)
+
+
 class EmulatedSequence:
-    def __init__(self, job: EngineJob, emit: Emit, spec: KVSpec, submitted_s: float) -> None:
+    def __init__(
+        self, job: EngineJob, emit: Emit, spec: KVSpec, block_tokens: int, submitted_s: float
+    ) -> None:
         self.job = job
         self.emit = emit
         self.submitted_s = submitted_s
@@ -28,8 +53,9 @@ class EmulatedSequence:
         self._content = Content(spec, job.prompt)
         self._plan = ExportPlan(spec, job.export) if job.export is not None else None
         self._exported_bytes = 0
-        self._generated = 0
+        self._generated: list[int] = []
         self._answer: Iterator[int] = iter(())
+        self._block_tokens = block_tokens
 
     @property
     def rides(self) -> bool:
@@ -74,8 +100,19 @@ class EmulatedSequence:
 
     def next_token(self) -> Finished | None:
         token = next(self._answer)
-        self._generated += 1
+        self._generated.append(token)
         self.emit(Token(token))
         if token in self.job.sampling.stop_token_ids:
             return Finished("stop")
-        return Finished("length") if self._generated >= self.job.sampling.max_tokens else None
+        done = len(self._generated) >= self.job.sampling.max_tokens
+        return Finished("length") if done else None
+
+    def finish(self, finished: Finished) -> None:
+        """Emits the end, with the state of the answer if it is to be kept."""
+        keep, size = self.job.keep, self._block_tokens
+        tokens = self.tokens // size * size
+        answer: EmulatedAnswer | None = None
+        if keep is not None and tokens > keep.held_tokens and tokens >= len(self.job.prompt):
+            ids = [*self.job.prompt, *self._generated][:tokens]
+            answer = EmulatedAnswer(self._spec, ids, tokens, keep.held_tokens)
+        self.emit(Finished(finished.reason, answer))

@@ -28,6 +28,7 @@ from prfaas.engine.api import (
     Prefilled,
     check_job,
 )
+from prfaas.engine.hf.answers import copy_boundary, take_answer
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.sequence import HFSequence
 from prfaas.engine.hf.slots import SlotCache
@@ -159,9 +160,11 @@ class HFEngine:
         if self._prefilling is not None and which(self._prefilling):
             ended.append(self._drop_prefilling())
         rows = [row for row, sequence in enumerate(self._running) if which(sequence)]
-        ended += [self._leave(row) for row in reversed(rows)]
         for sequence in ended:
             sequence.emit(Finished("cancelled"))
+        for row in reversed(rows):
+            answer = take_answer(self.spec, self._slots, row, self._running[row])
+            self._leave(row).emit(Finished("cancelled", answer))
 
     # Prefill --------------------------------------------------------------------------------------
 
@@ -183,7 +186,8 @@ class HFEngine:
         job = sequence.job
         cache = sequence.cache
         if cache is None:
-            cache = sequence.start(self._loaded, self._ring, self._chunk_tokens)
+            chunk_tokens = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
+            cache = sequence.start(self._loaded, self._ring, chunk_tokens)
         start, stop = sequence.tokens, next(sequence.ends)
         cache.begin(start, stop)
         ids = _on_device(job.prompt[start:stop], self._loaded.device)[None]
@@ -196,7 +200,7 @@ class HFEngine:
             self._prefilled(sequence, logits[0])
 
     def _prefilled(self, sequence: HFSequence, logits: torch.Tensor) -> None:
-        cache, job = sequence.cache, sequence.job
+        cache, job, size = sequence.cache, sequence.job, self._compat.block_tokens
         assert cache is not None and sequence.sampler is not None
         cache.finish()
         if self._loaded.device.type == "cuda":
@@ -214,6 +218,7 @@ class HFEngine:
         if ended is None:
             capacity = len(job.prompt) + job.sampling.max_tokens
             self._slots.join(len(self._running), cache, sequence.tokens, capacity)
+            copy_boundary(self.spec, self._slots, len(self._running), sequence, size)
         sequence.cache = None
         with self._queue.changed:
             self._prefilling = None
@@ -254,17 +259,20 @@ class HFEngine:
         logits = _forward(self._loaded.model, ids, **self._slots.begin(lengths))
         greedy = logits.argmax(dim=-1).tolist()
         ended: list[tuple[int, Finished]] = []
+        size = self._compat.block_tokens
         for row, sequence in enumerate(self._running):
             sequence.tokens += 1
             assert sequence.sampler is not None
             drawn = sequence.job.sampling.temperature > 0.0
             token = sequence.sampler.pick(logits[row]) if drawn else greedy[row]
             finished = sequence.accept(token, logits[row], self._loaded.eos_token_ids)
+            copy_boundary(self.spec, self._slots, row, sequence, size)
             if finished is not None:
                 ended.append((row, finished))
         # The last row first, because removing a row moves later rows only.
         for row, finished in reversed(ended):
-            self._leave(row).emit(finished)
+            answer = take_answer(self.spec, self._slots, row, self._running[row])
+            self._leave(row).emit(Finished(finished.reason, answer))
 
     def _leave(self, row: int) -> HFSequence:
         last = len(self._running) - 1

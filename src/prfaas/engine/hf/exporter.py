@@ -421,7 +421,9 @@ class ExportingCache(DynamicCache):
         shape = self._shapes[layer_idx].state
         assert shape is not None
         for segment in self._closing(layer_idx, LinearState):
-            self._write(segment, rows.state_rows(self.layers[layer_idx], shape))
+            layer = self.layers[layer_idx]
+            conv = layer.conv_states[0] if shape.conv_channels else None
+            self._write(segment, rows.state_rows(layer.recurrent_states[0], conv, shape))
         self._states_owed.discard(layer_idx)
 
     def _closing(self, layer_idx: int, kind: type[LinearState | SlidingWindow]) -> list[Segment]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -29,12 +28,12 @@ def token_rows(keys: torch.Tensor, values: torch.Tensor) -> Rows:
     return tuple(_bytes(part[0].transpose(0, 1)) for part in (keys, values))
 
 
-def state_rows(layer: Any, shape: StateShape) -> Rows:
-    """One row: the current state, without the convolution column that is never read again."""
-    state = layer.recurrent_states[0].to(shape.wire_dtype)
-    parts = [_bytes(state)]
+def state_rows(state: torch.Tensor, conv: torch.Tensor | None, shape: StateShape) -> Rows:
+    """One row: the state, and the convolution without the column that is never read again."""
+    parts = [_bytes(state.to(shape.wire_dtype))]
     if shape.conv_channels:
-        parts.append(_bytes(layer.conv_states[0][..., 1:]))
+        assert conv is not None
+        parts.append(_bytes(conv[..., 1:]))
     return tuple(parts)
 
 

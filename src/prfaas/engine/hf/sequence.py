@@ -9,6 +9,7 @@ import torch
 from prfaas.device import StagingRing
 from prfaas.engine.api import Emit, EngineJob, Finished, Token
 from prfaas.engine.chunks import chunk_ends
+from prfaas.engine.hf.answers import BoundaryCopy
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
@@ -28,6 +29,7 @@ class HFSequence:
         self.generated = 0
         self.last_token = 0
         self.sampler: Sampler | None = None
+        self.boundary: BoundaryCopy | None = None  # the last one that decoding has passed
 
     def start(
         self, loaded: LoadedModel, ring: StagingRing | None, chunk_tokens: int

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from prfaas.engine.hf.rows import Rows, state_rows, token_rows
 from prfaas.engine.hf.shapes import LayerShape, StateShape, TokenShape
 
 CAPACITY_STEP = 256  # tokens; trades a little memory for fewer reallocations
@@ -87,6 +88,11 @@ class FullSlots(DynamicLayer):
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
 
+    def token_rows(self, row: int, first: int, last: int) -> Rows:
+        """Tokens [first, last) of a row. Views."""
+        at = slice(row, row + 1), slice(None), slice(first, last)
+        return token_rows(self.store.keys[at], self.store.values[at])
+
     def begin(self, step: _Step) -> None:
         self._step = step
 
@@ -121,6 +127,13 @@ class WindowSlots(DynamicSlidingWindowLayer):
 
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
+
+    def token_rows(self, row: int, first: int, last: int) -> Rows:
+        """Tokens [first, last) of a row, which the ring still has. Copies."""
+        ring = torch.arange(first, last, device=self.store.keys.device) % self.sliding_window
+        return token_rows(
+            self.store.keys[row : row + 1, :, ring], self.store.values[row : row + 1, :, ring]
+        )
 
     def begin(self, step: _Step) -> None:
         self._step = step
@@ -164,6 +177,10 @@ class LinearSlots(LinearAttentionLayer):
     def move(self, source: int, target: int) -> None:
         self._state[target] = self._state[source]
         self._conv[target] = self._conv[source]
+
+    def state_rows(self, row: int) -> Rows:
+        """The state of a row now."""
+        return state_rows(self._state[row : row + 1], self._conv[row : row + 1], self._state_shape)
 
     def begin(self, step: _Step) -> None:
         # Views, so that the models' updates in place change the rows.

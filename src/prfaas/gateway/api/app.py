@@ -161,7 +161,10 @@ class GatewayApi:
             admitted.begin_wait(record.prompt_tokens)
             record.stream = gateway_request.stream
             response = ResponseStream(
-                request, shows_usage=prepared.shows_usage, stall_s=self._limits.stall_s
+                request,
+                shows_usage=prepared.shows_usage,
+                stall_s=self._limits.stall_s,
+                cached_tokens=record.trace.handed_off_cached,
             )
             del prepared
             try:

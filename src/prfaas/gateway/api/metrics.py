@@ -166,4 +166,6 @@ class _Included(Collector):
 def route_of(trace: RequestTrace) -> str:
     if trace.offloaded:
         return "remote"
+    if trace.remainder:
+        return "remainder"
     return "local" if trace.routed_s is not None else "none"

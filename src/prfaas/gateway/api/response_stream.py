@@ -2,13 +2,14 @@
 client reads.
 
 Only the usage event is parsed: the gateway always requests it, and forwards it to clients that
-requested it.
+requested it. The decode engine counts all tokens that a hand-off brought as cached. What the
+prefill has not computed is known here only, so the gateway replaces that number.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -48,13 +49,31 @@ def usage_of(body: bytes) -> Usage | None:
         return None
 
 
-class ResponseStream:
-    """One response in progress."""
+def with_cached_tokens(body: bytes, tokens: int) -> bytes:
+    """The body of a response or an event, with this number of cached prompt tokens."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    usage = msgspec.json.decode(fields["usage"], type=dict[str, Any])
+    details = usage.get("prompt_tokens_details") or {}
+    usage["prompt_tokens_details"] = {**details, "cached_tokens": tokens}
+    return msgspec.json.encode({**fields, "usage": msgspec.Raw(msgspec.json.encode(usage))})
 
-    def __init__(self, request: web.Request, *, shows_usage: bool, stall_s: float) -> None:
+
+class ResponseStream:
+    """One response in progress. `cached_tokens` is called when the usage has arrived, and gives the
+    prompt tokens that a hand-off's prefill has not computed; None: there was no hand-off."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        *,
+        shows_usage: bool,
+        stall_s: float,
+        cached_tokens: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._request = request
         self._shows_usage = shows_usage
         self._stall_s = stall_s
+        self._cached_tokens = cached_tokens
         self.usage: Usage | None = None
         self.cut_short: CutShort | None = None
         # The client may have the whole response. Many clients close their connection at [DONE],
@@ -71,7 +90,7 @@ class ResponseStream:
             try:
                 async for batch in upstream.events():
                     # One write per batch: writes are the main cost of a stream.
-                    shown = b"".join([e for e in batch if not self._is_hidden(e)])
+                    shown = b"".join([self._shown(event) for event in batch])
                     if batch[-1].startswith(_DONE):
                         await self._write(response.write_eof(shown))
                         self.delivered = True
@@ -93,16 +112,27 @@ class ResponseStream:
     async def whole(self, upstream: Upstream) -> web.Response:
         body = b"".join([part async for parts in upstream.events() for part in parts])
         self.usage = usage_of(body)
+        if self.usage is not None:
+            body = self._corrected(body, self.usage)
         return web.Response(body=body, content_type="application/json")
 
-    def _is_hidden(self, event: bytes) -> bool:
+    def _shown(self, event: bytes) -> bytes:
+        """The event as the client gets it; empty when the client gets none."""
         if not any(mark in event for mark in _NO_CHOICES):
-            return False
-        usage = usage_of(event.removeprefix(b"data:"))
+            return event
+        data = event.removeprefix(b"data:")
+        usage = usage_of(data)
         if usage is None:
-            return False
+            return event
         self.usage = usage
-        return not self._shows_usage
+        if not self._shows_usage:
+            return b""
+        corrected = self._corrected(data, usage)
+        return event if corrected is data else b"data: " + corrected + b"\n\n"
+
+    def _corrected(self, body: bytes, usage: Usage) -> bytes:
+        cached = self._cached_tokens()
+        return body if cached in (None, usage.cached_tokens) else with_cached_tokens(body, cached)
 
     async def _write(self, writing: Coroutine[Any, Any, None]) -> None:
         """Returns when the client's socket has room again. Until then no events are read from the

@@ -18,6 +18,7 @@ from typing import Any
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
+from prfaas.contracts.kv_transfer_params import Remainder, encode
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
@@ -101,8 +102,11 @@ class Dispatcher:
                         answer = await self._attempt(stack, request, prompt, booking, trace)
                     except AttemptFailed as failure:
                         attempts.record_failure(failure, booking)
-                        if failure.decode_only:  # also for every later attempt
+                        # Also for every later attempt.
+                        if failure.decode_only:
                             routed = routed._replace(decode_only=True)
+                        if failure.no_remainder:
+                            routed = routed._replace(no_remainder=True)
                     except DecodeNodeFull as full:
                         attempts.record_full(full)
                     else:
@@ -159,6 +163,7 @@ class Dispatcher:
         trace.granted_s, trace.committed_s, trace.form = None, None, ""
         trace.cluster, trace.prefill, trace.decode = route.cluster, route.prefill, route.decode
         trace.offloaded, trace.reason = route.offloaded, route.reason
+        trace.remainder = route.is_remainder
         trace.cached_tokens, trace.nbytes = route.cached_tokens, route.nbytes
         prefill = self._fleet.members.named(route.prefill)
         decode = self._fleet.members.named(route.decode)
@@ -175,12 +180,19 @@ class Dispatcher:
             )
             params = await hand_off.carry_out(request, prompt, trace)
             transfer = {"kv_transfer_params": params}
+        bound: dict[str, Any] = {}
+        if route.is_remainder and decode.card.ours:
+            # A vLLM bounds its chunks itself, and computes what it has lost of the prefix.
+            rules = self._router.state.rules.remainders
+            params = encode(Remainder(rules.tokens, rules.chunk_tokens))
+            bound = {"kv_transfer_params": params}
         body = {
             **request.fields,
             "model": model,
             **({"prompt": request.token_ids.json()} if request.path == "/v1/completions" else {}),
             **({"cache_salt": request.salt} if request.salt else {}),
             **transfer,
+            **bound,
         }
         url = decode.engine_url
         if url is None:
@@ -210,10 +222,14 @@ class Dispatcher:
             raise_client_error(error)
             unsent = record_lost_engine(self._fleet, route.decode, error) and hand_off is None
             if isinstance(error, PeerHttpError) and error.status == _LOST:
-                raise AttemptFailed(str(error), prefill=True) from None
+                # It had less cached than the index claims, if it was to prefill the remainder.
+                raise AttemptFailed(
+                    str(error), prefill=True, no_remainder=route.is_remainder
+                ) from None
             raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
         if hand_off is None:
-            booking.landed(self._clock.now())
+            # An answer that does not stream arrives as a whole.
+            booking.landed(self._clock.now(), is_first_token=request.stream)
         else:
             hand_off.mark_taken()
         return answer

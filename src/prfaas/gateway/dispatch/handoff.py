@@ -56,6 +56,7 @@ class AttemptFailed(Exception):
         *avoid: NodeId,
         prefill: bool = False,
         decode_only: bool = False,
+        no_remainder: bool = False,
         unsent: bool = False,
         silent: bool = False,
     ) -> None:
@@ -65,6 +66,8 @@ class AttemptFailed(Exception):
         self.silent = silent  # a node has fallen silent
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
+        # The decode node has lost what the remainder follows. It has computed nothing.
+        self.no_remainder = no_remainder
 
 
 class DecodeNodeFull(Exception):

@@ -34,6 +34,7 @@ class Booking:
         self._kv_bytes = kv_bytes
         self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
+        self._made_s = now_s
         board.record_dispatch(route, kv_bytes, now_s)
         work.add(self, route.prefill_s, now_s)
 
@@ -46,10 +47,12 @@ class Booking:
         if self._work.end(self, now_s):
             self._on_prefill_end()
 
-    def landed(self, now_s: float) -> None:
+    def landed(self, now_s: float, *, is_first_token: bool = False) -> None:
+        """`is_first_token`: a node that prefills and decodes has just sent its first token."""
         assert self._stage == "made"
         self._stage = "landed"
-        self._board.record_handoff(self.route)
+        took_s = now_s - self._made_s if is_first_token else 0.0
+        self._board.record_handoff(self.route, self._made_s, took_s)
         self.prefilled(now_s)
 
     def close(self, now_s: float) -> None:

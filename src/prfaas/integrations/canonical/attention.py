@@ -82,6 +82,8 @@ class AttentionConverter:
             )
         require_ring(cache, ring)
         self._ring = ring
+        self._cache = cache
+        self._form = form
         self._num_blocks = num_blocks
         self._ratio = cache.shape[0] // num_blocks
         self._parts = _part_copies(cache, form)
@@ -103,6 +105,16 @@ class AttentionConverter:
     def block_tokens(self) -> int:
         """Tokens in a manager block."""
         return self._kernel_tokens * self._ratio
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The cache as [manager block, kernel block, ...]."""
+        blocks: torch.Tensor = self._cache.unflatten(0, (self._num_blocks, self._ratio))
+        return blocks
+
+    def of_blocks(self, blocks: torch.Tensor) -> AttentionConverter:
+        """The same conversion of other blocks on the host, shaped like `blocks`."""
+        return AttentionConverter(blocks.flatten(0, 1), blocks.shape[0], self._form)
 
     @property
     def row_bytes(self) -> int:

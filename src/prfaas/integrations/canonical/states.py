@@ -66,6 +66,8 @@ class StateConverter:
         """InputError when the form does not suit the tensors. Tensors on a GPU need a `ring`."""
         require_ring(ssm, ring)
         self._ring = ring
+        self._form = form
+        self.blocks = (ssm,) if conv is None else (ssm, conv)  # each [block, ...]
         self._num_blocks = ssm.shape[0]
         self._pieces = _pieces(conv, ssm, form)
         self.state_bytes = sum(part.nbytes for part in form.parts)  # canonical, of all heads
@@ -75,6 +77,11 @@ class StateConverter:
         # A state is one row, and its block has one token.
         self.rows_held = _layer_rows(self._pieces, self._held)
         self.rows_written = _layer_rows(self._own, self._written)
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> StateConverter:
+        """The same conversion of other blocks on the host, shaped like `blocks`."""
+        ssm, *conv = blocks
+        return StateConverter(conv[0] if conv else None, ssm, self._form)
 
     def save(self, block_id: int, buffers: Sequence[memoryview]) -> int:
         """Writes this rank's heads and the channels that it is to write, and no other byte. Returns

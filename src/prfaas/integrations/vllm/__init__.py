@@ -5,6 +5,15 @@
   "kv_connector_extra_config": {"kvd": "/run/prfaas/kvd.sock"}}'
 """
 
-from prfaas.integrations.vllm.connector import PrfaasConnector
+from typing import Any
 
 __all__ = ["PrfaasConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the connector on its first use, so that what is pure here is usable without vLLM."""
+    if name != "PrfaasConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prfaas.integrations.vllm.connector import PrfaasConnector
+
+    return PrfaasConnector

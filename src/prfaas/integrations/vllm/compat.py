@@ -82,6 +82,11 @@ def can_resume(config: VllmConfig) -> bool:
     return bool(chunked or config.cache_config.enable_prefix_caching)
 
 
+def can_keep_answers(config: VllmConfig) -> bool:
+    """Not with speculative decoding: a step may then compute tokens that are not the answer's."""
+    return config.speculative_config is None
+
+
 def keep_out_of_prefix_cache(
     manager: KVCacheManager, group: int, request: str, blocks: int
 ) -> None:

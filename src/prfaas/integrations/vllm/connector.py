@@ -23,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from prfaas.integrations.vllm import compat
+from prfaas.integrations.vllm.answers.boundaries import count_slots
+from prfaas.integrations.vllm.answers.keeper import AnswerKeeper
 from prfaas.integrations.vllm.caches.forms import make_copies, make_forms
 from prfaas.integrations.vllm.events import EventRelay
 from prfaas.integrations.vllm.form_access import connect
@@ -77,17 +79,28 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank() if in_worker else 0
         self._forms = make_forms(vllm_config, kv_cache_config, settings, rank)
         transfer: Any = vllm_config.kv_transfer_config
-        accesses = connect(self._forms, settings, transfer.engine_id)
+        keeps = settings.keep_answers and compat.can_keep_answers(vllm_config)
+        accesses = connect(self._forms, settings, transfer.engine_id, keeps_answers=keeps)
+        max_requests = vllm_config.scheduler_config.max_num_seqs
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerForms | None = None
         self._relay: EventRelay | None = None
         if in_worker:
             self._worker = WorkerForms(
-                {access.form: WorkerSide(access.kvd, access.layout) for access in accesses}
+                {
+                    access.form: WorkerSide(
+                        access.kvd,
+                        access.layout,
+                        keeps_answers=keeps,
+                        slots=count_slots(access.layout, max_requests) if keeps else 0,
+                    )
+                    for access in accesses
+                }
             )
         else:
             resumes = compat.can_resume(vllm_config)
-            self._scheduler = SchedulerSide(accesses, can_resume=resumes)
+            answers = AnswerKeeper(accesses, max_requests) if keeps else None
+            self._scheduler = SchedulerSide(accesses, can_resume=resumes, answers=answers)
             first = accesses.first
             self._relay = EventRelay.of(vllm_config.kv_events_config, first.kvd, first.layout)
 
@@ -136,7 +149,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler_side.finish(request)
+        return self._scheduler_side.finish(request, block_ids)
 
     # In a worker's process ------------------------------------------------------------------------
 

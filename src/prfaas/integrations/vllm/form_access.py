@@ -49,7 +49,11 @@ class FormAccesses:
 
 
 def connect(
-    forms: Sequence[EngineForm], settings: ConnectorSettings, engine_id: str
+    forms: Sequence[EngineForm],
+    settings: ConnectorSettings,
+    engine_id: str,
+    *,
+    keeps_answers: bool = False,
 ) -> FormAccesses:
     """Registers the forms with the kvd. The first one must be accepted; see `KvdClient` for the
     others."""
@@ -65,6 +69,7 @@ def connect(
                 whole_blocks=form.layout.whole > 1,
                 url=settings.url,
                 further=bool(accesses),
+                keeps_answers=keeps_answers,
             )
             on_failure.callback(kvd.close)
             accesses.append(FormAccess(form.compat.form, kvd, form.layout))

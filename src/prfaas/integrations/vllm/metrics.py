@@ -17,6 +17,8 @@ COUNTERS = {
     "refusals": "Prefills that were not handed off",
     "lost": "Decodes whose transfer was lost",
     "loaded_tokens": "Tokens loaded from the kvd instead of computed",
+    "kept_answers": "Answers whose state the kvd keeps",
+    "unkept_answers": "Answers whose state was not kept: no room, or no kvd",
     "saved_bytes": "Bytes copied to the kvd",
     "loaded_bytes": "Bytes copied from the kvd",
 }

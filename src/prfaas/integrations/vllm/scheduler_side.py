@@ -3,12 +3,15 @@
 A prefill reserves room at its kvd when it arrives. When the kvd refuses, the prompt is cut to one
 token and the response has the reason, so that nothing is computed in vain. A decode attaches to its
 committed transfer when it arrives, and loads it asynchronously: vLLM can report the failure of such
-loads only. An exception in a hook would end the engine and all its requests: what can fail for one
-request is contained here, and `connector.py` passes anything else to `fail`.
+loads only. With `keep_answers` the kvd keeps the state of every other text request when its answer
+has ended (`answers/`), and a request that is not handed off resumes from what the kvd has. An
+exception in a hook would end the engine and all its requests: what can fail for one request is
+contained here, and `connector.py` passes anything else to `fail`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -28,7 +31,9 @@ from prfaas.contracts.kv_transfer_params import (
 )
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import EngineError, InputError, PrfaasError
-from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
+from prfaas.integrations.vllm.answers.keeper import AnswerKeeper
+from prfaas.integrations.vllm.answers.lookups import PrefixLookup, PrefixLookups, salt_and_adapter
+from prfaas.integrations.vllm.caches.groups import BlockTables, CacheLayout, Move
 from prfaas.integrations.vllm.compat import keep_out_of_prefix_cache
 from prfaas.integrations.vllm.form_access import FormAccess, FormAccesses
 from prfaas.integrations.vllm.progress import PrefillProgress, moves_to_load
@@ -78,11 +83,20 @@ class DecodeState:
 
 
 class SchedulerSide:
-    def __init__(self, forms: FormAccesses, *, can_resume: bool = True) -> None:
-        """`can_resume`: vLLM can compute the rest of a prompt whose beginning is cached."""
+    def __init__(
+        self,
+        forms: FormAccesses,
+        *,
+        can_resume: bool = True,
+        answers: AnswerKeeper | None = None,
+    ) -> None:
+        """`can_resume`: vLLM can compute the rest of a prompt whose beginning is cached. Without
+        `answers` none is kept."""
         self._forms = forms
         self._can_resume = can_resume
-        self._requests: dict[str, PrefillState | DecodeState] = {}
+        self._answers = answers
+        self._lookups = PrefixLookups() if answers is not None and can_resume else None
+        self._requests: dict[str, PrefillState | DecodeState | PrefixLookup] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
         self._orders = StepOrders()
         self._may_diverge = all(
@@ -122,11 +136,24 @@ class SchedulerSide:
                 self._begin(request, asked)
             case RemotePrefill():
                 self._attach(request, asked)
+            case None if self._answers is not None and _has_answer(request):
+                first = self._forms.first
+                self._answers.accept(request, first)
+                lookup = self._lookups.start(request, first) if self._lookups else None
+                if lookup is not None:
+                    self._requests[request.request_id] = lookup
 
     def count_loadable_tokens(
         self, request: Request, computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond vLLM's `computed_tokens` the kvd serves."""
+        lookup = self._requests.get(request.request_id)
+        if isinstance(lookup, PrefixLookup) and self._lookups is not None:
+            if not lookup.is_done(self._lookups.clock.now()):
+                return None, False
+            del self._requests[request.request_id]
+            if (found := lookup.take()) is not None:
+                self._requests[request.request_id] = DecodeState(lookup.access, found)
         match self._requests.get(request.request_id):
             case PrefillState(ticket_sent=False) as state if state.lease.lost:
                 # No worker has the ticket yet, so the prompt need not be computed. vLLM asks again,
@@ -139,12 +166,12 @@ class SchedulerSide:
             case DecodeState(done=False, lease=lease) if lease is not None:
                 reach = lease.tokens
             case PrefillState() as state if (
-                state.lease.match_tokens < state.progress.tokens
+                state.lease.match_tokens < request.num_prompt_tokens
                 and self._can_resume
                 and state.access.layout.can_resume_at(state.lease.match_tokens)
             ):
                 reach = state.lease.match_tokens
-            case _:  # a prefill found whole still needs one step to end it
+            case _:
                 return 0, False
         if reach and reach <= computed_tokens and self.completes_divergent_hits:
             self._reconciling.add(request.request_id)
@@ -155,11 +182,11 @@ class SchedulerSide:
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         state = self._requests.get(request.request_id)
-        if state is None:
+        if state is None or isinstance(state, PrefixLookup):
             return
         if external_tokens == 0:
             if isinstance(state, DecodeState) and not state.done and not state.loading:
-                self._give_back(state)  # vLLM's cache has as many tokens
+                _give_back(state)  # vLLM's cache has as many tokens
             return
         state.loading = True
         access = state.access
@@ -197,25 +224,44 @@ class SchedulerSide:
                 except Exception as error:
                     _log_failure(f"request {request_id}: cannot save its state", error)
                     state.problem = Problem("engine_failed", str(error))
+            elif self._answers is not None:
+                start, blocks = computed[request_id], output.kv_connector_block_state
+                tables = functools.partial(blocks.get_block_ids, request_id)
+                order = self._answers.step(request_id, start, start + scheduled, tables)
+                if order is not None:
+                    self._orders.boundaries.append(order)
+        if self._answers is not None:
+            self._answers.add_orders(self._orders)
         orders, self._orders = self._orders, StepOrders()
         return orders
 
     def take_results(self, output: KVConnectorOutput) -> None:
         """Handles the results of the workers."""
         for request_id in output.finished_sending or ():
+            if self._answers is not None:
+                self._answers.confirm(request_id)
             self._end(request_id)
         for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or isinstance(state, PrefixLookup):
                 continue
             state.loading = False
             if isinstance(state, DecodeState):
-                self._give_back(state)
+                _give_back(state)
             if state.ended:
                 self._end(request_id)
 
-    def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """(whether workers may still use the lease, `kv_transfer_params` of the response)."""
+    def finish(
+        self, request: Request, tables: BlockTables = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(whether workers may still use the lease or the blocks, `kv_transfer_params` of the
+        response). `tables`: the request's blocks."""
+        in_use, params = self._finish(request)
+        if self._answers is not None and self._answers.finish(request, tables):
+            in_use = True
+        return in_use, params
+
+    def _finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         self._reconciling.discard(request_id)
         refusal = self._refusals.pop(request_id, None)
@@ -225,6 +271,9 @@ class SchedulerSide:
         if isinstance(state, PrefillState) and request.status in _COMPLETE:
             del self._requests[request_id]
             return False, self._commit(state)
+        if isinstance(state, PrefixLookup):
+            self._end(request_id)
+            return False, None
         state.ended = True
         if state.loading:
             return False, None  # vLLM keeps the blocks until the load has ended
@@ -241,7 +290,9 @@ class SchedulerSide:
         _log_failure(f"request {request.request_id}", error)
         self._reconciling.discard(request.request_id)
         state = self._requests.get(request.request_id)
-        if state is not None and (state.loading or getattr(state, "ticket_sent", False)):
+        if state is not None and (
+            getattr(state, "loading", False) or getattr(state, "ticket_sent", False)
+        ):
             if isinstance(state, PrefillState):  # a worker uses its pages: its end follows
                 state.problem = state.problem or Problem("engine_failed", str(error))
             return 0, False
@@ -255,10 +306,13 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._forms.close()
+        for part in (self._answers, self._lookups):
+            if part is not None:
+                part.close()
 
     def take_counts(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}
-        return counts
+        return counts if self._answers is None else {**counts, **self._answers.take_counts()}
 
     # Inside ---------------------------------------------------------------------------------------
 
@@ -267,7 +321,6 @@ class SchedulerSide:
             self._refuse(request, _refused("invalid_request", _NOT_TEXT))
             return
         tokens = asked.handoff_tokens
-        _cut(request, tokens)
         try:
             access = self._forms.find(asked.grant.form)
             hashes, tail = names_of(request, tokens, access.layout.block_tokens)
@@ -281,6 +334,9 @@ class SchedulerSide:
             answer = _refused("overloaded", lease.reason, lease.retry_after_s)
             self._refuse(request, answer)
             return
+        _cut(request, tokens)
+        if lease.match_tokens == tokens and _fits(self.manager, tokens + 2):
+            _extend(request)
         try:
             progress = PrefillProgress(
                 access.layout,
@@ -316,6 +372,8 @@ class SchedulerSide:
             self._lost(request, f"the transfer holds {what}")
             return
         self._requests[request.request_id] = DecodeState(access, lease)
+        if self._answers is not None and _has_answer(request):
+            self._answers.accept(request, access)
 
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         message = answer["error"]["message"]
@@ -383,25 +441,28 @@ class SchedulerSide:
                 except Exception as error:  # the kvd ends the lease with this process
                     _log_failure(f"request {request_id}: its lease could not be ended", error)
             case DecodeState() as state:
-                self._give_back(state)
-
-    def _give_back(self, state: DecodeState) -> None:
-        state.done = True
-        lease, state.lease = state.lease, None
-        if lease is not None:
-            try:
-                lease.release()
-            except Exception as error:  # the kvd ends the lease with this process
-                _log_failure("a lease could not be released", error)
+                _give_back(state)
+            case PrefixLookup() as lookup:
+                lookup.drop()
 
     def _count(self, what: str, n: int) -> None:
         self._counts[what] = self._counts.get(what, 0) + n
 
 
+def _give_back(state: DecodeState) -> None:
+    state.done = True
+    lease, state.lease = state.lease, None
+    if lease is not None:
+        try:
+            lease.release()
+        except Exception as error:  # the kvd ends the lease with this process
+            _log_failure("a lease could not be released", error)
+
+
 def _cut(request: Request, tokens: int) -> None:
     """Cuts the prompt to its first `tokens` tokens and the answer to one token, which is not used.
-    A linear state is usable at exactly its length, so vLLM must compute nothing beyond the
-    hand-off."""
+    A linear state is usable at exactly its length, so vLLM must compute nothing beyond a hand-off
+    that it saves."""
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[tokens:]
     if request.prompt_embeds is not None:
@@ -411,6 +472,19 @@ def _cut(request: Request, tokens: int) -> None:
     del request._all_token_ids[tokens:]
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
+
+
+def _fits(manager: KVCacheManager | None, tokens: int) -> bool:
+    """Whether vLLM runs a request of so many tokens, its answer included."""
+    return manager is not None and tokens <= manager.max_model_len
+
+
+def _extend(request: Request) -> None:
+    """Adds a token to the prompt. vLLM must compute one, and the kvd has everything before it: vLLM
+    then loads the state and computes nothing else. What comes of the token is not used or saved."""
+    for tokens in (request.prompt_token_ids, request._all_token_ids):
+        tokens.append(tokens[-1])
+    request.num_prompt_tokens += 1
 
 
 def _keep_out(
@@ -437,13 +511,18 @@ def _is_text(request: Request) -> bool:
     return ids is not None and embeds is None and not request.mm_features
 
 
+def _has_answer(request: Request) -> bool:
+    """Whether hashes of token ids name the state of prompt and answer. Not for requests without an
+    answer (embeddings), and not for those whose prompt grows while they run."""
+    return _is_text(request) and request.sampling_params is not None and not request.resumable
+
+
 def names_of(
     request: Request, tokens: int, block_tokens: int
 ) -> tuple[tuple[BlockHash, ...], bytes]:
     """The hashes of the whole blocks of the first `tokens` tokens, and of the tokens after them."""
     ids = (request.prompt_token_ids or [])[:tokens]
-    salt = request.cache_salt or ""
-    adapter = request.lora_request.lora_name if request.lora_request else ""
+    salt, adapter = salt_and_adapter(request)
     hashes = block_hashes(ids, block_tokens, salt=salt, adapter=adapter)
     return tuple(hashes), tail_hash(ids, hashes, block_tokens, salt=salt, adapter=adapter)
 

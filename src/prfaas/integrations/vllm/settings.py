@@ -27,6 +27,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     # The dtypes of the canonical form, where they shall not be the cache's own: vLLM casts.
     wire_kv_dtype: str | None = None
     wire_state_dtype: str | None = None
+    # Whether the kvd keeps the state of an answer that has ended, for the next prompt.
+    keep_answers: bool = NodeSection().keep_answers
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -118,6 +118,11 @@ class StagedSaves:
             # The thread that queues copies begins now, and not when the interpreter next switches
             # threads, which takes 5 ms: a tenth of what a step's copies take.
             time.sleep(0)
+
+    @property
+    def unfinished(self) -> Sequence[Future[None]]:
+        """The copies that have begun and may not have ended."""
+        return tuple(self._ends)
 
     def wait(self) -> None:
         """Returns when every copy has ended. EngineError after the timeout."""

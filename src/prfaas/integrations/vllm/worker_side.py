@@ -16,16 +16,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.integrations.vllm.caches.groups import CacheLayout
+from prfaas.integrations.vllm.answers.slots import AnswerSlots, AnswerWriter
+from prfaas.integrations.vllm.caches.groups import CacheLayout, Move
 from prfaas.integrations.vllm.caches.joint_copies import JointCopies
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopies, LayerCopy
 from prfaas.integrations.vllm.staged_saves import LayerSave, StagedSaves
-from prfaas.integrations.vllm.steps import LoadOrder, SaveOrder, StepOrders
+from prfaas.integrations.vllm.steps import (
+    BoundaryOrder,
+    KeepOrder,
+    LoadOrder,
+    SaveOrder,
+    StepOrders,
+)
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import ReadLease, WriteLease
 
@@ -39,9 +46,18 @@ class WorkerResults(NamedTuple):
 
 
 class WorkerSide:
-    def __init__(self, kvd: KvdClient, layout: CacheLayout) -> None:
+    def __init__(
+        self, kvd: KvdClient, layout: CacheLayout, *, keeps_answers: bool = False, slots: int = 0
+    ) -> None:
+        """`slots`: requests whose states and windows are copied at boundaries, for their
+        answers."""
         self._kvd = kvd
         self._layout = layout
+        self._keeps_answers = keeps_answers
+        self._slots = slots
+        self._answers: AnswerWriter | None = None
+        self._boundaries: list[BoundaryOrder] = []  # of this step
+        self._keeps: list[tuple[KeepOrder, WriteLease | None]] = []  # of this step
         self._copies: Mapping[str, LayerCopy] = {}
         self._before_loads: Callable[[], None] = lambda: None
         self._joint: JointCopies | None = None
@@ -62,6 +78,9 @@ class WorkerSide:
         if self._joint is not None:
             self._joint.warm_up()
             self._saves = StagedSaves(self._joint, lambda n: self._count("saved_bytes", n))
+        if self._keeps_answers:
+            slots = AnswerSlots(self._layout, self._copies, self._slots) if self._slots else None
+            self._answers = AnswerWriter(self._kvd, slots)
 
     # One step of the engine -----------------------------------------------------------------------
 
@@ -76,6 +95,8 @@ class WorkerSide:
                 self._plan(order)
             except Exception:  # the commit will report the segments as missing
                 _LOG.exception("request %s: cannot save its state", order.request_id)
+        self._boundaries = orders.boundaries
+        self._keeps = [(order, self._plan_keep(order)) for order in orders.keeps]
 
     def save_layer(self, layer: str) -> None:
         """The layer is computed, or queued on the current stream."""
@@ -104,6 +125,12 @@ class WorkerSide:
                 self._save_layer(layer)
         if self._saves is not None:
             self._saves.stage()
+        if self._answers is not None:
+            for boundary in self._boundaries:
+                self._answers.copy(boundary)
+            for keep, lease in self._keeps:
+                saves = self._saves.unfinished if self._saves is not None else ()
+                self._answers.submit(keep, lease, saves)
         if self._flush:
             try:
                 if self._saves is not None:
@@ -136,6 +163,8 @@ class WorkerSide:
             self._writing.pop(request_id, None)
         self.settle()
         ended, self._ended = self._ended, set()
+        if self._answers is not None:
+            ended |= self._answers.take_ended()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
             failed, self._failed = self._failed, set()
@@ -144,6 +173,8 @@ class WorkerSide:
     def close(self) -> None:
         self._threads.shutdown(wait=True)
         self._loading.shutdown(wait=True)
+        if self._answers is not None:
+            self._answers.close()
         if self._saves is not None and self._joint is not None:
             self._saves.close()
             self._joint.close()
@@ -166,11 +197,24 @@ class WorkerSide:
         lease = self._writing.get(order.request_id)
         if lease is None:
             return  # the commit will report the segment as missing
-        for move in order.moves:
+        self._add(order.moves, lease)
+        self._flush |= order.last
+
+    def _plan_keep(self, order: KeepOrder) -> WriteLease | None:
+        """None when the answer cannot be kept: the commit will report the segments as missing."""
+        try:
+            lease = self._kvd.join_write(order.ticket)
+            self._add(order.moves, lease)
+        except Exception as error:
+            _LOG.warning("request %s: its answer is not kept: %s", order.request_id, error)
+            return None
+        return lease
+
+    def _add(self, moves: Sequence[Move], lease: WriteLease) -> None:
+        for move in moves:
             for layer, segment in self._layout.segments(move):
                 if self._copies[layer].writes:
                     self._due.setdefault(layer, []).append(LayerSave(lease, segment, move))
-        self._flush |= order.last
 
     def _load(self, order: LoadOrder) -> None:
         try:

@@ -71,6 +71,8 @@ class KvdClient:
     `further`: this is another form of an engine whose first form another client has registered.
     The constructor returns also when the kvd does not take the form (now): the client goes on
     trying, and raises what it was told from every call until then.
+
+    `keeps_answers`: the engine calls `begin_answer`, so that the kvd sets pages aside.
     """
 
     # limits: everything that an engine registers with.
@@ -85,12 +87,20 @@ class KvdClient:
         whole_blocks: bool = False,
         url: str | None = None,
         further: bool = False,
+        keeps_answers: bool = False,
     ) -> None:
         self.spec = spec
         self.block_tokens = block_tokens
         self._path = str(path)
         self._register = Register(
-            engine_id, shapes_of(spec), block_tokens, compat, whole_blocks, url, further
+            engine_id,
+            shapes_of(spec),
+            block_tokens,
+            compat,
+            whole_blocks,
+            url,
+            further,
+            keeps_answers,
         )
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -158,6 +168,18 @@ class KvdClient:
         wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
         connection = self._connected()
         return connection.begin(Begin(tuple(hashes), tokens, wanted, grant, tail))
+
+    def begin_answer(
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+    ) -> WriteLease | NotNow:
+        """Pages for an answer that has ended: `hashes` identify the whole blocks of prompt and
+        answer, up to `tokens`, a block boundary. The engine has full attention from `first_token`
+        on, and windows and states after `tokens`. The lease pins nothing, so a commit fails with
+        TransferFailed when the pool has lost what precedes the answer."""
+        connection = self._connected()
+        if not connection.registered.keeps_answers:
+            return NotNow("the kvd is of an earlier version, which does not keep answers", 3600.0)
+        return connection.begin(Begin(tuple(hashes), tokens, answer_from=first_token))
 
     def attach(self, transfer_id: TransferId) -> ReadLease:
         """Takes over a committed transfer. TransferFailed names the reason when this is not

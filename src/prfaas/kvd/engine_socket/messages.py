@@ -77,16 +77,21 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     url: Annotated[str, msgspec.Meta(max_length=2_048)] | None = None
     # Another form of an engine that has registered its first form on another connection.
     further: bool = False
+    # The engine keeps answers: the kvd sets pages aside for those that are being written.
+    keeps_answers: bool = False
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Reserve pages for a prefill; with a grant, send its state as it becomes ready."""
+    """Reserve pages for a prefill; with a grant, send its state as it becomes ready. With
+    `answer_from` the pages are for an answer that has ended: the engine has full attention from
+    this token on, and states after `tokens`, which is a block boundary."""
 
     hashes: tuple[BlockName, ...]
     tokens: int
     checkpoint_tokens: tuple[int, ...] | None = None
     grant: Grant | None = None
     tail: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # `tail_hash` of the prompt
+    answer_from: _Count | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -184,6 +189,8 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     instance: str = ""  # identifies the kvd's process: after a restart it is another one
     # The kvd knows `SegmentName.heads`. An earlier version would take a share for the whole.
     head_shares: bool = False
+    # The kvd knows `Begin.answer_from`. An earlier version would pin and evict for it.
+    keeps_answers: bool = False
 
 
 class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):

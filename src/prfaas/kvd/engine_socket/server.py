@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
         if storage is None or not store.needs_preparation(storage):
             return None
         match call:
-            case Begin():
+            case Begin() if call.answer_from is None:  # an answer never waits, and pins nothing
                 promised = call.grant.checkpoint_tokens if call.grant is not None else ()
                 wanted = call.checkpoint_tokens
                 return store.prepared(
@@ -333,6 +333,7 @@ class _Connection(asyncio.Protocol):
             pages=arena.pages,
             instance=store.events.instance,
             head_shares=True,
+            keeps_answers=True,
         )
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.

@@ -122,6 +122,10 @@ class OutgoingTransfers:
         reserved."""
         grant = request.grant
         if grant is not None:
+            if request.answer_from is not None:
+                raise InputError(
+                    "an answer is not sent", where="answer_from", fix="leave out the grant"
+                )
             self._check_unused(grant)
             check_grant(storage, grant, request.tokens)
         lease = self._reserve(storage, request)
@@ -195,10 +199,12 @@ class OutgoingTransfers:
             # Nothing writes it any more. The transfer would wait for it, and renew its grant.
             outgoing.sender.transfer.abort(f"committed without {unsent.name}")
         try:
-            outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
+            kept = outgoing.storage.pool.commit(outgoing.lease.id, self._clock.now())
             self._store.publish_changes()
         finally:
             self._release_if_free(outgoing)
+        if not kept:
+            raise TransferFailed("the pool has lost the prefix of this answer; it was not kept")
 
     def abort(self, lease_id: int, reason: str) -> None:
         """The engine no longer writes to the lease. Without effect when it has ended."""
@@ -282,6 +288,13 @@ class OutgoingTransfers:
     def _reserve(self, storage: Storage, request: Begin) -> Lease | NotNow:
         """The lease includes the checkpoints of the grant where the prefill computes them."""
         hashes = [BlockHash(name) for name in request.hashes]
+        if request.answer_from is not None:
+            now = self._clock.now()
+            answer = storage.pool.reserve_answer(
+                hashes, request.tokens, first_token=request.answer_from, now=now
+            )
+            self._store.spill_ahead(storage)
+            return answer
         promised = request.grant.checkpoint_tokens if request.grant is not None else ()
 
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:

@@ -70,7 +70,8 @@ class StageMeter:
     def offer_request(self, route: Route, hold_s: float, now_s: float) -> None:
         """Counts a dispatched request at every stage it passes. `hold_s`: the expected time that it
         takes a decode slot."""
-        self.offer(route.cluster if route.offloaded else "pd_p", route.prefill_s, now_s)
+        if not route.is_remainder:
+            self.offer(route.cluster if route.offloaded else "pd_p", route.prefill_s, now_s)
         self.offer("pd_d", hold_s, now_s)
         if route.offloaded:
             self.offer(f"link {route.cluster}", route.nbytes * 8, now_s)

@@ -100,6 +100,8 @@ class Result:
     plans: tuple[PlanChange, ...]  # the first is the plan the run began with
     copies: int  # of cached prefixes between nodes
     copied_bytes: int
+    remainders: int  # that decode nodes prefilled
+    remainder_s: float  # time that decode nodes spent on them, all nodes together
     spans: Sequence[TimelineSpan]  # empty unless the config asked for a timeline
     # The measured window: from the end of the first tenth of arrivals to the last arrival.
     window_s: tuple[float, float]

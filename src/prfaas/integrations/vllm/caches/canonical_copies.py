@@ -46,6 +46,14 @@ class AttentionCopy:
         self.heads = heads
         self.writes = writes
 
+    @property
+    def blocks(self) -> tuple[torch.Tensor, ...]:
+        return (self._converter.blocks,)
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> AttentionCopy:
+        converter = self._converter.of_blocks(blocks[0])
+        return AttentionCopy(converter, self.heads, writes=self.writes)
+
     def save(self, move: Move, pages: Sequence[memoryview]) -> int:
         return self._converter.save(move.block_ids, move.start, move.stop, pages)
 
@@ -58,9 +66,16 @@ class StateCopy:
 
     writes = True  # every rank has heads of its own
 
-    def __init__(self, converter: StateConverter, heads: range) -> None:
+    def __init__(self, converter: StateConverter, heads: range | None) -> None:
         self._converter = converter
-        self.heads: range | None = heads
+        self.heads = heads
+
+    @property
+    def blocks(self) -> tuple[torch.Tensor, ...]:
+        return self._converter.blocks
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> StateCopy:
+        return StateCopy(self._converter.of_blocks(blocks), self.heads)
 
     def save(self, move: Move, pages: Sequence[memoryview]) -> int:
         return self._converter.save(move.block_ids[0], pages)

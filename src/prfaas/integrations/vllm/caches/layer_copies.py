@@ -29,6 +29,13 @@ class LayerCopy(Protocol):
     def load(self, move: Move, pages: Sequence[memoryview]) -> int:
         """Copies pages into the blocks of a move, synchronously. Returns the bytes."""
 
+    @property
+    def blocks(self) -> tuple[torch.Tensor, ...]:
+        """The layer's cache: vLLM's blocks are the first axis of each tensor."""
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> LayerCopy:
+        """The same copy of other blocks, on the host, with tensors shaped like `blocks`."""
+
 
 class LayerCopies(NamedTuple):
     by_layer: Mapping[str, LayerCopy]  # by vLLM's name
@@ -46,6 +53,13 @@ class NativeCopy:
     def __init__(self, blocks: torch.Tensor, *, writes: bool) -> None:
         self._blocks = blocks
         self.writes = writes
+
+    @property
+    def blocks(self) -> tuple[torch.Tensor, ...]:
+        return (self._blocks,)
+
+    def of_blocks(self, blocks: Sequence[torch.Tensor]) -> NativeCopy:
+        return NativeCopy(blocks[0], writes=self.writes)
 
     def save(self, move: Move, pages: Sequence[memoryview]) -> int:
         copy_out(self._blocks, move.block_ids, pages)
