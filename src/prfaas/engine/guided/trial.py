@@ -17,6 +17,7 @@ import threading
 # Shorter ones cannot have chains that are long enough: most requests need no trial.
 MIN_CHARACTERS = 2000
 TRIAL_S = 20.0
+_CPU_S = 5  # does not depend on what else the host does
 _STACK_BYTES = 2 << 20
 _MEMORY_BYTES = 2 << 30
 
@@ -44,6 +45,7 @@ def main() -> None:
     from prfaas.engine.guided.limits import LIMITS
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source = sys.stdin.buffer.read().decode()
 
