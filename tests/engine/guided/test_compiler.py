@@ -142,6 +142,24 @@ def test_matchers_do_not_share_their_place() -> None:
     assert allowed(second) == {ord("a")} and allowed(first) == {ord("b")}
 
 
+def chained_rules(count: int) -> str:
+    rules = "\n".join(f"r{number}: r{number + 1}" for number in range(count))
+    return f'start: r0\n{rules}\nr{count}: "a"'
+
+
+def chained_definitions(count: int) -> str:
+    chain = {
+        f"a{number}": {"type": "array", "items": {"$ref": f"#/$defs/a{number + 1}"}}
+        for number in range(count)
+    }
+    return json.dumps({"$defs": {**chain, f"a{count}": {"const": 1}}, "$ref": "#/$defs/a0"})
+
+
+def test_long_grammars_can_be_used() -> None:
+    assert allowed(compiled("lark", chained_rules(300)).matcher()) == {ord("a")}
+    assert allowed(compiled("json", chained_definitions(100)).matcher()) == {ord("[")}
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [
@@ -154,6 +172,9 @@ def test_matchers_do_not_share_their_place() -> None:
         ("grammar", "start: missing", "unknown name"),
         ("grammar", "((", "GBNF"),
         ("regex", "a" * (MAX_CHARACTERS + 1), "more than"),
+        # The library ends its process with these.
+        ("grammar", chained_rules(5000), "too complex to compile"),
+        ("json", chained_definitions(2000), "too complex to compile"),
     ],
 )
 def test_what_cannot_be_used_names_its_field(kind: Kind, text: str, problem: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from prfaas.engine.checkpoint.tokenizer import token_id
 from prfaas.engine.guided.compiler import GrammarMatcher
 from prfaas.errors import EngineError
-from prfaas.text.tool_calls import Wanted, kimi
+from prfaas.text.tool_calls import CallStart, Wanted, kimi
 from prfaas.text.tool_calls.forms import HERMES, KIMI, LLAMA, ToolForm
 from tests.engine.guided.test_compiler import ENDS, allowed, compiled
 
@@ -101,3 +101,21 @@ def test_several_calls(form: ToolForm, text: str) -> None:
     one = compiled("lark", form.grammar(Wanted(FUNCTIONS, False, True), as_text))
     with pytest.raises(EngineError):
         follow(one.matcher(), tokens(text, special=False))
+
+
+def test_any_name_of_a_function() -> None:
+    """And the parser reads what the grammar has forced."""
+    name = 'a"b\\\n é😀 </tool_call> %json /x/'
+    for form in (HERMES, LLAMA):
+        assert form.grammar is not None
+        grammar = form.grammar(Wanted([{"name": name}], False, True), as_text)
+        matcher, text = compiled("lark", grammar).matcher(), bytearray()
+        while not allowed(matcher) >= ENDS:
+            # The bias towards the object's end keeps the arguments empty.
+            choices = allowed(matcher) - {ord(blank) for blank in " \n\r\t"} or allowed(matcher)
+            token = ord("}") if ord("}") in choices else min(choices)
+            matcher.consume(token)
+            text.append(token)
+        parser = form.parser([])
+        start, *_ = [*parser.push(text.decode()), *parser.finish()]
+        assert start == CallStart(0, name)

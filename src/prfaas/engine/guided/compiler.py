@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance import grammar_from as convert_grammar
 
+from prfaas.engine.guided import trial
 from prfaas.engine.guided.description import MAX_CHARACTERS, GrammarDescription
+from prfaas.engine.guided.limits import LIMITS
 from prfaas.errors import EngineError, InputError
 
 if TYPE_CHECKING:
@@ -25,16 +27,6 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 32  # compiled grammars
 MAX_CACHED_CHARACTERS = 1 << 20  # of their descriptions
-# A step of a hostile grammar takes up to 0.4 s with these, and 2.6 s with llguidance's own limits.
-# A lexer's state takes about 1.5 kB, in each sequence.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=20_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
 _SHOWN = 300  # characters of a library's message
 
 
@@ -150,24 +142,28 @@ class GrammarCompiler:
             source = _source(description)
         except (ValueError, RecursionError) as error:
             raise InputError(_shown(str(error)), where=where) from None
+        if len(source) >= trial.MIN_CHARACTERS and not trial.passes(source):
+            raise InputError(
+                "it is too complex to compile", where=where, fix="use fewer or shorter rules"
+            )
         start = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
-        problem = start.get_error() or self._trial_problem(start)
+        problem = start.get_error() or self._problem_of_first_steps(start)
         if problem:
             raise InputError(
                 f"it is not valid, not supported or too complex: {_shown(problem)}", where=where
             )
         return CompiledGrammar(start, self._ends, where)
 
-    def _trial_problem(self, start: LLMatcher) -> str:
+    def _problem_of_first_steps(self, start: LLMatcher) -> str:
         """Computes the masks of the first step, which matchers then have, and of a second one."""
         bits = np.frombuffer(start.compute_bitmask(), dtype=np.uint8)
-        trial = start.deep_copy()
+        second = start.deep_copy()
         for token in np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist():
             if token not in self._ends:
-                trial.consume_token(token)
-                trial.compute_bitmask()
+                second.consume_token(token)
+                second.compute_bitmask()
                 break
-        return start.get_error() or trial.get_error()
+        return start.get_error() or second.get_error()
 
     def _keep(self, key: tuple[str, ...], grammar: CompiledGrammar) -> None:
         self._cache[key] = grammar
