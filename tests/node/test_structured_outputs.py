@@ -194,8 +194,9 @@ async def test_what_cannot_be_used_is_refused_before_anything_is_computed() -> N
 
 async def test_free_text_needs_no_grammar() -> None:
     async with local_api(emulated(), BYTES) as node:
-        status, _ = await node.complete(prompt="hi", max_tokens=2, response_format={"type": "text"})
-        assert status == 200
+        body = {"prompt": "hi", "response_format": {"type": "text"}}
+        async with node.http.post("/v1/completions/render", json=body) as answer:
+            assert answer.status == 200
 
 
 async def test_an_engine_without_logits_refuses_grammars_by_name() -> None:

@@ -29,7 +29,7 @@ def grammar() -> CompiledGrammar:
 
 def test_a_resumed_answer_follows_the_same_grammar_in_any_batch() -> None:
     """The grammar covers what is generated, not the prompt."""
-    arch = "kimi-linear"
+    arch = "qwen3"
     engine, prompt = models.engine(arch), models.prompt(arch, 70)
     sampling = Sampling(40, 1.0, seed=5, grammar=grammar())
     state = MemorySegments(engine.spec)
