@@ -167,7 +167,7 @@ def test_fields_of_one_endpoint_are_refused_by_the_other() -> None:
             assert caught.value.where == field
 
 
-@pytest.mark.parametrize("option", ["continuous_usage_stats", "include_obfuscation", "other"])
+@pytest.mark.parametrize("option", ["include_obfuscation", "other"])
 def test_stream_options_are_checked_too(option: str) -> None:
     assert parse(stream=True, stream_options={"include_usage": True}).stream_options is not None
     with pytest.raises(InputError) as caught:

@@ -17,6 +17,7 @@ MAX_TOTAL_CHOICES = 512  # continuations of all prompts
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every event
 
 
 class CachedTokens(msgspec.Struct, frozen=True):

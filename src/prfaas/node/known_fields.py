@@ -64,6 +64,5 @@ FIXED_IN_CHAT: dict[str, tuple[object, ...]] = FIXED | {
     "web_search_options": (),
 }
 STREAM_OPTIONS: dict[str, tuple[object, ...]] = {
-    "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
 }

@@ -366,6 +366,7 @@ class RequestReader:
             include_stop=asked.include_stop_str_in_output,
             logprobs=self._logprobs(asked),
             echo=read.echo,
+            continuous_usage=asked.continuous_usage,
             transfer=handed_off,
             report_cuts=isinstance(transfer, Reference)
             or (isinstance(transfer, RemoteDecode | RemotePrefill) and transfer.report_cuts),

@@ -92,6 +92,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
     @property
+    def continuous_usage(self) -> bool:
+        """Every event of a stream has the usage so far."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
+
+    @property
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stops)

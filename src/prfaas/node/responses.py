@@ -64,6 +64,7 @@ class ResponseBuilder:
     include_stop: bool = False  # a stop token's text is part of the answer
     logprobs: LogprobsReader | None = None
     echo: str = ""  # the prompt's text, before the answer's
+    continuous_usage: bool = False  # every piece has the usage of its choice so far
     tokens: list[int] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)  # of these tokens, with `logprobs`
     sent_tokens: int = 0  # of these, in pieces so far
@@ -150,16 +151,17 @@ class ResponseBuilder:
         if self.echo or self.prompt_entries:
             choice = self._choice(self.shape.piece(self.echo), self.prompt_entries)
             self.sent_characters += sum(len(entry.text) for entry in self.prompt_entries)
-            return self._piece([choice])
+            return self._piece([choice], **self._usage_so_far())
         if self.shape.opening is None:
             return None
-        return self._piece([self._choice(self.shape.opening)])
+        return self._piece([self._choice(self.shape.opening)], **self._usage_so_far())
 
     def piece(self, text: str) -> bytes:
         """The text, with the tokens since the last piece."""
         entries = self.entries[self.sent_tokens :]
         wrapped = {"delta": self.calls.delta()} if self.calls is not None else None
-        piece = self._piece([self._choice(wrapped or self.shape.piece(text), entries)])
+        choice = self._choice(wrapped or self.shape.piece(text), entries)
+        piece = self._piece([choice], **self._usage_so_far())
         self.sent_characters += sum(len(entry.text) for entry in entries)
         self.sent_tokens = len(self.tokens)
         return piece
@@ -167,6 +169,14 @@ class ResponseBuilder:
     def usage_piece(self, builders: Sequence[ResponseBuilder]) -> bytes:
         """`builders`: of all choices."""
         return self._piece([], usage=usage(builders))
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """As in vLLM, of this choice alone and without what was cached."""
+        if not self.continuous_usage:
+            return {}
+        generated = len(self.tokens)
+        tokens = {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated}
+        return {"usage": {**tokens, "total_tokens": self.prompt_tokens + generated}}
 
     def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _event({**self._head(self.shape.piece_object), "choices": choices, **more})

@@ -73,9 +73,10 @@ def test_fields_that_are_not_checked_are_forwarded_unchanged() -> None:
 
 
 def test_streams_always_request_usage_from_the_engine() -> None:
-    options = {"include_usage": False, "continuous_usage_stats": True}
-    parsed = completion(stream=True, stream_options=options)
-    assert parsed.fields["stream_options"] == {**options, "include_usage": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=both).fields["stream_options"] == both
+    parsed = completion(stream=True, stream_options={**both, "include_usage": False})
+    assert parsed.fields["stream_options"] == {"include_usage": True}
     assert not parsed.options.shows_usage
     assert completion(stream=True).fields["stream_options"] == {"include_usage": True}
     assert completion(stream=True, stream_options={"include_usage": True}).options.shows_usage

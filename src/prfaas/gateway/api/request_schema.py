@@ -300,6 +300,9 @@ def _engine_fields(fields: dict[str, msgspec.Raw], options: Options) -> dict[str
     if options.stream:
         given = fields.get("stream_options", msgspec.Raw(b"null"))
         known = {} if bytes(given) == b"null" else _parsed(_STREAM_OPTIONS, given, "stream_options")
+        if not options.shows_usage:
+            # It counts with include_usage only, which the client has not sent.
+            known.pop("continuous_usage_stats", None)
         forwarded["stream_options"] = {**known, "include_usage": True}
     elif options.stream_options is not None:
         raise InputError(
