@@ -194,7 +194,7 @@ async def test_the_card_lists_what_is_served() -> None:
         serves = (await response.json())["data"][0]["prfaas"]["serves"]
     assert {"n", "prompt", "prompt_logprobs", "echo", "user"} <= set(serves["completions"])
     assert {"n", "messages", "top_logprobs"} <= set(serves["chat"])
-    assert "guided_json" not in serves["completions"] and "prompt" not in serves["chat"]
+    assert "messages" not in serves["completions"] and "prompt" not in serves["chat"]
 
 
 # Log-probabilities of prompts ---------------------------------------------------------------------
