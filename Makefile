@@ -4,6 +4,9 @@
 # make test-slow   the tests marked slow: every fault, and real models with the gateway
 # make test-gpu    the tests marked gpu, on a machine with one, without a network (docs/gpu.md)
 # make test-vllm   the connector against real vLLM servers, in its own environment
+# make test-harnesses  lm-eval, vllm bench serve, aiperf and guidellm against the gateway, each in its
+#                  own environment
+# make test-clients    OpenAI's clients in Python and JavaScript against the gateway (needs npm)
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
@@ -12,7 +15,7 @@
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
 # make format      rewrite the code with ruff
-# make docs        generate docs/configuration.md from the schema
+# make docs        generate docs/configuration.md and docs/api.md from the schema
 # make bench       all benchmarks, as JSON
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       the case study, served and simulated on the same requests (needs an idle machine)
@@ -37,7 +40,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
-  types format docs bench fuzz clean FORCE
+  types format docs bench fuzz clean test-harnesses test-clients FORCE
 
 setup: $(READY)
 
@@ -127,6 +130,34 @@ $(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) 2 tests/vllm -m 'not grid'
 
+# One environment for each harness, because their dependencies contradict each other. guidellm needs
+# torch: without the constraint it installs the build for GPUs, which has several GB.
+HARNESSES := lm-eval aiperf guidellm
+PACKAGES_lm-eval := 'lm-eval[api]==0.4.13' transformers==5.22.2
+PACKAGES_aiperf := aiperf==0.13.0
+PACKAGES_guidellm := guidellm==0.8.1
+HARNESSES_READY := $(HARNESSES:%=.venv-%/.ready)
+
+$(HARNESSES_READY): .venv-%/.ready: Makefile
+	$(call make_venv,.venv-$*,$(call stale,.venv-$*))
+	$(if $(filter guidellm,$*),.venv-$*/bin/python -m pip install --quiet \
+	  --constraint constraints.txt torch)
+	.venv-$*/bin/python -m pip install --quiet $(PACKAGES_$*)
+	@touch $@
+
+test-harnesses: setup $(VLLM_READY) $(HARNESSES_READY)
+	$(BIN)/python -m pytest tests/harnesses
+
+CLIENT := tests/clients/node_modules
+$(CLIENT)/.ready: tests/clients/package-lock.json
+	@command -v npm > /dev/null || { echo "npm was not found: OpenAI's JavaScript client needs \
+Node.js 20 or newer; install it, for example from your distribution" >&2; exit 1; }
+	npm ci --prefix tests/clients --no-fund --no-audit
+	@touch $@
+
+test-clients: setup $(CLIENT)/.ready
+	$(BIN)/python -m pytest tests/clients
+
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
@@ -147,6 +178,7 @@ format: setup
 
 docs: setup
 	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
+	$(BIN)/python -m prfaas.node.served.reference > docs/api.md
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
 # Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and
@@ -171,4 +203,4 @@ fuzz: setup
 	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) out
+	rm -rf $(VENV) $(VLLM_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out

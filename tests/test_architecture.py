@@ -61,6 +61,7 @@ ROOMS = {
     "cryptography": {"security"},
     "rich": {"cli", "display", "demo"},
     "jinja2": {"text"},
+    "llguidance": {"engine"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
 PURE = {"planner", "scheduler", "cache"}

@@ -18,6 +18,7 @@ from prfaas.contracts.kv_transfer_params import (
     encode,
     prefill_error,
 )
+from prfaas.contracts.openai import MAX_CHOICES
 from prfaas.errors import InputError
 from prfaas.types import Grant, TransferId
 
@@ -95,3 +96,12 @@ def test_both_halves_ask_for_the_cuts() -> None:
         assert decode(encode(half), 100) == half
     assert "report_cuts" not in encode(RemoteDecode(GRANT, 64))
     assert encode(ResponseParams(cut_tokens=(8, 16))) == {"cut_tokens": (8, 16)}
+
+
+def test_a_transfer_is_attached_once_unless_declared_otherwise() -> None:
+    once, often = RemotePrefill(TransferId("t-1")), RemotePrefill(TransferId("t-1"), attachments=4)
+    assert "attachments" not in encode(once), "earlier versions get what they know"
+    assert decode(encode(often), 100) == often
+    for wrong in (0, MAX_CHOICES + 1):
+        with pytest.raises(InputError, match="kv_transfer_params.attachments"):
+            decode({**encode(once), "attachments": wrong}, 100)

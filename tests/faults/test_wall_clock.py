@@ -20,7 +20,7 @@ SHOWN = {
     "cli/profile.py",  # when a profile was measured
     "faults/wall/sitecustomize.py",  # sets it
     "gateway/api/app.py",  # `created` of a model
-    "node/publisher.py",  # the timestamp of vLLM's events
+    "node/kv_events/publisher.py",  # the timestamp of vLLM's events
     "node/request_reader.py",  # `created` of an answer
     "text/template.py",  # strftime_now of chat templates
     "security/certificates.py",

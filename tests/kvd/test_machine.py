@@ -276,10 +276,10 @@ class KvdMachine(RuleBasedStateMachine):
         assert [isinstance(answer, Done) for answer in answers].count(True) <= 1
 
     @precondition(lambda self: self.grants)
-    @rule(which=ANY, grant=ANY)
-    def attach(self, which: int, grant: int) -> None:
+    @rule(which=ANY, grant=ANY, attachments=st.sampled_from([1, 1, 3]))
+    def attach(self, which: int, grant: int, attachments: int) -> None:
         granted = self.grants[grant % len(self.grants)]
-        answer = self.engine(which).call(Attach(granted.grant.transfer_id))
+        answer = self.engine(which).call(Attach(granted.grant.transfer_id, attachments))
         if isinstance(answer, LeaseTicket):
             assert answer.hashes == tuple(names(granted.prompt))
             assert answer.tokens == len(granted.prompt)
@@ -329,7 +329,7 @@ class KvdMachine(RuleBasedStateMachine):
         self.parts.incoming.sweep()
 
     @precondition(lambda self: len(self.grants) < 8)
-    @rule(which=ANY, prompt=PROMPT, use=st.sampled_from(["attach", "release", "leave"]))
+    @rule(which=ANY, prompt=PROMPT, use=st.sampled_from(["attach", "release", "twice", "leave"]))
     def hand_off(self, which: int, prompt: tuple[int, ...], use: str) -> None:
         """As it should be, in the middle of everything else."""
         grant, engine = self.parts.open(prompt), self.engine(which)
@@ -347,10 +347,11 @@ class KvdMachine(RuleBasedStateMachine):
         assert self.state_of(grant) == "committed"
         if use == "leave":
             return
-        found = engine.call(Attach(grant.transfer_id))
-        assert isinstance(found, LeaseTicket) and isinstance(
-            engine.call(Attach(grant.transfer_id)), Refused
-        )
+        found = engine.call(Attach(grant.transfer_id, 1 + (use == "twice")))
+        assert isinstance(found, LeaseTicket)
+        if use == "twice":  # the second attachment may never be released
+            self.keep(engine.call(Attach(grant.transfer_id)), prompt)
+        assert isinstance(engine.call(Attach(grant.transfer_id)), Refused)
         self.check_readable(found, prompt)
         self.keep(found, prompt)
         if use == "release":

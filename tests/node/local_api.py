@@ -39,7 +39,7 @@ class AbsentKvd:
     ) -> WriteLease | NotNow:
         raise ConnectionLost("no kvd here")
 
-    def attach(self, transfer_id: TransferId) -> ReadLease:
+    def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease:
         raise ConnectionLost("no kvd here")
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow:

@@ -4,9 +4,9 @@ import asyncio
 
 from prfaas.contracts.kvd_api import EventPage
 from prfaas.http_client.client import open_client
-from prfaas.node.event_follower import EventFollower
-from prfaas.node.events import EventTranslator
-from prfaas.node.publisher import open_publisher
+from prfaas.node.kv_events.follower import EventFollower
+from prfaas.node.kv_events.publisher import open_publisher
+from prfaas.node.kv_events.translator import EventTranslator
 from prfaas.types import HashEvent, NodeId
 from tests.cache.builders import BLOCK, SPECS
 from tests.gateway.peers import peer

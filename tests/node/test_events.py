@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prfaas.cache.hashing import EngineHashes, block_hashes, hash_events
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, SlidingWindow
-from prfaas.node.events import EventTranslator
+from prfaas.node.kv_events.translator import EventTranslator
 from prfaas.types import BlockHash, HashEvent, NodeId
 
 NODE = NodeId("n")

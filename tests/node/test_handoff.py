@@ -156,3 +156,43 @@ def test_the_text_is_that_of_the_tokens(kimi: Gateway, checkpoint: Callable[[str
     )  # the same for all made models
     assert answer["choices"][0]["text"] == text
     assert answer["usage"]["prompt_tokens"] == len("Once upon a time")
+
+
+def test_one_hand_off_has_several_continuations(kimi: Gateway) -> None:
+    ids, salt = prompt(200, seed=9), "several continuations"
+    sampled = {"temperature": 1.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+    granted = kimi.open(ids, salt=salt)
+    assert kimi.prefill(granted)[0] == 200 and kimi.state(granted) == "committed"
+    answer = kimi.decode_host.complete(
+        ids,
+        **sampled,
+        n=3,
+        seed=40,
+        cache_salt=salt,
+        kv_transfer_params={
+            **{"do_remote_prefill": True, "transfer_id": granted.transfer_id, "attachments": 3}
+        },
+    )
+    assert answer["usage"]["prompt_tokens"] == 200
+    assert answer["usage"]["completion_tokens"] == 3 * NEW_TOKENS
+    assert cached_of(answer) == granted.handoff_tokens
+    for index, choice in enumerate(answer["choices"]):
+        alone = kimi.decode_host.complete(
+            ids, **sampled, seed=40 + index, cache_salt=f"reference {next(_SALTS)}"
+        )
+        assert (choice["index"], choice["token_ids"]) == (index, tokens_of(alone))
+    assert kimi.state(granted, 0.0) == "released"
+    kimi.decode_host.wait_until_idle()
+
+
+def test_continuations_of_a_plain_prompt_compute_it_once(kimi: Gateway) -> None:
+    ids, host = prompt(300, seed=10), kimi.decode_host
+    before = host.hit_tokens()
+    answer = host.complete(
+        ids, max_tokens=2, temperature=1.0, n=3, cache_salt="computed once", ignore_eos=True
+    )
+    assert len(answer["choices"]) == 3 and cached_of(answer) == 0
+    assert host.hit_tokens() - before == 2 * 256, "the others resume after the whole blocks"
+    again = host.complete(ids, max_tokens=1, cache_salt="computed once", prompt_logprobs=0)
+    assert cached_of(again) == 0, "every token's log-probability is computed"
+    host.wait_until_idle()

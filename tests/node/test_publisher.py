@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from prfaas.errors import InputError
-from prfaas.node.publisher import KEPT_BYTES, EventPublisher, open_publisher
+from prfaas.node.kv_events.publisher import KEPT_BYTES, EventPublisher, open_publisher
 from tests.waiting import HANG_S
 
 ANY = "tcp://127.0.0.1:0"

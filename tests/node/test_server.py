@@ -62,6 +62,20 @@ async def test_pieces_make_up_the_whole() -> None:
         assert usage["choices"] == [] and usage["usage"] == whole["usage"]
 
 
+async def test_continuous_usage_is_in_every_piece() -> None:
+    async with node_server() as node:
+        asked = {"prompt": PROMPT, "max_tokens": 5, "return_token_ids": True, "seed": 3}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *pieces, last = await node.stream(**asked, stream_options=options)
+        shown = [piece["usage"] for piece in pieces]
+        assert [usage["completion_tokens"] for usage in shown] == [1, 2, 3, 4, 5, 5]
+        assert {usage["prompt_tokens"] for usage in shown} == {len(PROMPT)}
+        assert last["usage"]["completion_tokens"] == 5
+        # As in vLLM, it says nothing without include_usage.
+        only = await node.stream(**asked, stream_options={"continuous_usage_stats": True})
+        assert not any("usage" in piece for piece in only)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_the_job(stream: bool) -> None:
     async with node_server() as node:
@@ -110,7 +124,7 @@ async def metrics(node: LocalApi, running: int | None = None) -> str:
         ({"prompt": [300]}, "prompt"),
         ({"prompt": PROMPT, "max_tokens": 10_000}, "prompt"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature"),
-        ({"prompt": PROMPT, "n": 3}, "n"),
+        ({"prompt": PROMPT, "n": 3, "temperature": 0}, "n"),
         (
             {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}},
             "kv_transfer_params",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,10 +60,10 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
         assert (given_out, by) == (text, None)
         return
     # Token by token (here: letter by letter) the one that is complete first ends the text; of two
-    # that are complete at the same letter the longer one, which began earlier.
+    # that are complete at the same letter the one that the request names first, as in vLLM.
     first = min(ends.values())
-    longest = max(len(stop) for stop, end in ends.items() if end == first)
-    assert by is not None and given_out == text[: first - longest]
+    assert by == next(stop for stop, end in ends.items() if end == first)
+    assert given_out == text[: first - len(by)]
 
 
 @pytest.mark.parametrize("end", ["", "x"])
@@ -75,3 +77,24 @@ def test_the_beginning_of_a_stop_string_is_held_until_it_is_known(end: str) -> N
 def test_without_a_decoder_there_are_tokens_only() -> None:
     answer = AnswerText(None)
     assert (answer.push(7), answer.finish(), answer.stopped_by) == ("", "", None)
+
+
+def answered(text: str, *stops: str, **options: Any) -> tuple[str, str | None]:
+    answer = AnswerText(lambda ids: "".join(map(chr, ids)), stops, **options)
+    shown = ""
+    for character in text:
+        shown += answer.push(ord(character))
+    return shown + answer.finish(), answer.stopped_by
+
+
+def test_the_text_may_end_after_the_stop_string() -> None:
+    assert answered("abcd", "bc") == ("a", "bc")
+    assert answered("abcd", "bc", include_stop=True) == ("abc", "bc")
+    assert answered("abcd", "bcd", "bc", include_stop=True) == ("abc", "bc")  # complete first
+
+
+def test_a_stop_string_of_the_first_tokens_is_text() -> None:
+    assert answered("abxab", "ab", min_tokens=2) == ("abx", "ab")
+    assert answered("abxab", "ab", min_tokens=1) == ("", "ab")
+    assert answered("aaa", "aa", min_tokens=2) == ("a", "aa")
+    assert answered("abxab", "ab", min_tokens=9) == ("abxab", None)

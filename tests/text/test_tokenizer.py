@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from prfaas.engine.checkpoint.tokenizer import save_tokenizer
+from prfaas.engine.checkpoint.tokenizer import EOS, build_tokenizer, save_tokenizer, token_id
 from prfaas.errors import InputError
 from prfaas.text import Chat, ModelTokenizer, load_tokenizer
+from prfaas.text.token_text import token_text
 
 # Touches what transformers adds to Jinja: tojson, strftime_now, loop controls, generation blocks,
 # namespaces, special tokens, trimmed blocks.
@@ -176,3 +178,32 @@ def test_a_model_without_a_template_does_not_chat(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no chat template"):
         words.encode_chat(Chat(CONVERSATION))
     assert words.encode("né") == [110, 195, 169]
+
+
+def test_a_character_belongs_to_the_token_that_completes_it() -> None:
+    tokenizer = ModelTokenizer(build_tokenizer(), {})
+    *begin, last = tokenizer.encode("é€")
+    context: list[int] = []
+    texts = []
+    for token in (*begin, last):
+        texts.append(tokenizer.token_text(token, context))
+        context.append(token)
+    assert texts == ["", "é", "", "", "€"]
+    assert tokenizer.token_text(token_id(EOS), context) == EOS
+
+
+def test_leading_spaces_of_sentencepiece_stay() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "the" * len(ids)
+
+    assert token_text(decode, 1, "▁the", []) == " the"
+    assert token_text(decode, 1, "▁▁the", []) == "  the"
+    assert token_text(decode, 1, "the", []) == "the"
+
+
+def test_bad_words_are_tokenised_with_and_without_a_space() -> None:
+    merged = Tokenizer(models.WordLevel({"a": 0, " a": 1, " ": 2, "?": 3}, unk_token="?"))
+    assert ModelTokenizer(merged, {}).encode_bad_word(" a") == [[0], [1]]
+    # A space of its own would ban the space.
+    assert ModelTokenizer(build_tokenizer(), {}).encode_bad_word("ab") == [[97, 98]]
+    assert ModelTokenizer(build_tokenizer(), {}).encode_bad_word("  ") == []

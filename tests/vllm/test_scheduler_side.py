@@ -207,6 +207,25 @@ def test_an_aborted_load_gives_everything_back(pair: Pair) -> None:
     pair.idle()
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_continuations_load_the_same_transfer(pair: Pair, aborted: bool) -> None:
+    """vLLM makes `n` requests of one, all with its parameters."""
+    prompt = prompt_of(600, seed=20 + aborted)
+    params = {**pair.hand_off(f"parent-{aborted}", prompt, 599), "attachments": 3}
+    names = [f"{index}_parent-{aborted}" for index in range(3)]
+    for name in names:
+        pair.decode.add(name, prompt, params)
+    if aborted:
+        pair.decode.abort(names.pop(0))
+    for name in names:
+        assert pair.decode.run(name) != FAILED
+        assert pair.decode.resumed[name] == pair.prefill.left[f"parent-{aborted}"]
+    pair.idle()
+    assert pair.target.status(params["transfer_id"]).state == "released"
+    pair.decode.add(f"more-{aborted}", prompt, params)
+    assert pair.decode.run(f"more-{aborted}") == FAILED
+
+
 @pytest.mark.parametrize("params", [{"transfer_id": "unknown"}, {}])
 def test_a_lost_transfer_fails_the_request_alone(pair: Pair, params: dict[str, str]) -> None:
     name = f"lost-{len(params)}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.contracts.kvd_api import spec_of
+from prfaas.engine.hf import HFEngine
 from prfaas.engine.hf.load import load_model
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvspec import FullAttention, Segment, SlidingWindow
-from prfaas.testing.vllm_server import Generated, VllmServer
+from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE, Generated, VllmServer
+from prfaas.text import load_tokenizer
 from prfaas.types import BlockHash, TransferId
+from tests.node.local_api import local_api
 from tests.vllm.cases import BLOCK, BRANCH, LENGTHS, MAX_TOKENS, PROMPTS, TURNS, Case, boundary
 from tests.vllm.kvds import HttpRefusal, Kvd
 from tests.waiting import wait_until
@@ -42,6 +47,76 @@ def test_thirty_prompts_eight_at_a_time(case: Case) -> None:
     several = {tuple(answer.tokens) for answer in answers}
     assert len(several) > len(LENGTHS) // 2, "the model does not discriminate"
     wait_until(case.pair.nothing_held)
+
+
+def test_one_hand_off_has_several_continuations(case: Case) -> None:
+    """All equal, because vLLM on a CPU ends with an error for a seed."""
+    prompt, expected = PROMPTS["edges"][1], case.model.expected["edges"][1]
+    params = {**case.pair.hand_off(prompt, len(prompt) - 1), "attachments": 3}
+    sampled = {"temperature": 1.0, "top_k": 1, "n": 3}
+    answer = case.pair.decode.complete(prompt, MAX_TOKENS, **sampled, kv_transfer_params=params)
+    assert answer.status == 200, answer.body
+    assert [choice["index"] for choice in answer.body["choices"]] == [0, 1, 2]
+    for choice in answer.body["choices"]:
+        assert Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"]).same(expected)
+    wait_until(case.pair.nothing_held)
+    assert case.pair.target.status(TransferId(params["transfer_id"])).state == "released"
+
+
+LETTERS = list(range(ord("a"), ord("z") + 1))
+TEXT = "some text, with umlauts: äöü. "
+COMPARED: tuple[dict[str, Any], ...] = (
+    {"prompt": TEXT, "logprobs": 2},
+    {"prompt": TEXT, "echo": True, "logprobs": 2},
+    {"prompt": TEXT, "echo": True, "logprobs": 0, "prompt_logprobs": 1},
+    {"prompt": PROMPTS["all"][2], "prompt_logprobs": 3},
+    {"prompt": PROMPTS["all"][2], "prompt_logprobs": 0, "logprobs": 1},
+    {"prompt": [TEXT, TEXT * 2, "short"], "logprobs": 1},
+    {"prompt": [list(TEXT.encode()), list(b"hi"), [104]], "echo": True, "logprobs": 1},
+    {"prompt": TEXT, "n": 2},  # greedy: refused
+    {"prompt": TEXT, "n": 0},
+)
+
+
+async def test_a_node_answers_as_vllm_does(case: Case) -> None:
+    engine = HFEngine(load_model(case.model.directory), chunk_tokens=64)
+    tokenizer = load_tokenizer(case.model.directory)
+    assert tokenizer is not None
+    async with asyncio.timeout(120), local_api(engine, tokenizer) as node:
+        for fields in COMPARED:
+            body = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, **fields}
+            body["allowed_token_ids"] = LETTERS  # an unfinished character shows here, but not there
+            theirs = await asyncio.to_thread(
+                case.pair.decode.post, "/v1/completions", {"model": "m", **body}
+            )
+            status, ours = await node.complete(**body)
+            assert status == theirs.status, (ours, theirs.body)
+            if status != 200:
+                continue
+            for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                assert ours["usage"][field] == theirs.body["usage"][field]
+            for one, other in zip(ours["choices"], theirs.body["choices"], strict=True):
+                for field in ("index", "text", "finish_reason", "stop_reason"):
+                    assert one[field] == other[field], fields
+                _assert_near(one["logprobs"], other["logprobs"])
+                _assert_near(one.get("prompt_logprobs"), other["prompt_logprobs"])
+
+
+def _assert_near(one: Any, other: Any) -> None:
+    """Equal, but for the rounding of log-probabilities."""
+    match one, other:
+        case dict(), dict():
+            assert one.keys() == other.keys()
+            for key in one:
+                _assert_near(one[key], other[key])
+        case list(), list():
+            assert len(one) == len(other)
+            for mine, theirs in zip(one, other, strict=True):
+                _assert_near(mine, theirs)
+        case float(), float():
+            assert abs(one - other) <= MAX_LOGPROB_DIFFERENCE
+        case _:
+            assert one == other
 
 
 def test_a_second_turn_sends_only_what_is_new(case: Case) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from prfaas.contracts.openai import MAX_CHOICES
 from prfaas.errors import InputError
 from prfaas.types import Form, Grant, TransferId
 
@@ -39,6 +40,7 @@ class RequestParams(msgspec.Struct, frozen=True, omit_defaults=True):
     do_remainder: bool = False
     max_computed_tokens: int | None = None  # of a remainder
     chunk_tokens: int | None = None  # of a remainder
+    attachments: int = 1  # of a remote prefill
 
 
 class RemoteDecode(msgspec.Struct, frozen=True):
@@ -56,6 +58,9 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     transfer_id: TransferId
     form: Form | None = None  # of the grant; None: the engine has one form
     report_cuts: bool = False
+    # How often the engine will attach the transfer: once for each of `n` continuations. The first
+    # attach tells the kvd, which keeps the pages until the last one is released.
+    attachments: int = 1
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -125,7 +130,15 @@ def decode(
     if params.do_remote_prefill:
         if not params.transfer_id:
             raise InputError("transfer_id is missing", where=_FIELD, fix="send the grant's id")
-        return RemotePrefill(TransferId(params.transfer_id), params.form, params.report_cuts)
+        if not 1 <= params.attachments <= MAX_CHOICES:
+            raise InputError(
+                f"{params.attachments}",
+                where=f"{_FIELD}.attachments",
+                fix=f"send 1 to {MAX_CHOICES}",
+            )
+        return RemotePrefill(
+            TransferId(params.transfer_id), params.form, params.report_cuts, params.attachments
+        )
     if params.do_remote_decode:
         return _remote_decode(params, prompt_tokens)
     return None
@@ -180,6 +193,7 @@ def encode(params: RequestedTransfer | Reference | Remainder | ResponseParams) -
                 transfer_id=params.transfer_id,
                 form=params.form,
                 report_cuts=params.report_cuts,
+                attachments=params.attachments,
             )
         case Reference():
             message = RequestParams(do_reference=True, cut_tokens=params.cut_tokens)

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import msgspec
 
+# Of one request. vLLM has no limit of prompts, and one of 16,384 choices.
+MAX_CHOICES = 64  # `n`: continuations of each prompt
+MAX_PROMPTS = 256
+MAX_TOTAL_CHOICES = 512  # continuations of all prompts
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every event
 
 
 class CachedTokens(msgspec.Struct, frozen=True):

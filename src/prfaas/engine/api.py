@@ -13,11 +13,12 @@ raise. After Finished or JobFailed the engine touches neither the job's source n
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,34 @@ from prfaas.kvspec import FullAttention, KVSpec, SegmentSink, SegmentSource
 from prfaas.types import Compat, NotNow
 
 MAX_CUTS = 8192  # in one job, and in one report of them
+MAX_LOGPROBS = 20  # alternatives per token, as in vLLM
+MAX_PROMPT_LOGPROBS = 1 << 19  # values of one job: its prompt's tokens, each with alternatives
+MAX_BIASES = 300  # tokens with a bias, as in OpenAI's API
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024  # sequences and tokens of all, as in vLLM
 
 # Jobs -------------------------------------------------------------------------------------------
+
+
+class TokenMatcher(Protocol):
+    """Follows one answer along its grammar. The engine's thread uses it."""
+
+    def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
+        """The tokens that may follow, one bit each, the lowest bit of a byte first. None: every
+        token, because the grammar has ended. EngineError when the grammar is too complex."""
+
+    def consume(self, token: int) -> None:
+        """Adds a generated token. The end of the text ends the grammar."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar (`engine.guided`) for generated tokens, not for the prompt."""
+
+    @property
+    def field(self) -> str:
+        """The field of the request that has the grammar."""
+
+    def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> TokenMatcher:
+        """As the end of the text, stop tokens are allowed only where the grammar is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +69,33 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     want_logits: bool = False  # Token events carry them
+    top_k: int = 0  # 0: every token
+    min_p: float = 0.0  # part of the likeliest token's probability that a token must have
+    min_tokens: int = 0  # before them, neither the end of the text nor a stop token is generated
+    presence_penalty: float = 0.0  # for tokens of the answer so far
+    frequency_penalty: float = 0.0  # for each of their occurrences
+    repetition_penalty: float = 1.0  # for tokens of the prompt and of the answer so far
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are not completed
+    allowed_token_ids: frozenset[int] | None = None  # None: every token
+    logprobs: int | None = None  # Token events carry them, with this number of alternatives
+    grammar: Grammar | None = None  # that generated tokens follow
+
+    @property
+    def logit_fields(self) -> tuple[str, ...]:
+        """The fields in use that need the model's logits, even where the choice is greedy."""
+        used = (
+            ("min_tokens", self.min_tokens > 0),
+            ("presence_penalty", self.presence_penalty != 0.0),
+            ("frequency_penalty", self.frequency_penalty != 0.0),
+            ("repetition_penalty", self.repetition_penalty != 1.0),
+            ("logit_bias", bool(self.logit_bias)),
+            ("bad_words", bool(self.bad_words_token_ids)),
+            ("allowed_token_ids", self.allowed_token_ids is not None),
+            ("logprobs", self.logprobs is not None),
+            (self.grammar.field if self.grammar is not None else "", self.grammar is not None),
+        )
+        return tuple(name for name, is_used in used if is_used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +147,22 @@ class EngineJob:
     # Chunks are no longer than this, and no longer than the engine's own. Sequences that decode
     # meanwhile wait for a chunk between two steps.
     chunk_tokens: int | None = None
+    # `Prefilled` has the log-probabilities of the prompt's tokens, with this number of
+    # alternatives. Such a job computes every token: it does not resume.
+    prompt_logprobs: int | None = None
 
 
 # Events -----------------------------------------------------------------------------------------
+
+
+class PromptLogprobs(NamedTuple):
+    """Of the prompt's tokens after the first one, which nothing precedes. Natural logarithms of
+    probabilities, from the model's logits."""
+
+    chosen: npt.NDArray[np.float32]  # [tokens - 1]: of the prompt's own tokens
+    ranks: npt.NDArray[np.int32]  # [tokens - 1]: theirs, from 1 on
+    top_ids: npt.NDArray[np.int32]  # [tokens - 1, alternatives]: the likeliest, in descending order
+    top: npt.NDArray[np.float32]  # [tokens - 1, alternatives]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +175,24 @@ class Prefilled:
     # The ends of the chunks in which the tokens were computed, the prompt's end included. Empty:
     # the engine does not report them. Comparisons ignore it.
     cut_tokens: tuple[int, ...] = field(default=(), compare=False)
+    # Of a job that asked for them.
+    prompt_logprobs: PromptLogprobs | None = field(default=None, compare=False)
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities, from the model's logits before any change to them except
+    by a grammar: as in vLLM, they are of the tokens that it allows."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, in descending order
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
     id: int
     logits: npt.NDArray[np.float32] | None = None
+    logprobs: TokenLogprobs | None = None
+    is_stop: bool = False  # a stop token or the end of the text: Finished("stop") follows
 
 
 class KeptAnswer(Protocol):
@@ -160,6 +239,8 @@ class EngineLimits:
     vocab_size: int
     max_running: int  # sequences decoded together
     max_waiting: int  # jobs that wait for their prefill; `submit` refuses one more with NotNow
+    has_logits: bool = True  # False: the engine makes tokens up and refuses `logit_fields`
+    eos_token_ids: frozenset[int] = frozenset()  # that end the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +318,7 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
             where="prompt",
             fix="tokenise with this model's tokenizer",
         )
-    _check_sampling(sampling)
+    _check_sampling(sampling, limits)
     if job.resume is not None and not 0 < job.resume.tokens < prompt_tokens:
         raise InputError(
             f"cannot resume after {job.resume.tokens} of {prompt_tokens} tokens",
@@ -251,12 +332,44 @@ def check_job(job: EngineJob, spec: KVSpec, limits: EngineLimits) -> None:
         raise InputError(
             f"chunks of {job.chunk_tokens} tokens", where="chunk_tokens", fix="use 1 or more"
         )
+    if job.prompt_logprobs is not None:
+        _check_prompt_logprobs(job, job.prompt_logprobs, limits)
     if job.keep is not None and not 0 <= job.keep.held_tokens <= prompt_tokens:
         raise InputError(
             f"{job.keep.held_tokens} tokens of a prompt of {prompt_tokens} cannot be held",
             where="keep.held_tokens",
             fix="use a length from 0 to the prompt's",
         )
+
+
+def _check_prompt_logprobs(job: EngineJob, alternatives: int, limits: EngineLimits) -> None:
+    if not limits.has_logits:
+        raise _without_logits("prompt_logprobs")
+    if not 0 <= alternatives <= MAX_LOGPROBS:
+        raise InputError(
+            f"{alternatives}", where="prompt_logprobs", fix=f"must be from 0 to {MAX_LOGPROBS}"
+        )
+    if len(job.prompt) * (alternatives + 1) > MAX_PROMPT_LOGPROBS:
+        raise InputError(
+            f"{len(job.prompt)} prompt tokens with {alternatives} alternatives are more than "
+            f"{MAX_PROMPT_LOGPROBS} log-probabilities",
+            where="prompt_logprobs",
+            fix="ask for fewer alternatives, or send a shorter prompt",
+        )
+    if job.resume is not None:
+        raise InputError(
+            "the log-probabilities of tokens before the resumed state are not known",
+            where="prompt_logprobs",
+            fix="compute the whole prompt",
+        )
+
+
+def _without_logits(field_name: str) -> InputError:
+    return InputError(
+        "this engine makes its tokens up without a model's logits",
+        where=field_name,
+        fix="leave it out, or use an engine with a model",
+    )
 
 
 def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:
@@ -274,15 +387,59 @@ def check_cuts(cuts: Sequence[int], prompt_tokens: int, where: str) -> None:
             )
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def _check_sampling(sampling: Sampling, limits: EngineLimits) -> None:
     ranges = (
         ("max_tokens", sampling.max_tokens >= 0, "0 or more"),
         ("temperature", 0.0 <= sampling.temperature <= 100.0, "from 0 to 100"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "0 (every token) or more"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "from 0 to 1"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0, "from -2 to 2"),
+        ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0, "from -2 to 2"),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf, "above 0 and finite"),
+        ("logprobs", 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     )
     for name, good, wanted in ranges:
         if not good:
             raise InputError(f"{getattr(sampling, name)}", where=name, fix=f"must be {wanted}")
+    if not limits.has_logits and sampling.logit_fields:
+        raise _without_logits(sampling.logit_fields[0])
+    _check_sampled_ids(sampling, limits.vocab_size)
+
+
+def _check_sampled_ids(sampling: Sampling, vocab_size: int) -> None:
+    words, allowed = sampling.bad_words_token_ids, sampling.allowed_token_ids
+    sizes = (
+        ("logit_bias", len(sampling.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} tokens"),
+        ("bad_words", len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} token sequences"),
+        ("bad_words", all(words), "words that have at least one token"),
+        (
+            "bad_words",
+            sum(map(len, words)) <= MAX_BAD_WORD_TOKENS,
+            f"words of at most {MAX_BAD_WORD_TOKENS} tokens together",
+        ),
+        ("allowed_token_ids", allowed is None or len(allowed) > 0, "at least one token"),
+    )
+    for name, good, wanted in sizes:
+        if not good:
+            raise InputError("the list cannot be used", where=name, fix=f"send {wanted}")
+    ids: tuple[tuple[str, Iterable[int]], ...] = (
+        ("logit_bias", sampling.logit_bias),
+        ("bad_words", chain.from_iterable(words)),
+        ("allowed_token_ids", allowed or ()),
+        ("stop_token_ids", sampling.stop_token_ids),
+    )
+    for name, tokens in ids:
+        if any(not 0 <= token < vocab_size for token in tokens):
+            raise InputError(
+                f"a token id is outside 0 to {vocab_size - 1}",
+                where=name,
+                fix="use ids of this model's vocabulary",
+            )
+    for bias in sampling.logit_bias.values():
+        if not math.isfinite(bias):
+            raise InputError(f"{bias}", where="logit_bias", fix="send finite numbers")
 
 
 def _check_export(export: Export, job: EngineJob, spec: KVSpec) -> None:

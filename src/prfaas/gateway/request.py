@@ -35,6 +35,7 @@ class GatewayRequest:
     prompt_logprobs: bool = False
     adapter: str = ""
     multimodal: bool = False
+    n: int = 1  # choices, which share one prefill
     tenant: str = ""  # whose request it is; tenants share the nodes fairly
 
 
@@ -61,10 +62,30 @@ class RequestTrace:
     first_token_s: float | None = None
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
 
+    def summarise(self, traces: Sequence[RequestTrace]) -> None:
+        """Makes this the trace of a list of prompts: sums, and what all of them have in common."""
+        self.cluster = _common(trace.cluster for trace in traces)
+        self.prefill = _common(trace.prefill for trace in traces)
+        self.decode = _common(trace.decode for trace in traces)
+        self.reason = _common(trace.reason for trace in traces)
+        forms = {trace.form for trace in traces}
+        self.form = forms.pop() if len(forms) == 1 else ""
+        self.cached_tokens = sum(trace.cached_tokens for trace in traces)
+        self.nbytes = sum(trace.nbytes for trace in traces)
+        self.attempts = sum(trace.attempts for trace in traces)
+        started = [trace.first_token_s for trace in traces if trace.first_token_s is not None]
+        self.first_token_s = min(started, default=None)
+        self.failures = [failure for trace in traces for failure in trace.failures]
+
     def handed_off_cached(self) -> int | None:
         """The prompt tokens that the prefill of a hand-off has not computed, as its node reports
         them, or as the route expects until the report is here. None without a hand-off."""
         return self.cached_tokens if self.form else None
+
+
+def _common(values: Iterable[str]) -> str:
+    found = set(values)
+    return found.pop() if len(found) == 1 else ""
 
 
 class Upstream(Protocol):

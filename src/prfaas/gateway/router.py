@@ -26,7 +26,7 @@ from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation, explain, explain_in_sets
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.request import Request, is_offloadable, local_only_reason
 from prfaas.scheduler.sets import (
     Choice,
     has_room_alone,
@@ -170,8 +170,13 @@ class Router:
 
     def _choose_in_all(self, request: Request, view: View, plan: Plan) -> Choice:
         found = route(request, view, plan, self.state)
-        if isinstance(found, Hold) and found.cluster is None and self._is_restarting():
+        if (
+            isinstance(found, Hold)
+            and found.cluster is None
+            and (self._is_restarting() or not is_offloadable(request))
+        ):
             # The restart of the only prefill or the only decode node is no reason to wait for it.
+            # Neither is a PD cluster without a prefill node, for what no other one may prefill.
             alone = serve_alone(request, view, self.state)
             if alone is not None:
                 return Choice(alone, view, True)

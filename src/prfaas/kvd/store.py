@@ -102,6 +102,10 @@ class Store:
         self._keeps_answers = False  # an engine does that has registered
         self._spilling: asyncio.Task[None] | None = None  # ahead of answers
 
+    def new_lease_id(self) -> int:
+        """The id of a lease that uses the pages of another one."""
+        return next(self._lease_ids)
+
     @property
     def first(self) -> Storage | None:
         """The storage of requests that name no form."""

@@ -45,6 +45,8 @@ class TokenizedRequest:
     sampling: Sampling
     salt: str = ""
     transfer: RequestedTransfer | Reference | Remainder | None = None
+    continuation: int = 0  # of the same prompt; the first one has 0
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,16 @@ class PreparedJob:
 
 
 def without_pool(request: TokenizedRequest) -> PreparedJob:
-    return PreparedJob(EngineJob(request.id, request.prompt, request.sampling))
+    return PreparedJob(_job(request))
+
+
+def _job(request: TokenizedRequest) -> EngineJob:
+    return EngineJob(
+        request.id,
+        request.prompt,
+        request.sampling,
+        prompt_logprobs=request.prompt_logprobs,
+    )
 
 
 class LeaseProvider(Protocol):
@@ -101,7 +112,7 @@ class LeaseProvider(Protocol):
         tail: bytes = b"",
     ) -> WriteLease | NotNow: ...
 
-    def attach(self, transfer_id: TransferId) -> ReadLease: ...
+    def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease: ...
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow: ...
 
@@ -139,8 +150,7 @@ class JobBuilder:
                 return self._remote_prefill(request, request.transfer)
             case Reference():
                 cuts = request.transfer.cut_tokens
-                job = EngineJob(request.id, request.prompt, request.sampling, cut_tokens=cuts)
-                return PreparedJob(job)
+                return PreparedJob(replace(_job(request), cut_tokens=cuts))
 
     def _plain(self, request: TokenizedRequest) -> PreparedJob:
         # The engine always computes the last token, so it could not resume at the prompt's end.
@@ -150,7 +160,7 @@ class JobBuilder:
         tokens = len(hashes) * self._block_tokens
         try:
             lease: WriteLease | ReadLease | NotNow = self._kvd.begin(hashes, tokens)
-            if isinstance(lease, NotNow):
+            if isinstance(lease, NotNow) and request.prompt_logprobs is None:
                 lease = self._kvd.pin(hashes)  # no room to keep the state, but perhaps a hit
         except PeerError as error:
             _LOG.warning("the request is computed without the pool: %s", error)
@@ -229,7 +239,7 @@ class JobBuilder:
 
     def _remote_prefill(self, request: TokenizedRequest, transfer: RemotePrefill) -> PreparedJob:
         try:
-            lease = self._kvd.attach(transfer.transfer_id)
+            lease = self._kvd.attach(transfer.transfer_id, transfer.attachments)
         except ConnectionLost as error:
             raise request_error("kvd_unavailable", str(error)) from error
         except TransferFailed as error:
@@ -245,9 +255,7 @@ class JobBuilder:
                 where="prompt",
                 fix="send the whole prompt and its salt, and hand off before its last token",
             )
-        job = EngineJob(
-            request.id, request.prompt, request.sampling, resume=Resume(lease.tokens, lease)
-        )
+        job = replace(_job(request), resume=Resume(lease.tokens, lease))
         prepared = PreparedJob(job, lease, hashes, lease.tokens, external_tokens=lease.tokens)
         return self._keeping(prepared, len(hashes) * self._block_tokens)
 
@@ -265,13 +273,11 @@ class JobBuilder:
                 checkpoint_tokens=tuple(n for n in lease.checkpoint_tokens if n < lease.tokens),
                 skip_tokens=lease.skip_tokens,
             )
-        resume = Resume(found, lease) if found else None
-        return PreparedJob(
-            EngineJob(request.id, request.prompt, request.sampling, resume, export),
-            lease,
-            hashes,
-            found,
-        )
+        # Log-probabilities of the prompt need every token computed, as in vLLM.
+        resumed = found if request.prompt_logprobs is None else 0
+        resume = Resume(resumed, lease) if resumed else None
+        job = replace(_job(request), resume=resume, export=export)
+        return PreparedJob(job, lease, hashes, resumed)
 
     def _hashes(self, request: TokenizedRequest, tokens: int) -> list[BlockHash]:
         return block_hashes(request.prompt[:tokens], self._block_tokens, salt=request.salt)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from prfaas.contracts.openai import ErrorBody, Usage
-from prfaas.node.request_schema import Completion, GenerationRequest, TokenizePrompt
+from prfaas.node.request_schema import ChatOptions, Completion
 from prfaas.service.openapi import EVENT, EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content
 from prfaas.service.probes import PROBE_PATHS
 from prfaas.text import Chat
+from prfaas.text.tokenization import (
+    Detokenize,
+    DetokenizeAnswer,
+    TokenizeAnswer,
+    TokenizeOptions,
+    TokenizePrompt,
+)
 
 # Probes have no key, and this document has no state.
 OPEN_PATHS = PROBE_PATHS | {"/health", "/openapi.json"}
@@ -25,7 +32,8 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the node has a member key."""
-    kinds = (Completion, GenerationRequest, Chat, TokenizePrompt, Usage)
+    texts = (TokenizeOptions, TokenizePrompt, TokenizeAnswer, Detokenize, DetokenizeAnswer)
+    kinds = (Completion, ChatOptions, Chat, Usage, *texts)
     document = ApiDocument("prfaas node", kinds, ErrorBody, _REASONS)
     keyed = (401,) if with_keys else ()
     answer = {
@@ -43,7 +51,7 @@ def openapi(*, with_keys: bool) -> bytes:
     }
     generated: Content = {JSON: answer, EVENTS: EVENT}
     failures = (*keyed, *_READING, 404, 424, 500)
-    chat = {"allOf": [document.ref(GenerationRequest), document.ref(Chat)]}
+    chat = {"allOf": [document.ref(ChatOptions), document.ref(Chat)]}
     document.add(
         "post",
         "/v1/completions",
@@ -82,23 +90,22 @@ def openapi(*, with_keys: bool) -> bytes:
         body=chat,
         errors=(*keyed, *_READING, 404),
     )
+    conversation = {"allOf": [document.ref(TokenizeOptions), document.ref(Chat)]}
     document.add(
         "post",
         "/tokenize",
         "Token ids of a text or a conversation.",
-        {
-            JSON: {
-                "type": "object",
-                "properties": {
-                    "count": {"type": "integer"},
-                    "max_model_len": {"type": "integer"},
-                    "tokens": ids,
-                },
-                "required": ["count", "max_model_len", "tokens"],
-            }
-        },
-        body={"anyOf": [document.ref(TokenizePrompt), document.ref(Chat)]},
-        errors=(*keyed, *_READING),
+        {JSON: document.ref(TokenizeAnswer)},
+        body={"anyOf": [document.ref(TokenizePrompt), conversation]},
+        errors=(*keyed, *_READING, 404),
+    )
+    document.add(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        {JSON: document.ref(DetokenizeAnswer)},
+        body=document.ref(Detokenize),
+        errors=(*keyed, *_READING, 404),
     )
     models = {
         "type": "object",

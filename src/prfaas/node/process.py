@@ -19,11 +19,11 @@ from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.listening import listen, service_url
-from prfaas.node.event_follower import EventFollower, PromptListener
-from prfaas.node.events import EventTranslator
 from prfaas.node.job_builder import JobBuilder
+from prfaas.node.kv_events.follower import EventFollower, PromptListener
+from prfaas.node.kv_events.publisher import open_publisher
+from prfaas.node.kv_events.translator import EventTranslator
 from prfaas.node.metrics import NodeMetrics
-from prfaas.node.publisher import open_publisher
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi

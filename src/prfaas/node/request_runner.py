@@ -43,6 +43,7 @@ MAX_KEEPING_BYTES = 1 << 30
 RETRY_S = 1.0
 
 Ending: TypeAlias = Finished | JobFailed
+EmitEvent: TypeAlias = Callable[[Event], None]
 OnPrompt: TypeAlias = Callable[[Sequence[int], Sequence[BlockHash], str], None]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,19 +62,23 @@ class _Threads(NamedTuple):
 
 
 class ActiveRequest:
-    """A started request. Its events are Prefilled, Tokens, then Finished or JobFailed."""
+    """A started request. It emits Prefilled, Tokens, then Finished or JobFailed."""
 
     def __init__(
-        self, request: TokenizedRequest, arrived_s: float, cancel_job: Callable[[str], None]
+        self,
+        request: TokenizedRequest,
+        emit: EmitEvent,
+        arrived_s: float,
+        cancel_job: Callable[[str], None],
     ) -> None:
         self.request = request
         self.arrived_s = arrived_s
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.emit = emit
         self.ended_by: Literal["stop", "abort"] | None = None
         self.over = False
         self.resumed_tokens = 0
         self.generated: list[int] = []
-        self.prompt_told = False
+        self.prompt_told = request.continuation > 0  # the first continuation tells it
         self._cancel_job = cancel_job
 
     def __repr__(self) -> str:
@@ -124,10 +129,14 @@ class RequestRunner:
         """Requests that wait for the kvd before they reach the engine."""
         return self._preparing
 
-    def start(self, request: TokenizedRequest) -> ActiveRequest:
-        if self.draining:
+    def start(
+        self, request: TokenizedRequest, emit: EmitEvent, *, is_part: bool = False
+    ) -> ActiveRequest:
+        """Calls `emit` on the event loop. `is_part`: the request is a part of one that has begun,
+        so that a node that drains still takes it."""
+        if self.draining and not (is_part and self._active):
             raise request_error("draining", "this node is shutting down", retry_after_s=RETRY_S)
-        active = ActiveRequest(request, self._clock.now(), self._engine.cancel)
+        active = ActiveRequest(request, emit, self._clock.now(), self._engine.cancel)
         self._active.add(active)
         self._idle.clear()
         self._tasks.create_task(self._serve(active))
@@ -172,7 +181,7 @@ class RequestRunner:
                 )
         active.over = True
         _LOG.info("%s %s", active, ending)
-        active.events.put_nowait(ending)
+        active.emit(ending)
         try:
             if job is not None and answer is not None and not self.draining:
                 await self._keep(active, job, answer)
@@ -273,7 +282,7 @@ class RequestRunner:
                     self._metrics.generation_tokens.inc()
                     active.generated.append(event.id)
                     last_s = now
-            active.events.put_nowait(event)
+            active.emit(event)
             if isinstance(event, Token) and not active.prompt_told:
                 await asyncio.sleep(0)  # the handler sends the token first
                 self._tell_prompt(active, prepared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,18 +15,20 @@ from prfaas import __version__
 from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
+from prfaas.node.choices import RunningChoices
 from prfaas.node.errors import request_error
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.openapi import OPEN_PATHS, openapi
-from prfaas.node.request_reader import NodeModel, ReadRequest, RequestReader
-from prfaas.node.request_runner import ActiveRequest, RequestRunner
-from prfaas.node.request_schema import GenerationRequest, TokenizePrompt, parse_tokenize
-from prfaas.node.responses import DONE, ResponseBuilder, error_piece
+from prfaas.node.request_reader import NodeModel, PlannedChoice, ReadRequest, RequestReader
+from prfaas.node.request_runner import RequestRunner
+from prfaas.node.request_schema import GenerationRequest
+from prfaas.node.responses import DONE, error_piece, whole_response
+from prfaas.node.served.fields import served_fields
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
-from prfaas.text import Chat
+from prfaas.text.tokenization import detokenize, parse_detokenize, parse_tokenize, tokenize
 
 _LOG = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("begun", bool)  # the status line of a stream has been sent
@@ -70,6 +72,7 @@ class NodeApi:
         app.router.add_post("/v1/completions/render", self._render_completion)
         app.router.add_post("/v1/chat/completions/render", self._render_chat)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
@@ -102,6 +105,7 @@ class NodeApi:
                 "events": self._model.events,
                 "replay": self._model.replay,
                 "compat": msgspec.to_builtins(self._engine.compat),
+                "serves": served_fields(),
             },
         }
         return _json({"object": "list", "data": [card]})
@@ -112,16 +116,22 @@ class NodeApi:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = await self._reader.parsed(request, parse_tokenize)
-        tokenizer = self._model.require_tokenizer()
-        match asked:
-            case Chat():
-                ids = await self._reader.encode_chat(asked)
-            case TokenizePrompt():
-                ids = await asyncio.to_thread(
-                    tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
-                )
+        self._check_model(asked.model)
         limit = self._engine.limits.max_tokens
-        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids})
+        return _json(await asyncio.to_thread(tokenize, self._model.tokenizer, asked, limit))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        asked = await self._reader.parsed(request, parse_detokenize)
+        self._check_model(asked.model)
+        return _json(await asyncio.to_thread(detokenize, self._model.tokenizer, asked))
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._model.name:
+            raise request_error(
+                "model_not_found",
+                f"this node serves {self._model.name!r}, not {asked[:100]!r}",
+                param="model",
+            )
 
     # Completions ----------------------------------------------------------------------------------
 
@@ -129,60 +139,83 @@ class NodeApi:
         return await self._generate(request, await self._reader.read_completion(request))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, await self._reader.read_chat(request))
+        return await self._generate(request, [await self._reader.read_chat(request)])
 
     async def _render_completion(self, request: web.Request) -> web.Response:
-        return _json([self._reader.render(await self._reader.read_completion(request))])
+        reads = await self._reader.read_completion(request)
+        return _json([self._reader.render(read) for read in reads])
 
     async def _render_chat(self, request: web.Request) -> web.Response:
         return _json(self._reader.render(await self._reader.read_chat(request)))
 
-    async def _generate(self, request: web.Request, read: ReadRequest) -> web.StreamResponse:
-        asked, tokenized = read.asked, read.tokenized()
-        builder = self._reader.response_builder(read, tokenized)
-        active = self._runner.start(tokenized)
+    async def _generate(
+        self, request: web.Request, reads: Sequence[ReadRequest]
+    ) -> web.StreamResponse:
+        """`reads`: one for each prompt."""
+        asked, choices = reads[0].asked, self._reader.choices(reads)
+        running = RunningChoices(
+            self._runner.start,
+            [choice.request for choice in choices],
+            continuations=asked.continuations,
+            together=self._engine.limits.max_running,
+        )
         try:
             # The status line waits for the prefill, so that an error until then is an HTTP status.
-            first = await active.events.get()
-            match first:
-                case JobFailed(error):
-                    raise error
-                case Prefilled():
-                    builder.prefilled(first)
+            await running.wait_until_computed()
             if asked.stream:
-                return await self._stream(request, asked, active, builder)
-            return await self._whole(active, builder)
+                return await self._stream(request, asked, running, choices)
+            return await self._whole(running, choices)
         finally:
-            active.cancel("abort")
+            running.abort()
 
-    async def _whole(self, active: ActiveRequest, builder: ResponseBuilder) -> web.Response:
-        text = ""
-        while True:
-            match await active.events.get():
-                case Token(id=token):
-                    text += builder.token(token)
+    async def _show_prompt(
+        self, event: Prefilled, choices: Sequence[PlannedChoice], index: int
+    ) -> None:
+        """Adds what the prefill has found out to the responses of this choice, and of the other
+        continuations of its prompt, which start later."""
+        read, _, builder = choices[index]
+        builder.prefilled(event)
+        if event.prompt_logprobs is not None:
+            shown = await asyncio.to_thread(self._reader.shown_prompt, read, event.prompt_logprobs)
+            for choice in choices[index : index + read.asked.continuations]:
+                choice.builder.prompt_logprobs, choice.builder.prompt_entries = shown
+
+    async def _whole(
+        self, running: RunningChoices, choices: Sequence[PlannedChoice]
+    ) -> web.Response:
+        builders = [choice.builder for choice in choices]
+        texts, unfinished = [""] * len(builders), len(builders)
+        while unfinished:
+            index, event = await running.next()
+            builder = builders[index]
+            match event:
+                case Prefilled():
+                    await self._show_prompt(event, choices, index)
+                case Token():
+                    texts[index] += builder.token(event)
                     if builder.finish_reason is not None:
-                        active.cancel("stop")
-                        return _json(builder.whole(text))
-                case Finished() as finished:
-                    text += builder.finished(finished)
-                    return _json(builder.whole(text))
+                        running.stop(index)
+                        unfinished -= 1
+                case Finished():
+                    texts[index] += builder.finished(event)
+                    unfinished -= 1
                 case JobFailed(error):
                     raise error
+        return _json(whole_response(builders, texts))
 
     async def _stream(
         self,
         request: web.Request,
         asked: GenerationRequest,
-        active: ActiveRequest,
-        builder: ResponseBuilder,
+        running: RunningChoices,
+        choices: Sequence[PlannedChoice],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
         try:
             request[_BEGUN] = True
             await response.prepare(request)
-            await self._write(response, asked, active, builder)
+            await self._write(response, asked, running, choices)
         except ConnectionResetError:
             pass  # the client has disconnected, and the handler was not cancelled yet
         return response
@@ -191,33 +224,39 @@ class NodeApi:
         self,
         response: web.StreamResponse,
         asked: GenerationRequest,
-        active: ActiveRequest,
-        builder: ResponseBuilder,
+        running: RunningChoices,
+        choices: Sequence[PlannedChoice],
     ) -> None:
-        if (opening := builder.opening()) is not None:
-            await response.write(opening)
-        held: list[int] = []  # tokens whose text is not final yet
-        while builder.finish_reason is None:
-            match await active.events.get():
-                case Token(id=token):
-                    held.append(token)
-                    text = builder.token(token)
+        builders = [choice.builder for choice in choices]
+        unfinished = len(builders)
+        each_token = asked.return_token_ids or asked.logprobs_count is not None
+        while unfinished:
+            index, event = await running.next()
+            builder = builders[index]
+            match event:
+                case Prefilled():
+                    await self._show_prompt(event, choices, index)
+                    if (opening := builder.opening()) is not None:
+                        await response.write(opening)
+                case Token():
+                    text = builder.token(event)
                     ended = builder.finish_reason is not None
-                    if text or ended or asked.return_token_ids:
-                        await response.write(builder.piece(text, held))
-                        held = []
+                    if text or ended or each_token:
+                        await response.write(builder.piece(text))
                     if ended:
-                        active.cancel("stop")
-                case Finished() as finished:
-                    text = builder.finished(finished)
-                    await response.write(builder.piece(text, held))
+                        running.stop(index)
+                        unfinished -= 1
+                case Finished():
+                    text = builder.finished(event)
+                    await response.write(builder.piece(text))
+                    unfinished -= 1
                 case JobFailed(error):
                     failure = errors.of_job(error)
                     await response.write(error_piece(errors.error_body(failure)))
                     break
-        if builder.finish_reason is not None and asked.stream_options is not None:
+        if not unfinished and asked.stream_options is not None:
             if asked.stream_options.include_usage:
-                await response.write(builder.usage_piece())
+                await response.write(builders[0].usage_piece(builders))
         await response.write(DONE)
         await response.write_eof()
 

@@ -21,6 +21,7 @@ from jinja2.utils import Namespace
 
 from prfaas.errors import InputError
 from prfaas.text.chat import Chat
+from prfaas.text.tool_calls import find_form
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the same thing; first wins
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -31,6 +32,7 @@ class ChatTemplate:
         """`special_tokens` are `bos_token` and the like. InputError when `source` is not a
         template."""
         self._special_tokens = special_tokens
+        self.tool_form = find_form(source)  # None: the template shows no known form
         environment = _environment()
         try:
             self._template = environment.from_string(source)

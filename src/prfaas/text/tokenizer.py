@@ -15,6 +15,8 @@ from prfaas.errors import InputError
 from prfaas.text.chat import Chat
 from prfaas.text.conversation import conversation, tool_schemas
 from prfaas.text.template import ChatTemplate
+from prfaas.text.token_text import token_text
+from prfaas.text.tool_calls import ToolForm
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
@@ -31,6 +33,28 @@ class ModelTokenizer:
         # In characters. A text has at least len(text) / longest_token tokens.
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def to_json(self) -> str:
+        """In the form of tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes tool calls. None when its chat template does not show it."""
+        return self._template(with_tools=True).tool_form
+
+    def special_token_id(self, text: str) -> int | None:
+        """None when the text is not a special token: ordinary tokens can write it."""
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            if added.special and added.content == text:
+                return int(token)
+        return None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: add the tokens that the tokenizer puts around a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -46,9 +70,33 @@ class ModelTokenizer:
         tools = tool_schemas(chat.tools)
         return template.render(msgspec.structs.replace(chat, messages=messages, tools=tools))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self.decode(ids, skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str | None]:
+        """The tokenizer's names of the tokens; None for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token) for token in ids]
+
+    def token_text(self, token: int, context: Sequence[int]) -> str:
+        """The text of one token after the tokens of `context`."""
+        piece = self._tokenizer.id_to_token(token) or ""
+        return token_text(self.decode_all, token, piece, context)
+
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """The token sequences of a word at the beginning and in the middle of a text, as vLLM
+        bans them. Empty when the word has no tokens."""
+        alone = self.encode(word.lstrip(), add_special_tokens=False)
+        after_space = self.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not alone:
+            return []
+        # A separate token for the space would make another word of it.
+        is_one_word = len(after_space) == len(alone) and after_space[0] != alone[0]
+        return [alone, after_space] if is_one_word else [alone]
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         names = [_WITH_TOOLS, _DEFAULT] if with_tools else [_DEFAULT]

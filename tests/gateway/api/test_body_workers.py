@@ -79,9 +79,9 @@ async def prepare(
 
 def same(one: PreparedRequest, other: PreparedRequest) -> None:
     def plain(request: PreparedRequest) -> Any:
-        ids, body = request.token_ids, joined(encode_body(request.fields))
+        prompts = [(ids.array.tolist(), json.loads(bytes(ids.json()))) for ids in request.prompts]
         return (
-            *(ids.array.tolist(), json.loads(bytes(ids.json())), msgspec.json.decode(body)),
+            *(prompts, request.n, msgspec.json.decode(joined(encode_body(request.fields)))),
             *(request.path, request.cache_salt, request.stream, request.shows_usage),
             *(request.conversation, request.prompt_logprobs, request.multimodal),
         )
@@ -94,6 +94,8 @@ GOOD: list[tuple[Kind, dict[str, Any]]] = [
     ("completion", {"prompt": list(range(9000)), "max_tokens": 5, "logit_bias": {"5": 1.5}}),
     ("completion", {"prompt": "once é upon", "stream": True, "cache_salt": "s", "x": [None]}),
     ("completion", {"prompt": [[1, 2]], "echo": True, "logprobs": 1, "model": "made-up"}),
+    ("completion", {"prompt": [[1], list(range(9000)), [2, 3]], "n": 2}),
+    ("completion", {"prompt": ["once", "é upon"], "max_tokens": 3}),
     ("chat", {"messages": [{"role": "user", "content": "hi"}], "tools": []}),
     ("either", {"messages": [{"role": "user", "content": [IMAGE]}], "documents": [{"a": 1}]}),
     ("either", {"prompt": [7], "stream": True, "stream_options": {"include_usage": True}}),
@@ -143,7 +145,7 @@ def has_ended(pid: int) -> bool:
 async def test_a_worker_that_dies_costs_its_own_request_only() -> None:
     lost: list[str] = []
     async with pool(settings(), workers=1, count_loss=lost.append) as workers:
-        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        assert len((await prepare(workers, {"prompt": [1, 2]})).prompts[0]) == 2
         (first,) = running(workers)
         os.kill(first, signal.SIGSTOP)  # it takes the job and does not answer
         stuck = asyncio.create_task(prepare(workers, {"prompt": [1]}))
@@ -154,7 +156,7 @@ async def test_a_worker_that_dies_costs_its_own_request_only() -> None:
         with pytest.raises(RequestError) as refused:
             await stuck
         assert (refused.value.status, refused.value.code) == (503, "body_worker_lost")
-        assert len((await next_one).token_ids) == 3
+        assert len((await next_one).prompts[0]) == 3
         assert running(workers) != [first] and lost == ["died"]
 
 
@@ -164,7 +166,7 @@ async def test_a_worker_that_dies_between_two_jobs_costs_no_request() -> None:
         (first,) = running(workers)
         os.kill(first, signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: has_ended(first))
-        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        assert len((await prepare(workers, {"prompt": [1, 2]})).prompts[0]) == 2
 
 
 async def test_a_body_that_takes_too_long_is_refused_and_its_worker_replaced() -> None:
@@ -196,7 +198,7 @@ async def test_a_body_that_takes_too_much_memory_is_refused(
         with pytest.raises(RequestError) as refused:
             await prepare(workers, body, kind)
         assert (refused.value.status, refused.value.code) == (400, "body_too_complex")
-        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        assert len((await prepare(workers, {"prompt": [1, 2]})).prompts[0]) == 2
 
 
 async def test_a_worker_without_its_tokenizer_is_an_error_of_the_request(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ async def test_waiting_bodies_are_bounded_per_tenant() -> None:
         for task in tasks[1:]:
             task.cancel()  # these clients leave
         proceed()
-        assert len((await other).token_ids) == 1
+        assert len((await other).prompts[0]) == 1
         await tasks[0]
         assert workers.waiting == 0
 
@@ -276,7 +278,7 @@ async def test_a_client_that_leaves_does_not_cost_the_worker() -> None:
         await started()
         leaving.cancel()
         proceed()
-        assert len((await prepare(workers, {"prompt": [1, 2]})).token_ids) == 2
+        assert len((await prepare(workers, {"prompt": [1, 2]})).prompts[0]) == 2
         assert running(workers) == before
 
 

@@ -94,10 +94,10 @@ async def test_errors_become_the_clients_exceptions() -> None:
                 await client.completions.create(**{**good, "max_tokens": MAX_TOKENS})
             assert much.value.param == "max_tokens"
             with pytest.raises(openai.BadRequestError) as several:
-                await client.completions.create(**{**good, "prompt": ["a", "b"]})
-            assert several.value.param == "prompt" and "2 prompts" in several.value.message
+                await client.completions.create(**{**good, "prompt": ["a"] * 257})
+            assert several.value.param == "prompt" and "257 prompts" in several.value.message
             with pytest.raises(openai.BadRequestError) as n:
-                await client.completions.create(**{**good, "n": 2})
+                await client.completions.create(**{**good, "n": 65})
             assert n.value.param == "n"
             with pytest.raises(openai.BadRequestError) as engine:
                 await client.completions.create(**{**good, "prompt": [300]})
@@ -150,14 +150,16 @@ async def test_tools_and_unknown_fields_reach_the_engine() -> None:
 
     async with api_server() as server:
         async with client_of(server) as client:
-            await client.chat.completions.create(
-                model="made-up",
-                messages=MESSAGES,
-                tools=[tool],
-                tool_choice="auto",
-                max_tokens=1,
-                extra_body={"unknown_field": {"deep": [1]}, "cache_salt": "mine"},
-            )
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(
+                    model="made-up",
+                    messages=MESSAGES,
+                    tools=[tool],
+                    tool_choice="auto",
+                    max_tokens=1,
+                    extra_body={"unknown_field": {"deep": [1]}, "cache_salt": "mine"},
+                )
+            assert refused.value.param == "unknown_field"
             request = server.backend.requests[-1]
             fields = forwarded(request)
             assert fields["tools"] == [tool] and fields["tool_choice"] == "auto"

@@ -42,11 +42,18 @@ def forwarded(parsed: ParsedRequest) -> Any:
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("text", "text"), ([4, 5], [4, 5]), (["text"], "text"), ([[4, 5]], [4, 5])],
+    [
+        ("text", ["text"]),
+        ([4, 5], [[4, 5]]),
+        (["text"], ["text"]),
+        ([[4, 5]], [[4, 5]]),
+        (["a", "b"], ["a", "b"]),
+        ([[4, 5], [6]], [[4, 5], [6]]),
+    ],
 )
-def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
-    found = completion(prompt=prompt).prompt
-    assert (found if isinstance(found, str) else ids_of(found)) == expected
+def test_prompts_come_in_six_shapes(prompt: Any, expected: Any) -> None:
+    found = completion(prompt=prompt).prompts
+    assert [one if isinstance(one, str) else ids_of(one) for one in found] == expected
 
 
 def test_fields_that_are_not_checked_are_forwarded_unchanged() -> None:
@@ -61,14 +68,15 @@ def test_fields_that_are_not_checked_are_forwarded_unchanged() -> None:
     parsed = parse_chat(
         json.dumps({**chat, "cache_salt": "s", "kv_transfer_params": None}).encode()
     )
-    assert forwarded(parsed) == chat and isinstance(parsed.prompt, Chat)
+    assert forwarded(parsed) == chat and isinstance(parsed.prompts[0], Chat)
     assert parsed.options.cache_salt == "s"
 
 
 def test_streams_always_request_usage_from_the_engine() -> None:
-    options = {"include_usage": False, "continuous_usage_stats": True}
-    parsed = completion(stream=True, stream_options=options)
-    assert parsed.fields["stream_options"] == {**options, "include_usage": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=both).fields["stream_options"] == both
+    parsed = completion(stream=True, stream_options={**both, "include_usage": False})
+    assert parsed.fields["stream_options"] == {"include_usage": True}
     assert not parsed.options.shows_usage
     assert completion(stream=True).fields["stream_options"] == {"include_usage": True}
     assert completion(stream=True, stream_options={"include_usage": True}).options.shows_usage
@@ -93,7 +101,7 @@ def test_the_output_limit_has_two_names() -> None:
 
 def test_the_last_of_two_equal_fields_counts() -> None:
     parsed = parse_completion(b'{"prompt": [1], "max_tokens": 1, "prompt": [2], "max_tokens": 2}')
-    assert ids_of(parsed.prompt) == [2] and forwarded(parsed) == {"max_tokens": 2}
+    assert ids_of(parsed.prompts[0]) == [2] and forwarded(parsed) == {"max_tokens": 2}
 
 
 @pytest.mark.parametrize(
@@ -105,9 +113,14 @@ def test_the_last_of_two_equal_fields_counts() -> None:
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1, 2**31]}, "prompt[1]"),
         ({"prompt": [1, True]}, "prompt[1]"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
-        ({"n": 2}, "n"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], [2, -1]]}, "prompt[1].[1]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a"] * 256, "n": 3}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
         ({"best_of": 3}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -155,10 +168,10 @@ def test_fields_beside_the_prompt_are_bounded() -> None:
         completion(logit_bias={str(n): 1.0 for n in range(200_000)})
     assert refused.value.where == "logit_bias"
     long = "x" * (2 << 20)
-    assert len(str(completion(prompt=long).prompt)) == len(long)
+    assert len(str(completion(prompt=long).prompts[0])) == len(long)
     tools = [{"type": "function", "function": {"description": long}}]
     body = json.dumps({"messages": [{"role": "user", "content": long}], "tools": tools}).encode()
-    assert isinstance(parse_chat(body).prompt, Chat)
+    assert isinstance(parse_chat(body).prompts[0], Chat)
 
 
 def test_a_field_that_is_not_utf_8_is_named() -> None:
@@ -174,3 +187,21 @@ def test_a_body_with_more_values_than_the_context_has_tokens_is_refused_before_i
     with pytest.raises(InputError, match="brackets and commas"):
         check_values(body, 100_000)
     check_values(json.dumps({"prompt": list(range(100_000))}).encode(), 100_000)
+
+
+def test_each_prompt_of_a_list_may_have_as_many_values_as_the_context() -> None:
+    ids = ",".join(["7"] * 90_000)
+    check_values(f'{{"prompt": [[{ids}], [{ids}]]}}'.encode(), 10_000)
+    for several in (
+        f"{ids},{ids}",  # one prompt
+        f"[{ids}],{ids}",  # not a list of prompts
+        f'["a"],[{ids},{ids}]',
+        ",".join(["[7]"] * 150_000),  # too many prompts
+    ):
+        with pytest.raises(InputError, match="brackets and commas"):
+            check_values(f'{{"prompt": [{several}]}}'.encode(), 10_000)
+
+
+def test_the_prompts_of_a_list_become_arrays() -> None:
+    body = b'{"prompt": [%s[1]]}' % (b"[%s1]," % (b"1234567," * 50_000) * 4)
+    assert peak_bytes(parse_completion, body) < 8 * len(body)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from aiohttp import web
 
-from prfaas.errors import ConnectionLost, PeerHttpError, StreamBroken
+from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
 from prfaas.gateway.client import node_client
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
 from prfaas.http_client.client import open_client
@@ -179,12 +179,30 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
 
     async with node(page, path="/metrics") as client:
         assert await client.load() == Load(3, 4)
-    for extra, ours in (({}, False), ({"prfaas": {"kvd_url": None}}, True)):
+    listed = {"completions": ["prompt"], "chat": ["messages", "n"]}
+    serves = {"completions": frozenset({"prompt"}), "chat": frozenset({"messages", "n"})}
+    for extra, more in (
+        ({}, (False,)),
+        ({"prfaas": {"kvd_url": None}}, (True,)),
+        ({"prfaas": {"serves": listed}}, (True, serves)),
+    ):
         body = json.dumps({"data": [{"id": "m", "max_model_len": 8, **extra}]}).encode()
         async with node(body, path="/v1/models") as client:
-            assert await client.card() == Card("m", 8, ours)
+            assert await client.card() == Card("m", 8, *more)
     async with node(b"{}", path="/v1/models") as client:
         with pytest.raises(PeerHttpError):
+            await client.card()
+
+
+@pytest.mark.parametrize(
+    "serves",
+    [5, {}, {"completions": ["a"]}, {"completions": [1], "chat": []}]
+    + [{"completions": ["a"] * 1001, "chat": []}, {"completions": ["a" * 1000], "chat": []}],
+)
+async def test_the_fields_that_a_node_publishes_are_bounded(serves: object) -> None:
+    card = {"id": "m", "prfaas": {"serves": serves}}
+    async with node(json.dumps({"data": [card]}).encode(), path="/v1/models") as client:
+        with pytest.raises(MalformedResponse, match="serves"):
             await client.card()
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from prfaas.contracts.openai_fields import Endpoint
 from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Card
-from prfaas.gateway.dispatch.field_checks import FieldChecks
+from prfaas.gateway.dispatch.field_checks import FieldChecks, check_names
 from prfaas.gateway.dispatch.handoff import AttemptFailed
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
@@ -152,3 +153,38 @@ async def test_a_chat_of_checked_fields_only_is_not_asked_about() -> None:
     async with engine_asked() as asked:
         await asked.check_chat("hello", seed=3, max_tokens=4)
         assert asked.times(CHATS) == 0
+
+
+@pytest.mark.parametrize("name", ["guided_json", "unheard_of"])
+def test_a_field_that_vllm_would_ignore_is_refused(name: str) -> None:
+    vllm, ours = Card("m", None, ours=False), Card("m", None, ours=True)
+    check_names(vllm, asking(1, structured_outputs={}, guided_regex=None, best_of=1))
+    check_names(ours, asking(1, **{name: 1}))  # an earlier version, which refuses it itself
+    with pytest.raises(RequestError, match=name) as refused:
+        check_names(vllm, asking(1, **{name: 1}))
+    assert (refused.value.status, refused.value.param) == (400, name)
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    check_names(vllm, asking(1, stream_options=options))
+    with pytest.raises(RequestError, match="stream_options.include_obfuscation"):
+        check_names(vllm, asking(1, stream_options={**options, "include_obfuscation": True}))
+
+
+def test_the_two_endpoints_have_their_own_fields() -> None:
+    serves: dict[Endpoint, frozenset[str]] = {
+        "completions": frozenset(asking(1).fields),
+        "chat": frozenset({*asking(1).fields, "tools"}),
+    }
+    card, asked = Card("m", None, True, serves), asking(1, tools=[])
+    check_names(card, asking(1))
+    check_names(card, replace(asked, path="/v1/chat/completions"))
+    with pytest.raises(RequestError, match="tools"):
+        check_names(card, asked)
+
+
+async def test_options_of_a_stream_that_the_gateway_does_not_know_are_checked() -> None:
+    async with engine_asked() as asked:
+        usage = {"include_usage": True}
+        await asked.check_chat("hello", stream=True, stream_options=usage)
+        assert asked.times(CHATS) == 0
+        await asked.check_chat("hello", stream=True, stream_options={**usage, "other": 1})
+        assert asked.times(CHATS) == 1

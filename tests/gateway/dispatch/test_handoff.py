@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -132,6 +132,17 @@ async def test_grant_then_prefill_then_commit() -> None:
         assert sent["do_remote_decode"] and sent["grant"]["transfer_id"] == ID
         assert len(body["prompt"]) == sent["handoff_tokens"] and body["max_tokens"] == 1
         assert ABORT not in one.kvd.bodies
+
+
+async def test_the_decode_engine_attaches_a_transfer_once_for_each_choice() -> None:
+    async with case() as one:
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("committed"))
+        one.request = replace(one.request, n=3)
+        params = await one.carry_out()
+        assert params == {"do_remote_prefill": True, "transfer_id": ID, "attachments": 3}
+        (body,) = await one.node.requested(PREFILL)
+        assert "n" not in body, "the prefill generates nothing"
 
 
 async def test_the_commit_is_enough_while_the_prefill_has_not_answered() -> None:

@@ -169,7 +169,7 @@ class Sessions:
             case 0 | 1 | 2 | 3:
                 return self._begin()
             case 4 if memory.granted:
-                return Attach(rng.choice(memory.granted).grant.transfer_id)
+                return Attach(rng.choice(memory.granted).grant.transfer_id, rng.choice((1, 1, 3)))
             case 5 | 4:
                 return Pin(self.model.hashes(rng.choice(self.prompts)))
             case 6 if memory.leases:

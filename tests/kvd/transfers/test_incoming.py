@@ -60,6 +60,49 @@ async def test_a_transfer_from_grant_to_release(parts: Parts) -> None:
     assert parts.cached_tokens(PROMPT) == TOKENS, "whole blocks stay as a prefix"
 
 
+async def test_each_attachment_is_a_lease_on_the_same_pages(parts: Parts) -> None:
+    grant = await committed(parts, PROMPT)
+    tickets = [parts.incoming.attach(grant.transfer_id, attachments=3, engine=1) for _ in range(3)]
+    assert len({ticket.lease_id for ticket in tickets}) == 3
+    assert len({ticket.readable for ticket in tickets}) == 1
+    with pytest.raises(TransferFailed, match="already attached"):
+        parts.incoming.attach(grant.transfer_id, attachments=3, engine=1)
+    for ticket in (tickets[0], tickets[2]):  # the pool's own lease ends before others
+        assert parts.incoming.release(ticket.lease_id)
+        assert not parts.incoming.release(ticket.lease_id), "a lease is released once"
+        parts.assert_readable(tickets[1], PROMPT)
+        assert parts.in_use()[1] == 1
+    assert parts.incoming.release(tickets[1].lease_id)
+    assert parts.in_use() == (0, 0)
+    assert parts.incoming.counts()["released"] == 1
+
+
+async def test_attachments_that_do_not_come_end_with_the_deadline(parts: Parts) -> None:
+    grant = await committed(parts, PROMPT)
+    first = parts.incoming.attach(grant.transfer_id, attachments=2, engine=1)
+    with pytest.raises(TransferFailed, match="another engine"):
+        parts.incoming.attach(grant.transfer_id, attachments=2, engine=2)
+    parts.incoming.release(first.lease_id)
+    parts.clock.advance(OPTIONS.dispatch_s - 1)
+    parts.incoming.sweep()
+    assert parts.in_use()[1] == 1
+    parts.clock.advance(1)
+    parts.incoming.sweep()
+    assert parts.in_use() == (0, 0)
+
+
+async def test_an_engine_that_exits_attaches_no_more(parts: Parts) -> None:
+    grant = await committed(parts, PROMPT)
+    first = parts.incoming.attach(grant.transfer_id, attachments=2, engine=1)
+    parts.incoming.engine_exited(2)
+    parts.incoming.engine_exited(1)
+    assert parts.in_use()[1] == 1, "a process that joined the lease may still read"
+    with pytest.raises(TransferFailed, match="already attached"):
+        parts.incoming.attach(grant.transfer_id, attachments=2, engine=1)
+    parts.incoming.release(first.lease_id)
+    assert parts.in_use() == (0, 0)
+
+
 async def test_tokens_after_the_last_whole_block_are_not_kept(parts: Parts) -> None:
     prompt = prompt_of(TOKENS + 2)
     grant = await committed(parts, prompt)

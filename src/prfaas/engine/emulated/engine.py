@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.engine.api import (
@@ -76,7 +76,7 @@ class EmulatedEngine:
             )
         self._spec = scaled_spec(model.spec, scales.bytes)
         self._layers = 1 + max(max(group.layers) for group in model.spec.groups)
-        self._limits = limits
+        self._limits = replace(limits, has_logits=False)
         self._chunk_tokens = chunk_tokens
         self._clock = clock or MonotonicClock()
         self._compat = Compat(

@@ -101,8 +101,9 @@ class EmulatedSequence:
     def next_token(self) -> Finished | None:
         token = next(self._answer)
         self._generated.append(token)
-        self.emit(Token(token))
-        if token in self.job.sampling.stop_token_ids:
+        is_stop = token in self.job.sampling.stop_token_ids
+        self.emit(Token(token, is_stop=is_stop))
+        if is_stop:
             return Finished("stop")
         done = len(self._generated) >= self.job.sampling.max_tokens
         return Finished("length") if done else None

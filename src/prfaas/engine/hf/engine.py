@@ -67,7 +67,13 @@ class HFEngine:
         self._loaded = loaded
         self._compat = loaded.compat(block_tokens)
         running = MAX_RUNNING if max_running is None else max_running
-        self._limits = EngineLimits(loaded.max_tokens, loaded.vocab_size, running, max_waiting)
+        self._limits = EngineLimits(
+            loaded.max_tokens,
+            loaded.vocab_size,
+            running,
+            max_waiting,
+            eos_token_ids=loaded.eos_token_ids,
+        )
         self._chunk_tokens = chunk_tokens or CHUNK_TOKENS[loaded.device.type]
         if staging is None and loaded.device.type == "cuda":
             staging = _staging(loaded.device)
@@ -192,16 +198,22 @@ class HFEngine:
         cache.begin(start, stop)
         ids = _on_device(job.prompt[start:stop], self._loaded.device)[None]
         positions = torch.arange(start, stop, device=self._loaded.device)[None]
-        logits = _forward(self._loaded.model, ids, past_key_values=cache, position_ids=positions)
+        collector = sequence.prompt_logprobs
+        last = 1 if collector is None else stop - start
+        logits = _forward(
+            self._loaded.model, ids, last, past_key_values=cache, position_ids=positions
+        )
         cache.end()
+        if collector is not None:
+            collector.add(start, logits[0])
         sequence.limit_launched(self._loaded.device)
         sequence.tokens = stop
         if stop == len(job.prompt):
-            self._prefilled(sequence, logits[0])
+            self._prefilled(sequence, logits[0, -1])
 
     def _prefilled(self, sequence: HFSequence, logits: torch.Tensor) -> None:
         cache, job, size = sequence.cache, sequence.job, self._compat.block_tokens
-        assert cache is not None and sequence.sampler is not None
+        assert cache is not None
         cache.finish()
         if self._loaded.device.type == "cuda":
             # Wait until the kernels have run.
@@ -209,9 +221,11 @@ class HFEngine:
         sequence.finish_loads()
         resumed = job.resume.tokens if job.resume is not None else 0
         computed = len(job.prompt) - resumed
-        sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts))
+        collector, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        logprobs = collector.result() if collector is not None else None
+        sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts, logprobs))
         ended = (
-            sequence.accept(sequence.sampler.pick(logits), logits, self._loaded.eos_token_ids)
+            sequence.next_token(logits, self._loaded.eos_token_ids)
             if job.sampling.max_tokens
             else Finished("length")
         )
@@ -256,23 +270,28 @@ class HFEngine:
         lengths = [sequence.tokens for sequence in self._running]
         tokens = [[sequence.last_token] for sequence in self._running]
         ids = torch.tensor(tokens, device=self._loaded.device)
-        logits = _forward(self._loaded.model, ids, **self._slots.begin(lengths))
+        logits = _forward(self._loaded.model, ids, 1, **self._slots.begin(lengths))[:, -1]
         greedy = logits.argmax(dim=-1).tolist()
-        ended: list[tuple[int, Finished]] = []
+        ended: list[tuple[int, Finished | JobFailed]] = []
         size = self._compat.block_tokens
         for row, sequence in enumerate(self._running):
             sequence.tokens += 1
-            assert sequence.sampler is not None
-            drawn = sequence.job.sampling.temperature > 0.0
-            token = sequence.sampler.pick(logits[row]) if drawn else greedy[row]
-            finished = sequence.accept(token, logits[row], self._loaded.eos_token_ids)
+            try:
+                finished = sequence.next_token(
+                    logits[row], self._loaded.eos_token_ids, greedy=greedy[row]
+                )
+            except EngineError as error:  # its request allows no token
+                ended.append((row, JobFailed(error)))
+                continue
             copy_boundary(self.spec, self._slots, row, sequence, size)
             if finished is not None:
                 ended.append((row, finished))
         # The last row first, because removing a row moves later rows only.
-        for row, finished in reversed(ended):
-            answer = take_answer(self.spec, self._slots, row, self._running[row])
-            self._leave(row).emit(Finished(finished.reason, answer))
+        for row, end in reversed(ended):
+            if isinstance(end, Finished):
+                answer = take_answer(self.spec, self._slots, row, self._running[row])
+                end = Finished(end.reason, answer)
+            self._leave(row).emit(end)
 
     def _leave(self, row: int) -> HFSequence:
         last = len(self._running) - 1
@@ -297,10 +316,10 @@ def _staging(device: torch.device) -> tuple[StagingRing, PagePins]:
     return StagingRing(device, ring_bytes=ring_bytes, pins=pins), pins
 
 
-def _forward(model: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Logits [rows, vocab] of each row's last token."""
-    output = model(ids, use_cache=True, logits_to_keep=1, **arguments)
-    logits: torch.Tensor = output.logits[:, -1]
+def _forward(model: Any, ids: torch.Tensor, last: int, **arguments: Any) -> torch.Tensor:
+    """Logits [rows, last, vocab] of each row's last tokens."""
+    output = model(ids, use_cache=True, logits_to_keep=last, **arguments)
+    logits: torch.Tensor = output.logits[:, -last:]
     return logits
 
 

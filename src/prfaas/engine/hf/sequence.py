@@ -13,6 +13,7 @@ from prfaas.engine.hf.answers import BoundaryCopy
 from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
+from prfaas.engine.hf.prompt_logprobs import PromptLogprobsCollector, chunk_limit
 from prfaas.engine.hf.sampling import Sampler
 
 
@@ -29,6 +30,7 @@ class HFSequence:
         self.generated = 0
         self.last_token = 0
         self.sampler: Sampler | None = None
+        self.prompt_logprobs: PromptLogprobsCollector | None = None
         self.boundary: BoundaryCopy | None = None  # the last one that decoding has passed
 
     def start(
@@ -37,11 +39,14 @@ class HFSequence:
         """Makes the cache and reads the state to resume from."""
         job = self.job
         self.cache = ExportingCache(loaded, job.export, ring)
-        self.sampler = Sampler(job.sampling, loaded.device)
+        self.sampler = Sampler(job.sampling, loaded.device, job.prompt, loaded.eos_token_ids)
         if job.resume is not None:
             self._loads = ring
             import_state(loaded, self.cache, job.resume, ring)
             self.tokens = job.resume.tokens
+        if job.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobsCollector(job.prompt, job.prompt_logprobs)
+            chunk_tokens = min(chunk_tokens, chunk_limit(loaded.vocab_size))
         self.cuts = chunk_ends(
             self.tokens,
             len(job.prompt),
@@ -68,16 +73,21 @@ class HFSequence:
                 self._launched.synchronize()
             self._launched = launched
 
-    def accept(
-        self, token: int, logits: torch.Tensor, eos_token_ids: frozenset[int]
+    def next_token(
+        self, logits: torch.Tensor, eos_token_ids: frozenset[int], greedy: int | None = None
     ) -> Finished | None:
-        """Emits the token. Returns how the job has ended, or None when it continues."""
-        sampling = self.job.sampling
+        """Chooses and emits a token from the row of logits. `greedy`: its largest one, where the
+        caller knows it. Returns how the job has ended, or None when it continues."""
+        sampling, sampler = self.job.sampling, self.sampler
+        assert sampler is not None
+        known = greedy if sampler.is_plain_greedy else None
+        token = sampler.pick(logits) if known is None else known
         self.generated += 1
         self.last_token = token
         kept = logits.float().cpu().numpy() if sampling.want_logits else None
-        self.emit(Token(token, kept))
-        eos = frozenset() if sampling.ignore_eos else eos_token_ids
-        if token in sampling.stop_token_ids or token in eos:
+        is_eos = token in eos_token_ids and not sampling.ignore_eos
+        is_stop = is_eos or token in sampling.stop_token_ids
+        self.emit(Token(token, kept, sampler.logprobs(logits, token), is_stop))
+        if is_stop:
             return Finished("stop")
         return Finished("length") if self.generated >= sampling.max_tokens else None

@@ -86,8 +86,7 @@ def short_prompt(model: str, salt: str, tokens: int = 1, *, stream: bool = False
 
 
 def refused_bodies(model: str, max_tokens: int) -> dict[str, list[bytes]]:
-    """Bodies by the kind of attack. Most are refused; those with unknown fields that the gateway
-    does not read may be served."""
+    """Bodies by the kind of attack. All are refused: engines refuse unknown fields, too."""
 
     def one(field: str, value: bytes) -> bytes:
         return with_field(model, field, value)
@@ -106,6 +105,12 @@ def refused_bodies(model: str, max_tokens: int) -> dict[str, list[bytes]]:
             one("seed", b"-" + number),
         ],
         "tenant: many fields": [fields(model)],
+        "tenant: many prompts": [
+            one("prompt", brackets(SHORTER_BYTES)),
+            one("prompt", b"[" + b'"a",' * (SHORTER_BYTES // 4) + b'"a"]'),
+            one("prompt", b"[" + b"[1]," * 256 + b"[1]]"),
+            one("n", b"1000000"),
+        ],
         "tenant: escapes": [one(field, text) for field in ("user", "model", "x")],
         BOMB: [bomb()],
         "tenant: refused parameter": [one("logit_bias", biases())],

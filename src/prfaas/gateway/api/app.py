@@ -7,8 +7,10 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.content_encoding import too_large
 from prfaas.gateway.api.credentials import REGISTER, GatewayCredentials
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
-from prfaas.gateway.api.metrics import RequestRecord
+from prfaas.gateway.api.metrics import PromptRecord, RequestRecord
 from prfaas.gateway.api.openapi import openapi
 from prfaas.gateway.api.prompts import Prompts
 from prfaas.gateway.api.request_log import RequestLog
@@ -30,8 +32,17 @@ from prfaas.gateway.api.request_schema import Kind, no_such_model
 from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
 from prfaas.gateway.api.tenants import AdmittedRequest, admit
-from prfaas.gateway.request import Backend, GatewayRequest
+from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.gateway.prompt_lists.fan_out import (
+    PARALLEL_PROMPTS,
+    FanOut,
+    RoutedPrompt,
+    answer_prompts,
+)
+from prfaas.gateway.prompt_lists.merging import AnswerMerger
+from prfaas.gateway.request import Backend, GatewayRequest, Upstream
 from prfaas.gateway.tenants import Tenants
+from prfaas.gateway.tokenization import TOKENIZE_PATHS, TokenizationApi
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_BYTES = 2 << 20  # as a gateway accepts of the report itself, when it polls a kvd
@@ -76,13 +87,16 @@ class GatewayApi:
         self._request_log = request_log
         self._metrics = request_log.metrics
         self._start_limiter = StartLimiter()
+        self._tokenization = TokenizationApi(prompts, body_reader, limits.tenants)
         self._started_s = int(time.time())
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._handle_errors])
         app.on_response_prepare.append(_add_request_id)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", partial(self._generate, "completion"))
+        app.router.add_post("/v1/chat/completions", partial(self._generate, "chat"))
+        for path in TOKENIZE_PATHS:
+            app.router.add_post(path, self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         app.router.add_get("/health", self._health)
@@ -130,13 +144,10 @@ class GatewayApi:
 
     # Completions and chats ------------------------------------------------------------------------
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return await self._tokenization.answer(request, request[_TENANT])
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def _generate(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         tenant = request[_TENANT]
         with (
             self._request_log.record(request[_ID], request.path, tenant) as record,
@@ -156,38 +167,80 @@ class GatewayApi:
             await self._start_limiter.wait()
             prepared = await self._prompts.prepare(kind, body, request[_TENANT])
             self._body_reader.replace(body, prepared.nbytes or body.nbytes)
-            gateway_request = self._gateway_request(request, prepared)
-            record.prompt_tokens = len(gateway_request.token_ids)
+            requests = self._gateway_requests(request, prepared)
+            record.prompt_tokens = sum(len(each.token_ids) for each in requests)
+            record.stream = prepared.stream
+            several = len(requests) > 1
+            parallel = admitted.add_prompts(len(requests), PARALLEL_PROMPTS)
             admitted.begin_wait(record.prompt_tokens)
-            record.stream = gateway_request.stream
             response = ResponseStream(
                 request,
                 shows_usage=prepared.shows_usage,
                 stall_s=self._limits.stall_s,
-                cached_tokens=record.trace.handed_off_cached,
+                # The answers to several prompts are corrected one by one, when they are merged.
+                cached_tokens=_unknown if several else record.trace.handed_off_cached,
             )
             del prepared
+            send = response.stream if record.stream else response.whole
             try:
-                async with self._backend.answer(gateway_request, record.trace) as upstream:
+                if several:
+                    async with self._answer_list(requests, record, admitted, parallel) as upstream:
+                        return await send(upstream)
+                async with self._backend.answer(requests[0], record.trace) as upstream:
                     admitted.end_wait()
-                    if gateway_request.stream:
-                        return await response.stream(upstream)
-                    return await response.whole(upstream)
+                    return await send(upstream)
             finally:
                 record.usage, record.cut_short = response.usage, response.cut_short
                 record.delivered = response.delivered
 
-    def _gateway_request(self, request: web.Request, prepared: PreparedRequest) -> GatewayRequest:
+    @asynccontextmanager
+    async def _answer_list(
+        self,
+        requests: Sequence[GatewayRequest],
+        record: RequestRecord,
+        admitted: AdmittedRequest,
+        parallel: int,
+    ) -> AsyncIterator[Upstream]:
+        """The merged answer to several prompts. The record gets the course of each of them."""
+        prompts = [RoutedPrompt(each, self._request_log.new_trace()) for each in requests]
+        merger = AnswerMerger(len(prompts), requests[0].n)
+        fan_out = FanOut(self._backend, self._start_limiter.wait, admitted.end_wait, parallel)
+        try:
+            async with answer_prompts(fan_out, prompts, merger) as upstream:
+                yield upstream
+        finally:
+            record.trace.summarise([prompt.trace for prompt in prompts])
+            record.prompts = [
+                PromptRecord(prompt.trace, len(prompt.request.token_ids), merger.usage_of(number))
+                for number, prompt in enumerate(prompts)
+            ]
+
+    def _gateway_requests(
+        self, request: web.Request, prepared: PreparedRequest
+    ) -> list[GatewayRequest]:
+        """One for each prompt. Engines must not see two requests with the same id."""
+        first, *others = prepared.prompts
+        if not others:
+            return [self._gateway_request(request, prepared, first, request[_ID])]
+        return [
+            self._gateway_request(request, prepared, token_ids, f"{request[_ID]}-{number}")
+            for number, token_ids in enumerate(prepared.prompts)
+        ]
+
+    def _gateway_request(
+        self, request: web.Request, prepared: PreparedRequest, token_ids: TokenIds, name: str
+    ) -> GatewayRequest:
         return GatewayRequest(
-            id=request[_ID],
+            id=name,
             path=prepared.path,
-            token_ids=prepared.token_ids,
+            token_ids=token_ids,
             fields=prepared.fields,
             salt=self._credentials.salt(request[_TENANT], prepared.cache_salt),
             stream=prepared.stream,
             conversation=prepared.conversation,
             prompt_logprobs=prepared.prompt_logprobs,
             multimodal=prepared.multimodal,
+            n=prepared.n,
             tenant=request[_TENANT],
         )
 
@@ -222,7 +275,14 @@ class GatewayApi:
         request[_TENANT] = request.query.get("tenant", "")
         async with self._body_reader.read(request) as body:
             prepared = await self._prompts.prepare("either", body, request[_TENANT])
-            return _json(self._backend.explain(self._gateway_request(request, prepared)))
+            explained, *others = self._gateway_requests(request, prepared)
+            if others:
+                raise InputError(
+                    f"{len(others) + 1} prompts, which are routed one by one",
+                    where="prompt",
+                    fix="send one prompt",
+                )
+            return _json(self._backend.explain(explained))
 
     async def _register(self, request: web.Request) -> web.Response:
         async with self._body_reader.read(request, inline_bytes=_HEARTBEAT_BYTES) as body:
@@ -256,6 +316,10 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
     request[_BEGUN] = True
     if _ID in request:
         response.headers["X-Request-Id"] = request[_ID]
+
+
+def _unknown() -> None:
+    return None
 
 
 def _json(data: object) -> web.Response:

@@ -1,7 +1,8 @@
 """The gateway's credentials: which of them opens which path, and the tenants' cache salts.
 
-Tenant keys open /v1/*. The operator key opens /prfaas/v1/* and /metrics. The member key opens
-/prfaas/v1/register. Tenants do not share a cache: each tenant has its own salts.
+Tenant keys open /v1/*, /tokenize and /detokenize. The operator key opens /prfaas/v1/* and /metrics.
+The member key opens /prfaas/v1/register. Tenants do not share a cache: each tenant has its own
+salts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prfaas.service.probes import PROBE_PATHS
 OPEN_PATHS = PROBE_PATHS | {"/health", "/openapi.json"}
 REGISTER = "/prfaas/v1/register"
 _TENANT_PREFIX = "/v1/"
+_TENANT_PATHS = frozenset({"/tokenize", "/detokenize"})
 _SALT_BYTES = 32
 
 
@@ -112,7 +114,7 @@ class GatewayCredentials:
         if path == REGISTER:
             self._admit_member(authorization)
             return ""
-        if path.startswith(_TENANT_PREFIX):
+        if path.startswith(_TENANT_PREFIX) or path in _TENANT_PATHS:
             return self._keyring.tenant(authorization)
         self._admit_operator(authorization)
         return ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -18,9 +19,18 @@ _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 
 
+class PromptRecord(NamedTuple):
+    """One prompt of a request, which is routed by itself."""
+
+    trace: RequestTrace
+    tokens: int
+    usage: Usage | None
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, filled in as it proceeds; logged and counted when it ends."""
+    """One request, filled in as it proceeds; logged and counted when it ends. Of a list of prompts,
+    `trace` has the sums, and `prompts` has the course of each."""
 
     id: str
     path: str
@@ -31,6 +41,17 @@ class RequestRecord:
     cut_short: CutShort | None = None
     stream: bool = False  # the client requested a stream
     delivered: bool = False  # a stream was sent up to its last event
+    prompts: Sequence[PromptRecord] = ()  # of a list
+
+    @property
+    def each_prompt(self) -> Sequence[PromptRecord]:
+        return self.prompts or (PromptRecord(self.trace, self.prompt_tokens, self.usage),)
+
+    @property
+    def route(self) -> str:
+        """`mixed`: the prompts of a list took different routes."""
+        routes = {route_of(prompt.trace) for prompt in self.each_prompt}
+        return routes.pop() if len(routes) == 1 else "mixed"
 
 
 class ApiMetrics:
@@ -107,20 +128,27 @@ class ApiMetrics:
         )
 
     def count(self, record: RequestRecord, outcome: str, now_s: float) -> None:
-        trace, usage = record.trace, record.usage
-        route = route_of(trace)
+        trace, route = record.trace, record.route
         self._requests.labels(record.path, route, outcome).inc()
         if record.tenant:  # a tenant that has keys: their number bounds the number of series
             self._tenant_requests.labels(record.tenant, outcome).inc()
-        self._retries.inc(max(0, trace.attempts - 1))
-        if trace.committed_s is not None:
-            self._handoffs.labels(route, trace.form).inc()
+        for prompt in record.each_prompt:
+            self._count_prompt(prompt)
         if trace.first_token_s is None:
             return
         if record.stream:
             self._ttft_s.labels(route).observe(trace.first_token_s - trace.arrived_s)
         self._total_s.labels(route).observe(now_s - trace.arrived_s)
-        self._prompt_tokens.labels(route).inc(record.prompt_tokens)
+
+    def _count_prompt(self, prompt: PromptRecord) -> None:
+        trace, usage = prompt.trace, prompt.usage
+        route = route_of(trace)
+        self._retries.inc(max(0, trace.attempts - 1))
+        if trace.committed_s is not None:
+            self._handoffs.labels(route, trace.form).inc()
+        if trace.first_token_s is None:
+            return
+        self._prompt_tokens.labels(route).inc(prompt.tokens)
         self._cached_tokens.labels(route).inc(trace.cached_tokens)
         self._handed_bytes.labels(route).inc(trace.nbytes)
         if usage is not None:

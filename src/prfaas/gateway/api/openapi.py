@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from prfaas.contracts.kvd_api import Heartbeat
-from prfaas.contracts.openai import ErrorBody, Usage
+from prfaas.contracts.openai import MAX_PROMPTS, ErrorBody, Usage
 from prfaas.gateway.api.credentials import OPEN_PATHS
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Ids, Prompt, Text
 from prfaas.service.openapi import (
@@ -21,6 +21,13 @@ from prfaas.service.openapi import (
     parameter,
 )
 from prfaas.text import Chat
+from prfaas.text.tokenization import (
+    Detokenize,
+    DetokenizeAnswer,
+    TokenizeAnswer,
+    TokenizeOptions,
+    TokenizePrompt,
+)
 
 _REASONS = {
     400: "The request is invalid; the message names the field.",
@@ -38,14 +45,15 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 
 
 class _ListedPrompt(msgspec.Struct, frozen=True):
-    """A list of one prompt; several prompts are refused."""
+    """Each prompt is routed by itself. Choice j of prompt p has index p * n + j."""
 
-    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=1)]
+    prompt: Annotated[list[Text | Ids], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: requests of tenants and operators need a key."""
-    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, Heartbeat)
+    texts = (TokenizeOptions, TokenizePrompt, TokenizeAnswer, Detokenize, DetokenizeAnswer)
+    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, Heartbeat, *texts)
     document = ApiDocument("prfaas gateway", kinds, ErrorBody, _REASONS)
     ref, add = document.ref, document.add
     prompt = {"anyOf": [ref(Prompt), ref(_ListedPrompt)]}
@@ -85,6 +93,23 @@ def openapi(*, with_keys: bool) -> bytes:
         ("/v1/chat/completions", "Continue a conversation.", chat),
     ):
         add("post", path, summary, generated, body=body, errors=failures)
+    conversation = {"allOf": [ref(TokenizeOptions), ref(Chat)]}
+    add(
+        "post",
+        "/tokenize",
+        "Token ids of a text or a conversation.",
+        {JSON: ref(TokenizeAnswer)},
+        body={"anyOf": [ref(TokenizePrompt), conversation]},
+        errors=(*keyed, *_READING, 404, 429),
+    )
+    add(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        {JSON: ref(DetokenizeAnswer)},
+        body=ref(Detokenize),
+        errors=(*keyed, *_READING, 404, 429),
+    )
     add("get", "/v1/models", "List the model that is served.", {JSON: cards}, errors=keyed)
     add(
         "get",

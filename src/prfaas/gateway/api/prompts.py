@@ -5,8 +5,9 @@ in a thread it would stop every stream."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prfaas.gateway.api.body_limits import RequestBody
 from prfaas.gateway.api.request_preparation import PreparedRequest, RequestPreparer
@@ -16,6 +17,7 @@ from prfaas.gateway.client.token_ids import TokenIds
 # Rendering and tokenising this much takes well under a millisecond: less than a thread switch.
 INLINE_BYTES = 1024
 THREADS = 2  # the tokenizer releases the interpreter lock
+T = TypeVar("T")
 
 
 class LongBodies(Protocol):
@@ -27,16 +29,20 @@ class Prompts:
     def __init__(
         self, preparer: RequestPreparer, threads: ThreadPoolExecutor, long_bodies: LongBodies
     ) -> None:
-        self._preparer = preparer
+        self.preparer = preparer
         self._threads = threads
         self._long_bodies = long_bodies
+
+    async def run(self, work: Callable[..., T], *given: object) -> T:
+        """Runs the work in a thread of those that tokenise."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     async def prepare(self, kind: Kind, body: RequestBody, tenant: str) -> PreparedRequest:
         """Raises `InputError`, which names the field, and `RequestError`."""
         if body.data is None:
             return await self._long_bodies.prepare(kind, body, tenant)
-        parsed = self._preparer.parse(kind, body.data)
-        if isinstance(parsed.prompt, TokenIds) or len(body.data) <= INLINE_BYTES:
-            return self._preparer.tokenise(parsed)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._preparer.tokenise, parsed)
+        parsed = self.preparer.parse(kind, body.data)
+        has_text = not all(isinstance(prompt, TokenIds) for prompt in parsed.prompts)
+        if not has_text or len(body.data) <= INLINE_BYTES:
+            return self.preparer.tokenise(parsed)
+        return await self.run(self.preparer.tokenise, parsed)

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from prfaas.clock import Clock
 from prfaas.errors import InputError, RequestError, StreamBroken
-from prfaas.gateway.api.metrics import ApiMetrics, RequestRecord, route_of
+from prfaas.gateway.api.metrics import ApiMetrics, PromptRecord, RequestRecord, route_of
 from prfaas.gateway.request import RequestTrace
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
@@ -23,6 +24,10 @@ class RequestLog:
     def __init__(self, metrics: ApiMetrics, clock: Clock) -> None:
         self.metrics = metrics
         self._clock = clock
+
+    def new_trace(self) -> RequestTrace:
+        """Of one prompt of a list, which is about to be routed."""
+        return RequestTrace(self._clock.now())
 
     @contextmanager
     def record(self, request_id: str, path: str, tenant: str) -> Iterator[RequestRecord]:
@@ -65,11 +70,11 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
     trace, usage = record.trace, record.usage
     # An answer that does not stream has no first token.
     first_s = trace.first_token_s if record.stream else None
-    fields = {
+    fields: dict[str, Any] = {
         "id": record.id,
         "path": record.path,
         "outcome": outcome,
-        "route": route_of(trace),
+        "route": record.route,
         "reason": trace.reason,
         "cluster": trace.cluster,
         "prefill": trace.prefill,
@@ -83,6 +88,8 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
         "ttft_s": None if first_s is None else round(first_s - trace.arrived_s, 6),
         "total_s": round(now_s - trace.arrived_s, 6),
     }
+    if record.prompts:
+        fields["prompts"] = [_prompt_fields(prompt) for prompt in record.prompts]
     if record.tenant:
         fields["tenant"] = record.tenant
     if error_text:
@@ -90,6 +97,24 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
     if trace.failures:
         fields["failures"] = [_shown(failure) for failure in trace.failures[:_MOST_FAILURES]]
     return msgspec.json.encode(fields).decode()
+
+
+def _prompt_fields(prompt: PromptRecord) -> dict[str, Any]:
+    """One prompt of a list. A list has at most `MAX_PROMPTS`."""
+    trace, usage = prompt.trace, prompt.usage
+    return {
+        "route": route_of(trace),
+        "reason": trace.reason,
+        "cluster": trace.cluster,
+        "prefill": trace.prefill,
+        "decode": trace.decode,
+        "prompt_tokens": prompt.tokens,
+        "cached_tokens": trace.cached_tokens,
+        "output_tokens": usage.completion_tokens if usage is not None else None,
+        "form": trace.form,
+        "bytes": trace.nbytes,
+        "attempts": trace.attempts,
+    }
 
 
 def _shown(text: str) -> str:

@@ -18,10 +18,19 @@ from prfaas.gateway.api.request_schema import (
     ParsedRequest,
     Path,
     check_values,
+    no_such_model,
     parse,
 )
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.text import Chat, ModelTokenizer, is_multimodal
+from prfaas.text.tokenization import (
+    DetokenizeAnswer,
+    TokenizeAnswer,
+    detokenize,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize,
+)
 
 # Counting the values of a shorter body takes longer than parsing them.
 _COUNTED_FROM_BYTES = 1 << 16
@@ -33,7 +42,7 @@ class PreparedRequest:
     in the body: ids are an array, and the fields for the engine are bytes."""
 
     path: Path
-    token_ids: TokenIds
+    prompts: tuple[TokenIds, ...]
     fields: Mapping[str, Any]  # as sent to the decode engine
     cache_salt: str
     stream: bool
@@ -41,6 +50,7 @@ class PreparedRequest:
     conversation: bool
     prompt_logprobs: bool
     multimodal: bool
+    n: int = 1  # choices for each prompt
     nbytes: int = 0  # of memory that it holds; 0: not more than its body
 
 
@@ -65,20 +75,43 @@ class RequestPreparer:
     def tokenise(self, parsed: ParsedRequest) -> PreparedRequest:
         """Raises `RequestError` when the prompt and its answer exceed the context length, and
         `InputError` when the prompt cannot be rendered."""
-        options, prompt = parsed.options, parsed.prompt
-        ids = self._token_ids(prompt, parsed.add_special_tokens)
-        self._check_length(len(ids), options.limit_tokens)
+        options = parsed.options
+        prompts = []
+        for prompt in parsed.prompts:
+            ids = self._token_ids(prompt, parsed.add_special_tokens)
+            self._check_length(len(ids), options.limit_tokens)
+            prompts.append(ids)
+        chats = [prompt for prompt in parsed.prompts if isinstance(prompt, Chat)]
         return PreparedRequest(
             path=parsed.path,
-            token_ids=ids,
+            prompts=tuple(prompts),
             fields=parsed.fields,
             cache_salt=options.cache_salt or "",
             stream=bool(options.stream),
             shows_usage=options.shows_usage,
-            conversation=isinstance(prompt, Chat),
+            conversation=bool(chats),
             prompt_logprobs=parsed.prompt_logprobs,
-            multimodal=isinstance(prompt, Chat) and is_multimodal(prompt.messages),
+            multimodal=any(is_multimodal(chat.messages) for chat in chats),
+            n=options.n or 1,
         )
+
+    def tokenize(self, body: bytes) -> TokenizeAnswer:
+        """The answer of /tokenize. Raises `InputError` and `RequestError`."""
+        check_values(body, self._max_tokens)
+        asked = parse_tokenize(body)
+        self._check_model(asked.model)
+        return tokenize(self._tokenizer, asked, self._max_tokens)
+
+    def detokenize(self, body: bytes) -> DetokenizeAnswer:
+        """The answer of /detokenize. Raises `InputError` and `RequestError`."""
+        check_values(body, self._max_tokens)
+        asked = parse_detokenize(body)
+        self._check_model(asked.model)
+        return detokenize(self._tokenizer, asked)
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._model:
+            raise no_such_model(asked, self._model)
 
     def _token_ids(self, prompt: str | TokenIds | Chat, add_special_tokens: bool) -> TokenIds:
         if isinstance(prompt, TokenIds):

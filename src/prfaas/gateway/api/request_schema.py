@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from prfaas.contracts.openai import StreamOptions
+from prfaas.contracts.openai import MAX_CHOICES, MAX_PROMPTS, MAX_TOTAL_CHOICES, StreamOptions
+from prfaas.contracts.openai_fields import REFUSED_BY_GATEWAY
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.client.request_body import JsonParts
 from prfaas.gateway.client.token_ids import LIMIT, TokenIds
@@ -38,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    n: One | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -78,22 +79,16 @@ class Prompt(msgspec.Struct, frozen=True):
     prompt: Text | Ids
 
 
-class _Prompts(msgspec.Struct, frozen=True):
-    prompt: list[Text | Ids]
+class _PromptField(msgspec.Struct, frozen=True):
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
 
 
-# These fields would change the engine's prompt: it would differ from the one that is routed and
-# handed off.
-REFUSED = {
-    "kv_transfer_params": "only the gateway sets this field",
-    "chat_template": "the gateway uses the model's chat template",
-    "truncate_prompt_tokens": "the gateway does not truncate prompts",
-    "prompt_embeds": "a prompt must be text or token ids",
-}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MODEL = msgspec.json.Decoder(str | None)
 _PROMPT = msgspec.json.Decoder(Prompt)
-_PROMPTS = msgspec.json.Decoder(_Prompts)
+_PROMPT_FIELD = msgspec.json.Decoder(_PromptField)
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_LISTED = msgspec.json.Decoder(Text | Ids)
 _COMPLETION = msgspec.json.Decoder(CompletionOptions)
 _CHAT_OPTIONS = msgspec.json.Decoder(ChatOptions)
 _CHAT = msgspec.json.Decoder(Chat)
@@ -106,6 +101,7 @@ _MAX_FIELDS = 1000  # the engines know fewer than a hundred
 # token of text, or stands between two token ids.
 _VALUES_PER_TOKEN = 4
 _MORE_VALUES = 100_000  # for the other fields
+_DIGITS_AND_SPACE = b"0123456789 \n\r\t"
 _COUNTED_BYTES = 1 << 20  # of a body at once: the count stops soon after its limit
 prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in threads
 
@@ -114,7 +110,7 @@ prepare(CompletionOptions, ChatOptions, Chat)  # large bodies are parsed in thre
 class ParsedRequest:
     path: Path
     options: Options
-    prompt: str | TokenIds | Chat
+    prompts: tuple[str | TokenIds | Chat, ...]  # a chat is the only one
     fields: dict[str, Any]  # as sent to the decode engine
     prompt_logprobs: bool = False
     add_special_tokens: bool = True
@@ -155,13 +151,15 @@ def no_such_model(name: str, served: str) -> RequestError:
 
 def check_values(body: Body, max_tokens: int) -> None:
     """Raises InputError when the body has more JSON values than a prompt of `max_tokens` tokens can
-    need."""
+    need. Of a list of prompts of ids, each may have so many: it becomes one array."""
     array = np.frombuffer(body, dtype=np.uint8)
-    limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
+    each = limit = _VALUES_PER_TOKEN * max_tokens + _MORE_VALUES
     values = 0
     for begin in range(0, len(array), _COUNTED_BYTES):
         part = array[begin : begin + _COUNTED_BYTES]
         values += sum(int(np.count_nonzero(part == ord(mark))) for mark in "[{,")
+        if values > limit == each:
+            limit = each * _count_prompts(body)
         if values > limit:
             raise InputError(
                 f"the body has more than {limit} brackets and commas, and the model's context has "
@@ -173,10 +171,18 @@ def check_values(body: Body, max_tokens: int) -> None:
 def _completion(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, ("prompt",))
     options = _parsed(_COMPLETION, msgspec.json.encode(fields))
+    prompts = _prompts(raw.get("prompt"), body)
+    if len(prompts) * (options.n or 1) > MAX_TOTAL_CHOICES:
+        raise InputError(
+            f"{len(prompts)} prompts with {options.n} choices each are more than "
+            f"{MAX_TOTAL_CHOICES} choices",
+            where="n",
+            fix="send fewer prompts in one request, or a smaller n",
+        )
     return ParsedRequest(
         "/v1/completions",
         options,
-        _prompt(raw.get("prompt"), body),
+        prompts,
         _engine_fields(fields, options),
         prompt_logprobs=options.prompt_logprobs is not None
         or bool(options.echo and options.logprobs is not None),
@@ -194,30 +200,50 @@ def _chat(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     return ParsedRequest(
         "/v1/chat/completions",
         options,
-        _parsed(_CHAT, body),
+        (_parsed(_CHAT, body),),
         forwarded,
         prompt_logprobs=options.prompt_logprobs is not None,
     )
 
 
-def _prompt(raw: msgspec.Raw | None, body: Body) -> str | TokenIds:
+def _prompts(raw: msgspec.Raw | None, body: Body) -> tuple[str | TokenIds, ...]:
+    if raw is not None and _is_list_of_prompts(raw):
+        several = _parsed(_LIST, raw, "prompt")
+        if len(several) > MAX_PROMPTS:
+            raise InputError(
+                f"{len(several)} prompts in one request",
+                where="prompt",
+                fix=f"send at most {MAX_PROMPTS} prompts per request",
+            )
+        return tuple(_listed(one, f"prompt[{index}]") for index, one in enumerate(several))
     ids = TokenIds.read(bytes(raw)) if raw is not None else None
-    if ids is not None:
-        return ids
+    return (_text_or_ids(_parsed(_PROMPT, body).prompt) if ids is None else ids,)
+
+
+def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
+    """A list whose first item is not a number. Its other items are checked one by one."""
+    text = memoryview(raw)
+    return bytes(text[:1]) == b"[" and bytes(text[1:_SHOWN_CHARS]).lstrip()[:1] in (b"[", b'"')
+
+
+def _listed(raw: msgspec.Raw, at: str) -> str | TokenIds:
+    ids = TokenIds.read(bytes(raw))
+    return ids if ids is not None else _text_or_ids(_parsed(_LISTED, raw, at))
+
+
+def _count_prompts(body: Body) -> int:
+    """The prompts of a list of lists of ids, which is not parsed here; 1 for any other body, and
+    for a list of more prompts than a request may have."""
     try:
-        return _text_or_ids(_parsed(_PROMPT, body).prompt)
-    except InputError as error:
-        try:
-            several = _parsed(_PROMPTS, body).prompt
-        except InputError:
-            raise error from None
-    if len(several) != 1:
-        raise InputError(
-            f"{len(several)} prompts in one request",
-            where="prompt",
-            fix="send one prompt per request",
-        )
-    return _text_or_ids(several[0])
+        raw = bytes(_parsed(_PROMPT_FIELD, body).prompt)
+    except InputError:
+        return 1
+    shape = raw.translate(None, _DIGITS_AND_SPACE)  # such as [[,,],[,]]
+    has_numbers = b"],," in shape or shape.endswith(b"],]")
+    if not shape.startswith(b"[[") or has_numbers or shape.strip(b"[],"):
+        return 1
+    prompts = shape.count(b"[") - 1
+    return prompts if prompts <= MAX_PROMPTS else 1
 
 
 def _text_or_ids(prompt: str | list[int]) -> str | TokenIds:
@@ -232,7 +258,7 @@ def _checked_fields(raw: dict[str, msgspec.Raw], long: tuple[str, ...]) -> dict[
             f"the body has {len(raw)} fields, more than {_MAX_FIELDS}",
             fix="leave out the fields that the engine does not know",
         )
-    for name, reason in REFUSED.items():
+    for name, reason in REFUSED_BY_GATEWAY.items():
         if name in raw and bytes(memoryview(raw[name])[:5]) != b"null":
             raise InputError(reason, where=name, fix="leave it out")
     _check_size(raw, long)
@@ -267,11 +293,16 @@ def _engine_fields(fields: dict[str, msgspec.Raw], options: Options) -> dict[str
     """The fields for the decode engine. A stream always requests usage; the gateway sets the salt
     separately."""
     forwarded: dict[str, Any] = {
-        name: value for name, value in fields.items() if name not in ("cache_salt", *REFUSED)
+        name: value
+        for name, value in fields.items()
+        if name not in ("cache_salt", *REFUSED_BY_GATEWAY)
     }
     if options.stream:
         given = fields.get("stream_options", msgspec.Raw(b"null"))
         known = {} if bytes(given) == b"null" else _parsed(_STREAM_OPTIONS, given, "stream_options")
+        if not options.shows_usage:
+            # It counts with include_usage only, which the client has not sent.
+            known.pop("continuous_usage_stats", None)
         forwarded["stream_options"] = {**known, "include_usage": True}
     elif options.stream_options is not None:
         raise InputError(

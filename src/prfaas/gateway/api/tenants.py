@@ -19,6 +19,7 @@ class AdmittedRequest:
         self._tenant = tenant
         self._nbytes = 0
         self._tokens = 0
+        self._requests = 1
 
     def check_body(self, nbytes: int) -> None:
         """Raises `RequestError` for a body that the tenant could not send even alone. Called with
@@ -39,6 +40,18 @@ class AdmittedRequest:
         self._tenants.token_rates.charge(self._tenant, nbytes / BYTES_PER_TOKEN)
         self._tenants.body_bytes.take(self._tenant, nbytes)
         self._nbytes += nbytes
+
+    def add_prompts(self, prompts: int, most: int) -> int:
+        """A request with several prompts counts as so many requests as are under way at once. It
+        never has more under way than its tenant may have; the others start later. Returns the
+        number, at most `most`. Raises `RequestError`."""
+        limits = (self._tenants.in_flight, self._tenants.waiting)
+        allowed = min(limit.most(self._tenant).value for limit in limits)
+        parallel = max(1, min(prompts, most, allowed))
+        if parallel > 1:
+            self._tenants.in_flight.take(self._tenant, parallel - 1)
+        self._requests = parallel
+        return parallel
 
     def begin_wait(self, prompt_tokens: int) -> None:
         """The request has a prompt and waits for its first token. Raises `RequestError`."""
@@ -62,7 +75,7 @@ class AdmittedRequest:
         if self._nbytes:
             self._tenants.body_bytes.release(self._tenant, self._nbytes)
             self._nbytes = 0
-        self._tenants.in_flight.release(self._tenant)
+        self._tenants.in_flight.release(self._tenant, self._requests)
 
 
 @contextmanager

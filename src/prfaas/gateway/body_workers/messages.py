@@ -48,13 +48,17 @@ class Job(msgspec.Struct, frozen=True):
     encoding: Encoding = ""
 
 
-class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Comes with the descriptor of a file: the ids, their marks, their JSON, the long fields, and
-    the head, in this order."""
-
+class PackedPrompt(msgspec.Struct, frozen=True, array_like=True):
     ids: int
     marks: int
     json_bytes: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Comes with the descriptor of a file: the ids and marks of each prompt, the JSON of each
+    prompt, the long fields, and the head, in this order. The numbers are aligned."""
+
+    prompts: list[PackedPrompt]
     long_fields: list[tuple[str, int]]  # name and bytes
     head_bytes: int
 
@@ -107,6 +111,7 @@ class _Head(msgspec.Struct, frozen=True):
     conversation: bool
     prompt_logprobs: bool
     multimodal: bool
+    n: int
     fields: dict[str, msgspec.Raw]
 
 
@@ -121,8 +126,8 @@ def read_reply(packet: bytes) -> Reply:
 
 def pack(prepared: PreparedRequest, file: int) -> Prepared:
     """Writes the request to the file."""
-    ids = prepared.token_ids.marked()
-    json = bytes(ids.json())
+    prompts = [prompt.marked() for prompt in prepared.prompts]
+    json = [bytes(prompt.json()) for prompt in prompts]
     long = {name: value for name, value in prepared.fields.items() if isinstance(value, JsonParts)}
     fields: dict[str, Any] = {
         name: msgspec.Raw(msgspec.json.encode(value))
@@ -138,37 +143,48 @@ def pack(prepared: PreparedRequest, file: int) -> Prepared:
             prepared.conversation,
             prepared.prompt_logprobs,
             prepared.multimodal,
+            prepared.n,
             fields,
         )
     )
-    parts: list[Buffer] = [ids.array.tobytes(), ids.marks.tobytes(), json]
+    numbers = [part.tobytes() for prompt in prompts for part in (prompt.array, prompt.marks)]
+    parts: list[Buffer] = [*numbers, *json]
     for value in long.values():
         parts += value.parts
     for part in [*parts, head]:
         _write(file, part)
     sizes = [(name, len(value)) for name, value in long.items()]
-    return Prepared(len(ids), len(ids.marks), len(json), sizes, len(head))
+    packed = [
+        PackedPrompt(len(prompt), len(prompt.marks), len(text))
+        for prompt, text in zip(prompts, json, strict=True)
+    ]
+    return Prepared(packed, sizes, len(head))
 
 
 def unpack(message: Prepared, file: int) -> PreparedRequest:
     """The request in the file, which stays where it is: this takes the same time for every size.
     Raises ValueError when the file does not have the size that the message says."""
-    numbers = _ID_BYTES * (message.ids + message.marks)
+    numbers = _ID_BYTES * sum(packed.ids + packed.marks for packed in message.prompts)
+    json_bytes = sum(packed.json_bytes for packed in message.prompts)
     long_bytes = sum(nbytes for _, nbytes in message.long_fields)
-    nbytes = numbers + message.json_bytes + long_bytes + message.head_bytes
+    nbytes = numbers + json_bytes + long_bytes + message.head_bytes
     if os.fstat(file).st_size != nbytes:
         raise ValueError("the file has another size than the message says")
     view = memoryview(mmap.mmap(file, nbytes, prot=mmap.PROT_READ))
     integers = np.frombuffer(view[:numbers], dtype=np.uint32)
-    at = numbers
-    json = view[at : (at := at + message.json_bytes)]
+    prompts, number, at = [], 0, numbers
+    for packed in message.prompts:
+        ids = integers[number : (number := number + packed.ids)]
+        marks = integers[number : (number := number + packed.marks)]
+        json = view[at : (at := at + packed.json_bytes)]
+        prompts.append(TokenIds(ids, json, marks))
     fields: dict[str, Any] = {}
     for name, size in message.long_fields:
         fields[name] = JsonParts(view[at : (at := at + size)])
     head = _HEAD.decode(bytes(view[at:]))
     return PreparedRequest(
         path=head.path,
-        token_ids=TokenIds(integers[: message.ids], json, integers[message.ids :]),
+        prompts=tuple(prompts),
         fields={**head.fields, **fields},
         cache_salt=head.cache_salt,
         stream=head.stream,
@@ -176,6 +192,7 @@ def unpack(message: Prepared, file: int) -> PreparedRequest:
         conversation=head.conversation,
         prompt_logprobs=head.prompt_logprobs,
         multimodal=head.multimodal,
+        n=head.n,
         nbytes=nbytes,
     )
 

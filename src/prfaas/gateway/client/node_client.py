@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.contracts.openai import Usage, UsageField
+from prfaas.contracts.openai_fields import Endpoint
 from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
@@ -35,6 +36,7 @@ ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilitie
 _MOST_REQUESTS = 10**6  # at one node
 _MOST_TOKENS = 2**31
 _SHOWN = 2000  # of an error event
+_MOST_FIELDS = 1000  # that a node publishes for one endpoint
 
 
 class Unless(Protocol):
@@ -59,6 +61,19 @@ class Card(NamedTuple):
     model: str
     max_tokens: int | None
     ours: bool  # it is a `prfaas node`, which can also hand off states at boundaries inside a step
+    # The fields that it accepts, by endpoint. None: it does not say.
+    serves: Mapping[Endpoint, frozenset[str]] | None = None
+
+
+_FieldNames: TypeAlias = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]],
+    msgspec.Meta(max_length=_MOST_FIELDS),
+]
+
+
+class _Serves(msgspec.Struct, frozen=True):
+    completions: _FieldNames
+    chat: _FieldNames
 
 
 class _Prefilled(msgspec.Struct, frozen=True):
@@ -101,7 +116,7 @@ class NodeClient:
             raise MalformedResponse(f"{self.url}: id is not the name of a model")
         if longest is not None:
             count(longest, f"{self.url}: max_model_len", _MOST_TOKENS)
-        return Card(model, longest, ours is not None)
+        return Card(model, longest, ours is not None, _serves(ours, self.url))
 
     async def load(self) -> Load:
         """The sum over the engines of a server: with data parallelism a server has several."""
@@ -279,6 +294,18 @@ async def _events(exchange: Exchange) -> AsyncIterator[list[bytes]]:
             held += len(rest)
             if held > ANSWER_BYTES:
                 raise ConnectionLost(f"an event of the stream has more than {ANSWER_BYTES} bytes")
+
+
+def _serves(ours: object, url: str) -> Mapping[Endpoint, frozenset[str]] | None:
+    """The fields that a `prfaas node` publishes; None for a version that publishes none."""
+    published = ours.get("serves") if isinstance(ours, dict) else None
+    if published is None:
+        return None
+    try:
+        serves = msgspec.convert(published, _Serves)
+    except msgspec.ValidationError as error:
+        raise MalformedResponse(f"{url}: serves is not a list of fields: {error}") from None
+    return {"completions": frozenset(serves.completions), "chat": frozenset(serves.chat)}
 
 
 def _requests(value: bytes, where: str) -> float:

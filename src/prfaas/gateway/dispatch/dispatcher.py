@@ -25,7 +25,7 @@ from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.dispatch.attempts import Attempts, RetryBudget
-from prfaas.gateway.dispatch.field_checks import FieldChecks
+from prfaas.gateway.dispatch.field_checks import FieldChecks, check_names
 from prfaas.gateway.dispatch.handoff import (
     LONG_TOKENS,
     AttemptFailed,
@@ -171,6 +171,7 @@ class Dispatcher:
             raise AttemptFailed("a node has just left", route.prefill, route.decode, unsent=True)
         # The card is removed while the node does not answer, at any time from here on.
         model = decode.card.model
+        check_names(decode.card, request)
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:

@@ -1,10 +1,14 @@
-"""Asks the decode engine whether it accepts the fields of a request, before anything is computed.
+"""Checks whether the decode engine accepts the fields of a request, before anything is computed.
 
-Otherwise an engine refuses them only after a grant, a prefill on another node and a transfer. The
-engine's `render` path reads a request like the path that generates, and computes nothing. An engine
-without this path (a vLLM without `--enable-scale-out`) gets a trial request: the same fields with a
-short prompt and one token to generate. Fields that an engine has accepted once are not asked about
-again, so that ordinary traffic waits for no check.
+A `prfaas node` publishes the names of the fields that it accepts, and of vLLM they are known: vLLM
+ignores other fields in silence. A request with another field is refused, offloaded or not.
+
+Whether the engine accepts the values, it is asked. Otherwise an engine refuses them only after a
+grant, a prefill on another node and a transfer. The engine's `render` path reads a request like the
+path that generates, and computes nothing. An engine without this path (a vLLM without
+`--enable-scale-out`) gets a trial request: the same fields with a short prompt and one token to
+generate. Fields that an engine has accepted once are not asked about again, so that ordinary
+traffic waits for no check.
 """
 
 from __future__ import annotations
@@ -16,7 +20,13 @@ from typing import Any
 
 import msgspec
 
-from prfaas.errors import PeerError, PeerHttpError
+from prfaas.contracts.openai_fields import (
+    VLLM_STREAM_OPTIONS,
+    Endpoint,
+    known_fields,
+    passed_to_vllm,
+)
+from prfaas.errors import PeerError, PeerHttpError, RequestError
 from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.client.request_body import JsonParts, encode_body
 from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error, record_lost_engine
@@ -42,8 +52,39 @@ _OF_THE_CONVERSATION = frozenset({"add_generation_prompt", "continue_final_messa
 _OF_THE_ANSWER = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options"}
 )
+_SHOWN_CHARS = 100  # of a field's name
 _NO_SUCH_PATH = (403, 404, 405, 501)
 MOST_REMEMBERED = 4_096  # combinations of an engine and fields
+
+
+def check_names(card: Card, request: GatewayRequest) -> None:
+    """Raises `RequestError` for a field that the engine would refuse or ignore."""
+    endpoint: Endpoint = "completions" if request.path == "/v1/completions" else "chat"
+    if card.serves is not None:
+        accepted = card.serves[endpoint]
+    elif card.ours:
+        return  # an earlier version, which refuses fields itself
+    else:
+        accepted = passed_to_vllm(endpoint)
+    for name, value in request.fields.items():
+        ignored = card.serves is None and _is_null(value) and name in known_fields(endpoint)
+        if name not in accepted and not ignored:
+            raise _unsupported(name)
+    options = request.fields.get("stream_options")
+    if not card.ours and isinstance(options, dict):
+        for name, value in options.items():
+            if name not in VLLM_STREAM_OPTIONS and value:
+                raise _unsupported(f"stream_options.{name}")
+
+
+def _unsupported(name: str) -> RequestError:
+    shown = name[:_SHOWN_CHARS]
+    return RequestError(
+        400,
+        "invalid_request",
+        f"{shown}: the decode engine does not support the field; leave it out",
+        param=shown,
+    )
 
 
 class FieldChecks:
@@ -60,7 +101,7 @@ class FieldChecks:
         url, card = decode.engine_url, decode.card
         if url is None or card is None:
             return  # the attempt fails by itself
-        fields = {name: value for name, value in request.fields.items() if name not in _CHECKED}
+        fields = {n: value for n, value in request.fields.items() if not _is_checked(n, value)}
         if not fields.keys() - _CONVERSATION:
             return
         asked = _digest(url, request.path, fields)
@@ -100,6 +141,17 @@ class FieldChecks:
         self._accepted.move_to_end(digest)
         if len(self._accepted) > MOST_REMEMBERED:
             self._accepted.popitem(last=False)
+
+
+def _is_null(value: object) -> bool:
+    return value is None or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
+
+
+def _is_checked(name: str, value: object) -> bool:
+    """Of the stream's options the gateway has checked only the one that it sets itself."""
+    if name == "stream_options" and isinstance(value, dict) and len(value) > 1:
+        return False
+    return name in _CHECKED
 
 
 def _short_request(request: GatewayRequest) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class HandOff:
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
-        return encode(RemotePrefill(grant.transfer_id, grant.form))
+        return encode(RemotePrefill(grant.transfer_id, grant.form, attachments=request.n))
 
     async def _hash(
         self, prompt: PromptHashes, tokens: int, block_tokens: int

@@ -356,7 +356,8 @@ class SchedulerSide:
             return
         try:
             access = self._forms.find(asked.form)
-            lease = access.kvd.attach(asked.transfer_id)
+            # vLLM makes `n` requests of one, with the same parameters: each is a lease of its own.
+            lease = access.kvd.attach(asked.transfer_id, asked.attachments)
         except PrfaasError as error:
             self._lost(request, str(error))
             return

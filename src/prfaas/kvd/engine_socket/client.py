@@ -181,11 +181,12 @@ class KvdClient:
             return NotNow("the kvd is of an earlier version, which does not keep answers", 3600.0)
         return connection.begin(Begin(tuple(hashes), tokens, answer_from=first_token))
 
-    def attach(self, transfer_id: TransferId) -> ReadLease:
+    def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease:
         """Takes over a committed transfer. TransferFailed names the reason when this is not
-        possible: not committed yet, failed, already attached, or unknown."""
+        possible: not committed yet, failed, already attached, or unknown. `attachments`: how often
+        this client will attach it, this time included; the first call decides."""
         connection = self._connected()
-        return connection.read_lease(_ticket(connection.call(Attach(transfer_id))))
+        return connection.read_lease(_ticket(connection.call(Attach(transfer_id, attachments))))
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow:
         """Pins the longest cached prefix; `tokens` of the lease may be 0. An engine always computes

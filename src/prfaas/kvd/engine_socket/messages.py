@@ -16,6 +16,7 @@ import msgspec
 
 from prfaas.cache.storage.places import PageTable
 from prfaas.contracts.kvd_api import MAX_GROUPS, MAX_HEADS, BlockName, GroupName, GroupShape
+from prfaas.contracts.openai import MAX_CHOICES
 from prfaas.errors import WireError
 from prfaas.kvspec import Segment, SegmentShare
 from prfaas.types import Compat, Grant, NotNow, TransferId
@@ -116,8 +117,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     reason: str
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
+class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
+    """`attachments`: how often this engine will attach the transfer, this time included. The first
+    attach decides; each one gets a lease of its own."""
+
     transfer_id: TransferId
+    attachments: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin"):

@@ -101,6 +101,7 @@ class EngineSocketServer:
                 self.outgoing.abort(lease_id, "the engine has exited")
             else:
                 self.release(lease_id)
+        self.incoming.engine_exited(process)
         register = self.connected.pop(process, None)
         if register is not None:
             ended = len(leases.ended)
@@ -242,7 +243,10 @@ class _Connection(asyncio.Protocol):
                 begun = server.outgoing.begin(storage, call, self._notify_transfer_ended)
                 return self._hold(begun, "write")
             case Attach():
-                return self._hold(server.incoming.attach(call.transfer_id, storage), "read")
+                ticket = server.incoming.attach(
+                    call.transfer_id, storage, attachments=call.attachments, engine=process
+                )
+                return self._hold(ticket, "read")
             case Pin():
                 return self._hold(server.pins.pin(storage, call.hashes), "read")
             case Join():

@@ -1,4 +1,5 @@
-"""Incoming transfers: granted, received, committed, attached by an engine, released.
+"""Incoming transfers: granted, received, committed, attached by an engine, released. An engine may
+attach one transfer several times; each attachment is a lease on the same pages.
 
 Runs on the event loop that owns the pool; the listener's threads only signal it. In every case the
 pages of a transfer are released exactly once, and only after the last connection has stopped
@@ -46,6 +47,7 @@ class _IncomingTransfer:
     receiver: PageReceiver | None = None  # None: the pool already had every byte
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
+    engine: int | None = None  # the connection that has attached it first
 
 
 class IncomingTransfers:
@@ -175,10 +177,19 @@ class IncomingTransfers:
             self._fail(transfer, reason)
         return True
 
-    def attach(self, transfer_id: TransferId, storage: Storage | None = None) -> LeaseTicket:
-        """From now on the lease belongs to the engine's request. TransferFailed when the transfer
-        is unknown, not committed, failed, or already attached. InputError when it is of the other
-        form than the engine's `storage`: it can still be attached in its own form."""
+    def attach(
+        self,
+        transfer_id: TransferId,
+        storage: Storage | None = None,
+        *,
+        attachments: int = 1,
+        engine: int | None = None,
+    ) -> LeaseTicket:
+        """From now on the pages belong to the engine's request. The first call declares how often
+        the connection `engine` will attach the transfer; each call makes a lease of its own.
+        TransferFailed when the transfer is unknown, not committed, failed, or already attached as
+        often as declared, or by another connection. InputError when it is of the other form than
+        the engine's `storage`: it can still be attached in its own form."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             raise TransferFailed(f"transfer {transfer_id} is not known here")
@@ -190,12 +201,17 @@ class IncomingTransfers:
                 where="transfer_id",
                 fix=f"attach it on the connection that has registered the {form} form",
             )
-        transfer.state.attach()
+        is_first = transfer.state.stage is IncomingStage.COMMITTED
+        if transfer.state.stage is IncomingStage.ATTACHED and transfer.engine != engine:
+            raise TransferFailed("another engine has already attached the transfer")
+        transfer.state.attach(self._clock.now(), attachments)
+        transfer.engine = engine
         transfer.changed.set()
         lease, request = transfer.lease, transfer.request
-        self._attached[lease.id] = transfer_id
+        lease_id = lease.id if is_first else self._store.new_lease_id()
+        self._attached[lease_id] = transfer_id
         return LeaseTicket(
-            lease_id=lease.id,
+            lease_id=lease_id,
             tokens=lease.tokens,
             match_tokens=lease.tokens,
             skip_tokens=dict(lease.skip_tokens),
@@ -208,26 +224,36 @@ class IncomingTransfers:
 
     def release(self, lease_id: int, problem: str = "") -> bool:
         """The engine has finished reading. False when the lease is not an attached transfer.
-        `problem`: why the engine could not use it, for the status."""
+        `problem`: why the engine could not use it, for the status. The pages are released with the
+        last attachment."""
         transfer_id = self._attached.pop(lease_id, None)
         if transfer_id is None:
             return False
         transfer = self._transfers[transfer_id]
-        transfer.state.release(problem)
-        self._free(transfer)
+        if transfer.state.release(problem):
+            self._free(transfer)
         return True
+
+    def engine_exited(self, engine: int) -> None:
+        """The connection attaches nothing any more. Its leases are released one by one."""
+        for transfer in list(self._transfers.values()):
+            if transfer.engine == engine and transfer.state.await_no_more():
+                self._free(transfer)
 
     def keep_prefix(self, transfer_id: TransferId) -> None:
         """Ends a committed transfer that no engine will attach: its pages stay as a prefix."""
         self.release(self.attach(transfer_id).lease_id)
 
     def sweep(self) -> None:
-        """Fails committed transfers that no gateway polls, and forgets old ended ones and old
-        aborts."""
+        """Fails committed transfers that no gateway polls, ends the wait for attachments that do
+        not come, and forgets old ended ones and old aborts."""
         now = self._clock.now()
         for transfer in list(self._transfers.values()):
             if transfer.state.expired(now):
                 self._fail(transfer, "committed, but no gateway asked for it in time")
+            elif transfer.state.lacks_attachments(now):
+                if transfer.state.await_no_more():
+                    self._free(transfer)
             elif now - transfer.ended_s >= self._timeouts.remember_s:
                 del self._transfers[transfer.grant.transfer_id]
         while self._aborted:

@@ -3,7 +3,8 @@
 incoming   granted ──► committed ──► attached ──► released
               └────────────┴──► failed               Frames renew the grant until the commit, the
                                                       gateway's polls until the attach; then the
-                                                      lease belongs to the engine's request.
+                                                      pages belong to the engine's request, which
+                                                      may attach them several times.
 outgoing   writing ──► committed | aborted            The engine's part, and at the same time
            sending ──► sent | failed                  the link's. Pages are free when both ended.
 """
@@ -35,7 +36,9 @@ class IncomingState:
         self.reason = ""
         self.aborting: str | None = None
         self._dispatch_s = dispatch_s  # how long a committed transfer waits for the next poll
-        self._deadline_s = 0.0  # valid in COMMITTED only
+        self._deadline_s = 0.0  # valid in COMMITTED, and while attachments are awaited
+        self._attached = 0  # attachments that are not released
+        self._awaited = 0  # attachments that were declared and have not come
 
     def commit(self, now: float) -> bool:
         """Every byte is in place. False when the transfer was aborted before: it has failed."""
@@ -61,10 +64,17 @@ class IncomingState:
     def expired(self, now: float) -> bool:
         return self.stage is IncomingStage.COMMITTED and now >= self._deadline_s
 
-    def attach(self) -> None:
+    def attach(self, now: float, attachments: int = 1) -> None:
+        """The first call declares the number of `attachments`, itself included. Later calls must
+        come within `dispatch_s` after it."""
         match self.stage:
             case IncomingStage.COMMITTED:
                 self.stage = IncomingStage.ATTACHED
+                self._attached, self._awaited = 1, attachments - 1
+                self._deadline_s = now + self._dispatch_s
+            case IncomingStage.ATTACHED if self._awaited:
+                self._attached += 1
+                self._awaited -= 1
             case IncomingStage.GRANTED:
                 raise TransferFailed("the transfer is not committed yet")
             case IncomingStage.FAILED:
@@ -72,10 +82,29 @@ class IncomingState:
             case _:
                 raise TransferFailed("an engine has already attached the transfer")
 
-    def release(self, problem: str = "") -> None:
-        assert self.stage is IncomingStage.ATTACHED, self.stage
+    def release(self, problem: str = "") -> bool:
+        """Ends one attachment. True when it was the last one: the pages are free."""
+        assert self.stage is IncomingStage.ATTACHED and self._attached, self.stage
+        self._attached -= 1
+        self.reason = self.reason or problem
+        return self._end_attached()
+
+    def lacks_attachments(self, now: float) -> bool:
+        """Attachments that were declared have not come in time."""
+        return self._awaited > 0 and now >= self._deadline_s
+
+    def await_no_more(self) -> bool:
+        """No further attachment will come. True when none is left: the pages are free."""
+        if not self._awaited:
+            return False
+        self._awaited = 0
+        return self._end_attached()
+
+    def _end_attached(self) -> bool:
+        if self._attached or self._awaited:
+            return False
         self.stage = IncomingStage.RELEASED
-        self.reason = problem
+        return True
 
 
 class WriteStage(enum.Enum):

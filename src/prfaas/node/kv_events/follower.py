@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from prfaas.clock import MonotonicClock
 from prfaas.contracts.kvd_api import SNAPSHOT, EventPage
 from prfaas.http_client.client import HttpClient
-from prfaas.node.events import EventTranslator
-from prfaas.node.publisher import EventPublisher
+from prfaas.node.kv_events.publisher import EventPublisher
+from prfaas.node.kv_events.translator import EventTranslator
 from prfaas.supervision import Failures, repeat
 from prfaas.types import BlockHash, HashEvent
 

@@ -1,0 +1,1 @@
+"""KV events of a node in the format of vLLM, over ZMQ."""

@@ -1,0 +1,1 @@
+"""What a node serves, for gateways (`fields`) and for readers (`reference`)."""
