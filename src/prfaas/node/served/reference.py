@@ -87,7 +87,12 @@ sampling parameters), except:
   gateway requires `max_tokens` of at least 1.
 - At a node, a response has at most 524,288 log-probabilities of prompts.
 - At a node, `temperature` may be up to 100 and `stop` may have 16 strings.
-- At a node, `return_token_ids` does not add the token ids of the prompt.
+- At a node, `return_token_ids` does not add the token ids of the prompt, and `echo` beside it still
+  repeats the prompt's text.
+- At a node, bytes at the end of an answer that are no whole character appear as U+FFFD. vLLM leaves
+  them out.
+- At a node, `stop_reason` is null for every end of the text. vLLM names it where
+  generation_config.json lists several, except the first one.
 - At a node, a request whose `allowed_token_ids`, `bad_words` and `min_tokens` leave no token to
   generate fails with status 500, alone.
 - The gateway sends token ids to the decode engine: the text that `echo` repeats is that of the
