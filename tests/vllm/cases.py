@@ -42,6 +42,7 @@ def _prompts() -> dict[str, list[list[int]]]:
         "long": [draw(LONG) for _ in range(6)],
         "pinned": conversation(),
         "kept": conversation(),
+        "continuations": [draw(EDGES[1])],
     }
 
 

@@ -18,7 +18,18 @@ from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE, Generated, VllmSe
 from prfaas.text import load_tokenizer
 from prfaas.types import BlockHash, TransferId
 from tests.node.local_api import local_api
-from tests.vllm.cases import BLOCK, BRANCH, LENGTHS, MAX_TOKENS, PROMPTS, TURNS, Case, boundary
+from tests.vllm.cases import (
+    BLOCK,
+    BRANCH,
+    LENGTHS,
+    MAX_TOKENS,
+    PROMPTS,
+    TURNS,
+    UNCACHED,
+    Case,
+    boundary,
+    case_id,
+)
 from tests.vllm.kvds import HttpRefusal, Kvd
 from tests.waiting import wait_until
 
@@ -51,7 +62,7 @@ def test_thirty_prompts_eight_at_a_time(case: Case) -> None:
 
 def test_one_hand_off_has_several_continuations(case: Case) -> None:
     """All equal, because vLLM on a CPU ends with an error for a seed."""
-    prompt, expected = PROMPTS["edges"][1], case.model.expected["edges"][1]
+    (prompt,), (expected,) = PROMPTS["continuations"], case.model.expected["continuations"]
     params = {**case.pair.hand_off(prompt, len(prompt) - 1), "attachments": 3}
     sampled = {"temperature": 1.0, "top_k": 1, "n": 3}
     answer = case.pair.decode.complete(prompt, MAX_TOKENS, **sampled, kv_transfer_params=params)
@@ -78,6 +89,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.parametrize("case", [("falcon-h1", UNCACHED)], indirect=True, ids=case_id)
 async def test_a_node_answers_as_vllm_does(case: Case) -> None:
     engine = HFEngine(load_model(case.model.directory), chunk_tokens=64)
     tokenizer = load_tokenizer(case.model.directory)
