@@ -162,7 +162,7 @@ class RequestReader:
         """One for each prompt."""
         parsed = await self.parsed(request, parse_completion, MAX_LISTED_TOKENS)
         asked = parsed.asked
-        self._check_model(asked)
+        self.check_model(asked.model)
         bad_words = await self._bad_words(asked)
         grammar = await self._grammars.compiled(
             describe_grammar(asked.response_format, asked.structured_outputs)
@@ -188,7 +188,7 @@ class RequestReader:
     async def read_chat(self, request: web.Request) -> ReadRequest:
         parsed = await self.parsed(request, parse_chat)
         asked = parsed.asked
-        self._check_model(asked)
+        self.check_model(asked.model)
         tool_use = self._tool_use(parsed)
         grammar = await self._grammars.compiled(self._chat_grammar(asked, tool_use))
         prompt = await self.encode_chat(parsed.chat)
@@ -385,10 +385,10 @@ class RequestReader:
         """The default of max_tokens, as in vLLM: the rest of the model's context."""
         return max(1, self._engine.limits.max_tokens - len(prompt))
 
-    def _check_model(self, asked: GenerationRequest) -> None:
-        if asked.model is not None and asked.model != self._model.name:
+    def check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self._model.name:
             raise request_error(
                 "model_not_found",
-                f"this node serves {self._model.name!r}, not {asked.model[:100]!r}",
+                f"this node serves {self._model.name!r}, not {asked[:100]!r}",
                 param="model",
             )

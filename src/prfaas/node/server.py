@@ -116,22 +116,14 @@ class NodeApi:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = await self._reader.parsed(request, parse_tokenize)
-        self._check_model(asked.model)
+        self._reader.check_model(asked.model)
         limit = self._engine.limits.max_tokens
         return _json(await asyncio.to_thread(tokenize, self._model.tokenizer, asked, limit))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         asked = await self._reader.parsed(request, parse_detokenize)
-        self._check_model(asked.model)
+        self._reader.check_model(asked.model)
         return _json(await asyncio.to_thread(detokenize, self._model.tokenizer, asked))
-
-    def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self._model.name:
-            raise request_error(
-                "model_not_found",
-                f"this node serves {self._model.name!r}, not {asked[:100]!r}",
-                param="model",
-            )
 
     # Completions ----------------------------------------------------------------------------------
 

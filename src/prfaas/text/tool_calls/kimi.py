@@ -16,6 +16,7 @@ from prfaas.text.tool_calls.pieces import (
     CallStart,
     Piece,
     TextPiece,
+    ToolCallParser,
     beginning_of,
     joined,
 )
@@ -29,18 +30,10 @@ CALL, ARGUMENTS, CALL_END = (
 _ID = re.compile(r"(?:[^.]*\.)*([^.]+):\d+")
 
 
-class KimiCalls:
+class KimiCalls(ToolCallParser):
     def __init__(self) -> None:
+        super().__init__()
         self._phase: Literal["text", "section", "id", "arguments"] = "text"
-        self._text = ""  # not read yet
-        self._calls = 0
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
-        while self._read(pieces):
-            pass
-        return joined(pieces)
 
     def finish(self) -> list[Piece]:
         rest, self._text = self._text, ""

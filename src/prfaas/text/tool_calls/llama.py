@@ -8,25 +8,17 @@ from __future__ import annotations
 from typing import Literal
 
 from prfaas.text.tool_calls.json_call import JsonCall
-from prfaas.text.tool_calls.pieces import CallStart, Piece, TextPiece, joined
+from prfaas.text.tool_calls.pieces import CallStart, Piece, TextPiece, ToolCallParser, joined
 
 TAG = "<|python_tag|>"
 
 
-class LlamaCalls:
+class LlamaCalls(ToolCallParser):
     def __init__(self) -> None:
+        super().__init__()
         self._phase: Literal["start", "call", "between", "text", "over"] = "start"
-        self._text = ""  # not read yet
         self._before = ""  # of the first call
         self._call: JsonCall | None = None
-        self._calls = 0
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
-        while self._read(pieces):
-            pass
-        return joined(pieces)
 
     def finish(self) -> list[Piece]:
         rest, self._text = self._text, ""

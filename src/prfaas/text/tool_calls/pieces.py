@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,6 @@ class ArgumentsPiece:
 Piece: TypeAlias = TextPiece | CallStart | ArgumentsPiece
 
 
-class ToolCallParser(Protocol):
-    """Reads one answer. Joined, the pieces do not depend on how the text was divided."""
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now: text that may become a call is held back."""
-
-    def finish(self) -> list[Piece]:
-        """The rest, when the answer has ended. An unfinished call stays unfinished."""
-
-
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same, with neighbours of one kind joined and without empty pieces."""
     result: list[Piece] = []
@@ -65,3 +56,27 @@ def beginning_of(mark: str, text: str) -> int:
         if mark.startswith(text[-length:]):
             return length
     return 0
+
+
+class ToolCallParser(ABC):
+    """Reads one answer. Joined, the pieces do not depend on how the text was divided."""
+
+    def __init__(self) -> None:
+        self._text = ""  # not read yet
+        self._calls = 0  # that have begun
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now: text that may become a call is held back."""
+        self._text += text
+        pieces: list[Piece] = []
+        while self._read(pieces):
+            pass
+        return joined(pieces)
+
+    @abstractmethod
+    def finish(self) -> list[Piece]:
+        """The rest, when the answer has ended. An unfinished call stays unfinished."""
+
+    @abstractmethod
+    def _read(self, pieces: list[Piece]) -> bool:
+        """Reads a part of the text. False when more text is needed."""

@@ -9,25 +9,24 @@ from __future__ import annotations
 from typing import Literal
 
 from prfaas.text.tool_calls.json_call import JsonCall
-from prfaas.text.tool_calls.pieces import CallStart, Piece, TextPiece, beginning_of, joined
+from prfaas.text.tool_calls.pieces import (
+    CallStart,
+    Piece,
+    TextPiece,
+    ToolCallParser,
+    beginning_of,
+    joined,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class TaggedCalls:
+class TaggedCalls(ToolCallParser):
     def __init__(self) -> None:
+        super().__init__()
         self._phase: Literal["text", "opened", "call", "closing"] = "text"
-        self._text = ""  # not read yet
         self._call: JsonCall | None = None
-        self._calls = 0
         self._blank = ""  # between a tag and its call
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
-        while self._read(pieces):
-            pass
-        return joined(pieces)
 
     def finish(self) -> list[Piece]:
         rest, self._text = self._text, ""

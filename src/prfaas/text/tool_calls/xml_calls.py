@@ -24,6 +24,7 @@ from prfaas.text.tool_calls.pieces import (
     CallStart,
     Piece,
     TextPiece,
+    ToolCallParser,
     beginning_of,
     joined,
 )
@@ -33,20 +34,12 @@ _CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-class XmlCalls:
+class XmlCalls(ToolCallParser):
     def __init__(self, functions: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__()
         self._properties = {function["name"]: _properties(function) for function in functions}
-        self._text = ""  # not read yet
         self._searched = 0  # of these characters, for the end of a call
-        self._calls = 0
         self._is_inside = False
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
-        while self._read(pieces):
-            pass
-        return joined(pieces)
 
     def finish(self) -> list[Piece]:
         rest, self._text = self._text, ""
