@@ -24,6 +24,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp4_tflops: Sourced | None = None
     memory_gb: Sourced | None = None
     memory_tbps: Sourced | None = None
+    interconnect_gbs: Sourced | None = None  # GB/s between GPUs of one domain, both directions
+    interconnect_gpus: Sourced | None = None  # GPUs of one domain
     tdp_w: Sourced | None = None
     usd_per_hour: Sourced | None = None
 

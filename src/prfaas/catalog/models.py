@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from prfaas.catalog.provenance import Sourced, Status
+from prfaas.catalog.shape import AttentionWork, ModelShape, Shape
 from prfaas.errors import InputError
 from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, WindowedGQA, build_spec
 
@@ -24,9 +25,16 @@ class GQAGroup(
     k_dim: Positive
     v_dim: Positive
     mechanism: str = "GQA"
+    heads: Positive | None = None  # query heads
+    gated: bool = False  # the output is multiplied with a gate as wide as the queries
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
         return GQA(at, self.kv_heads, self.k_dim, self.v_dim)
+
+    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+        if self.heads is None:
+            return None
+        return plain_work(self, self.heads, hidden, layers, reach=None)
 
 
 class WindowGroup(
@@ -38,9 +46,16 @@ class WindowGroup(
     v_dim: Positive
     window: Positive
     mechanism: str = "SWA"
+    heads: Positive | None = None  # query heads
+    gated: bool = False  # the output is multiplied with a gate as wide as the queries
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
         return WindowedGQA(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
+
+    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+        if self.heads is None:
+            return None
+        return plain_work(self, self.heads, hidden, layers, reach=self.window)
 
 
 class MLAGroup(
@@ -51,9 +66,40 @@ class MLAGroup(
     rope_dim: Positive
     indexer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     mechanism: str = "MLA"
+    heads: Positive | None = None
+    nope_dim: Positive = 128  # of a head's key, beside its rope part
+    v_dim: Positive = 128
+    q_lora_rank: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: queries are not compressed
+    indexer_heads: Annotated[int, msgspec.Meta(ge=0)] = 0
+    indexer_dim: Positive = 128
+    selected: Positive | None = None  # tokens that the indexer selects
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
         return MLA(at, self.kv_lora_rank, self.rope_dim, self.indexer_bytes)
+
+    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+        if self.heads is None:
+            return None
+        heads, rank = self.heads, self.kv_lora_rank
+        query = heads * (self.nope_dim + self.rope_dim)
+        elements = (hidden + query) * self.q_lora_rank if self.q_lora_rank else hidden * query
+        elements += hidden * (rank + self.rope_dim)
+        elements += rank * heads * (self.nope_dim + self.v_dim) + heads * self.v_dim * hidden
+        index = self.indexer_heads * self.indexer_dim
+        if index:
+            elements += (self.q_lora_rank or hidden) * index
+            elements += hidden * (self.indexer_dim + self.indexer_heads)
+        # A decoded token, and one that attends to selected tokens, multiplies latents directly.
+        absorbed = heads * (2 * rank + self.rope_dim)
+        return AttentionWork(
+            kind="latent",
+            layers=layers,
+            elements=elements,
+            prefill_macs=absorbed if index else query + heads * self.v_dim,
+            decode_macs=absorbed,
+            reach=self.selected,
+            index_macs=index,
+        )
 
 
 class LinearGroup(
@@ -66,9 +112,32 @@ class LinearGroup(
     v_dim: Positive
     conv_kernel: Positive
     mechanism: str = "linear"
+    gates: Literal["full", "low_rank"] = "full"  # low_rank: two gates of rank k_dim (KDA)
 
     def geometry(self, at: tuple[int, ...]) -> Geometry:
         return Linear(at, self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv_kernel)
+
+    def work(self, hidden: int, layers: int) -> AttentionWork:
+        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        elements = hidden * (2 * keys + values + self.v_heads) + values * hidden
+        if self.gates == "full":
+            elements += hidden * values
+        else:
+            elements += self.k_dim * (hidden + keys) + self.v_dim * (hidden + values)
+        # Per token a state is updated once and read once.
+        state = 2 * self.v_heads * self.k_dim * self.v_dim
+        return AttentionWork(kind="linear", layers=layers, elements=elements, state_macs=state)
+
+
+def plain_work(
+    group: GQAGroup | WindowGroup, heads: int, hidden: int, layers: int, reach: int | None
+) -> AttentionWork:
+    query, output = heads * group.k_dim, heads * group.v_dim
+    elements = hidden * query * (2 if group.gated else 1) + output * hidden
+    elements += hidden * group.kv_heads * (group.k_dim + group.v_dim)
+    kind: Literal["full", "window"] = "full" if reach is None else "window"
+    pair = query + output
+    return AttentionWork(kind, layers, elements, prefill_macs=pair, decode_macs=pair, reach=reach)
 
 
 ModelGroup: TypeAlias = GQAGroup | WindowGroup | MLAGroup | LinearGroup
@@ -85,6 +154,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters_b: Sourced | None = None
     kv_dtype: str = "bfloat16"
     state_dtype: str = "float32"
+    shape: Shape | None = None  # None: times of this model cannot be estimated
 
     @property
     def display_name(self) -> str:
@@ -94,6 +164,37 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         geometries = [g.geometry(at) for g, at in zip(self.groups, self._placed(), strict=True)]
         return build_spec(
             geometries, kv_dtype=kv_dtype or self.kv_dtype, state_dtype=self.state_dtype
+        )
+
+    def model_shape(self) -> ModelShape:
+        """The model as counted work. Raises where the entry does not say enough."""
+        shape = self.shape
+        if shape is None:
+            raise InputError(
+                f"the catalog does not have the matrices of {self.name}, so its times cannot be "
+                "estimated",
+                fix="add [models.shape] to its entry, name its config.json, or measure a profile",
+            )
+        attention = []
+        for index, (group, at) in enumerate(zip(self.groups, self._placed(), strict=True)):
+            work = group.work(shape.hidden, len(at))
+            if work is None:
+                raise InputError(
+                    f"the number of query heads of {self.name} is not known",
+                    where=f"models.{self.name}.groups.{index}.heads",
+                    fix="add heads = ... to this group",
+                )
+            attention.append(work)
+        return ModelShape(
+            name=self.name,
+            layers=self.layers,
+            hidden=shape.hidden,
+            vocabulary=shape.vocabulary,
+            attention=tuple(attention),
+            dense=shape.dense,
+            experts=shape.experts,
+            weights=shape.weights,
+            expert_weights=shape.expert_weights or shape.weights,
         )
 
     def _placed(self) -> list[tuple[int, ...]]:

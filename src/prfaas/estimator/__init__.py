@@ -1,0 +1,1 @@
+"""Times that nobody has measured: estimated from counted work and fitted efficiencies."""
