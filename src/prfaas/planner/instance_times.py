@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
+import msgspec
+
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.shape import ModelShape
 from prfaas.errors import InputError
@@ -160,17 +162,28 @@ class TimesFinder:
             decode_effects(name, accelerator),
         )
         calibration = self.calibration
+        correction = calibration.correction(for_prefill)
+        decode_correction = calibration.correction(for_decode)
         place = f"{name} on {gpus} x {accelerator}"
         return InstanceTimes(
-            prefill=prefill_profile(self._catalog, record, calibration.correction(for_prefill)),
+            prefill=prefill_profile(self._catalog, self._corrected(record, correction), correction),
             prefill_error=calibration.error((*for_prefill, Effect("lengths", place))),
             decode=tuple(
-                DecodeStep(point.batch, point.step_s * calibration.correction(for_decode))
-                for point in record.decode
+                DecodeStep(point.batch, point.step_s * decode_correction) for point in record.decode
             ),
             decode_error=calibration.error((*for_decode, Effect("batches", place))),
-            decode_provenance=record.provenance,
+            decode_provenance=self._corrected(record, decode_correction).provenance,
         )
+
+    def _corrected(self, record: ProfileRecord, factor: float) -> ProfileRecord:
+        """The estimate, with a source that names the measurements that correct it."""
+        if factor == 1.0:
+            return record
+        sources = "; ".join(
+            f"{own.model} on {own.gpus} x {own.accelerator}, {own.source}" for own in self._own
+        )
+        source = f"{record.source}, times {factor:.2f} after your measurements ({sources})"
+        return msgspec.structs.replace(record, source=source)
 
     def _observations(self, record: ProfileRecord) -> Iterator[Observation]:
         """What a measured profile says. Its points count as one observation: what they have in
