@@ -183,15 +183,21 @@ def estimate_notes(
 
 
 def _narrow_text(best: Measurement, model: str) -> str:
-    what = f"prefill of {model} on {best.gpus} x {best.accelerator} at {best.tokens:,} tokens"
-    if best.what == "decode":
-        what = f"decode of {model} on {best.gpus} x {best.accelerator} at batch {best.batch}"
+    what = f"prefill of {_listed(best.lengths)} tokens"
+    if best.batches:
+        what += f", decode at batches of {_listed(best.batches)}"
     figure = "gain" if best.figure == "gain" else "Lambda_max"
     before, after = (range_text(found, ".2f").strip("()") for found in (best.before, best.after))
     return (
-        f"The measurement that narrows this most: {what}. The range of the {figure} shrinks from "
-        f"{before} to {after}.\n  {best.command}"
+        f"The measurement that narrows this most: {model} on {best.gpus} x {best.accelerator} "
+        f"({what}). The range of the {figure} shrinks from {before} to about {after}.\n"
+        f"  {best.command}"
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = (f"{number:,}" for number in numbers)
+    return f"{'; '.join(most)} and {last}" if most else last
 
 
 def notes(plan: DeploymentComparison) -> str:

@@ -93,12 +93,11 @@ def estimates_as_dict(estimated: list[EstimatedTimes], ranges: PlanRanges | None
     best = ranges.narrow_with
     if best is not None:
         report["narrow_with"] = {
-            "what": best.what,
             "cluster": best.cluster,
             "accelerator": best.accelerator,
             "gpus_per_instance": best.gpus,
-            "tokens": best.tokens,
-            "batch": best.batch,
+            "lengths": list(best.lengths),
+            "batches": list(best.batches),
             "figure": best.figure,
             "before": _range_as_dict(best.before),
             "after": _range_as_dict(best.after),
