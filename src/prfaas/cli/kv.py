@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.hf_file import read_hf_config
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
+from prfaas.estimator.instance import Instance
+from prfaas.estimator.profile import estimated_profile
+from prfaas.estimator.sizes import require_joined_fit
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
 from prfaas.planner.instance_times import prefill_profile
@@ -35,6 +38,7 @@ class Subject:
     provenance: str
     record: ProfileRecord | None
     profile: PrefillProfile | None
+    no_times: str = "no prefill profile for this model, accelerator and instance size"
 
 
 @click.command()
@@ -78,8 +82,9 @@ def kv(
     """Show how much KV cache a prefill produces, how fast, and the egress that a cluster needs.
 
     Without a MODEL the command lists every model of the catalog that has a profile on these
-    instances. With --config it shows the model of a config.json: its bytes follow from its
-    architecture; it has no profile and therefore no times.
+    instances. The times of a named MODEL without a profile are estimated. With --config it shows
+    the model of a config.json: its bytes follow from its architecture; it has no profile and
+    therefore no times.
 
     \b
       prfaas kv
@@ -97,7 +102,8 @@ def kv(
     known = Catalog.builtin().extended([catalog] if catalog else [])
     known.accelerator(accelerator)
     wanted = parse_lengths(lengths) if lengths else None
-    subjects = _subjects(known, models, config, accelerator, gpus_per_instance, kv_dtype)
+    longest = max(wanted or DEFAULT_LENGTHS)
+    subjects = _subjects(known, models, config, accelerator, gpus_per_instance, kv_dtype, longest)
     reports = [report(subject, wanted, gpus, gpus_per_instance) for subject in subjects]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "models": reports})
@@ -130,7 +136,7 @@ def report(
     subject: Subject, lengths: list[int] | None, gpus: int, gpus_per_instance: int
 ) -> dict[str, Any]:
     record, profile = subject.record, subject.profile
-    if lengths is None and record is not None:
+    if lengths is None and record is not None and record.status != "estimated":
         lengths = sorted({point.new for point in record.prefill})
     rows = []
     for tokens in lengths or DEFAULT_LENGTHS:
@@ -140,7 +146,7 @@ def report(
             "t_prefill_s": None,
             "phi_kv_gbps": None,
             "egress_gbps": None,
-            "source": "no prefill profile for this model, accelerator and instance size",
+            "source": subject.no_times,
         }
         if record is not None and profile is not None:
             seconds = float(profile.seconds(tokens))
@@ -164,7 +170,7 @@ def report(
 
 
 def _standing(record: ProfileRecord, tokens: int, measured: tuple[int, int]) -> str:
-    if tokens in (point.new for point in record.prefill):
+    if record.status == "estimated" or tokens in (point.new for point in record.prefill):
         return record.provenance
     if measured[0] <= tokens <= measured[1]:
         return f"inferred: interpolated between points that are {record.provenance}"
@@ -181,6 +187,7 @@ def _subjects(
     accelerator: str,
     gpus: int,
     kv_dtype: str | None,
+    longest: int,
 ) -> list[Subject]:
     if not names and config is None:
         names = tuple(n for n in catalog.models if catalog.profile(n, accelerator, gpus))
@@ -195,10 +202,23 @@ def _subjects(
     for name in names:
         model = catalog.model(name)
         record = catalog.profile(name, accelerator, gpus)
-        profile = None if record is None else prefill_profile(catalog, record)
         provenance = f"{model.status}: {model.source}"
         spec = model.spec(kv_dtype)
-        subjects.append(Subject(name, model.display_name, spec, provenance, record, profile))
+        subject = Subject(name, model.display_name, spec, provenance, record, None)
+        if record is None:
+            try:
+                instance = Instance(
+                    model.model_shape(), spec, catalog.accelerator(accelerator), gpus
+                )
+                require_joined_fit(instance, longest)
+                record = estimated_profile(instance, longest)
+            except InputError as error:
+                reason = f"{subject.no_times}, and it cannot be estimated: {error.problem}"
+                subject = replace(subject, no_times=reason)
+        if record is not None:
+            profile = prefill_profile(catalog, record)
+            subject = replace(subject, record=record, profile=profile)
+        subjects.append(subject)
     if config is not None:
         geometry = read_hf_config(config)
         spec = config_spec(geometry, kv_dtype)

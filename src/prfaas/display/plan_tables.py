@@ -59,7 +59,7 @@ def plan_table(
         end_section: bool = False,
     ) -> None:
         cells = [_number(spec)(pick(solution)) for solution in shown.values()]
-        if within is not None:
+        if within is not None and within.high > within.low * 1.01:
             cells[0] += f" {range_text(within, spec)}"
         table.add_row(label, *cells, end_section=end_section)
 
