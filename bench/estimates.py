@@ -195,14 +195,15 @@ def _numbers(tree: Row) -> Iterable[float]:
     for value in tree.values():
         if isinstance(value, dict):
             yield from _numbers(value)
-        else:
+        elif not isinstance(value, list):
             yield float(value)
 
 
 def as_toml(constants: Efficiencies) -> str:
     tree = msgspec.to_builtins(constants)
     lines = [f"{key} = {value:.4g}" for key, value in tree.items() if isinstance(value, float)]
-    lines = [line for line in lines if "_scale" not in line]
+    names = ", ".join(f'"{name}"' for name in constants.fitted_accelerators)
+    lines.append(f"fitted_accelerators = [{names}]")
     for key, value in tree.items():
         if isinstance(value, dict):
             lines += ["", f"[{key}]", *(f"{name} = {part:.4g}" for name, part in value.items())]

@@ -67,6 +67,8 @@ def fit(observed: Sequence[Observation], leaving_out: Selection | None = None) -
         constants,
         prefill_error=error_parts(unseen_errors(used, "prefill", constants)),
         decode_error=error_parts(unseen_errors(used, "decode", constants)),
+        fitted_accelerators=sorted({seen.accelerator for seen in used}),
+        unfitted_accelerator_error=_unfitted_error(observed, used, constants),
     )
 
 
@@ -167,6 +169,20 @@ def _mean_product(means: dict[tuple[str, str, str], float], same: int, different
     return max(0.0, fmean(map(fmean, products.values()))) if products else 0.0
 
 
+def _unfitted_error(
+    observed: Sequence[Observation], used: Sequence[Observation], constants: Efficiencies
+) -> float:
+    """Root mean square error of the campaigns on accelerators of which nothing is fitted. They are
+    few, so prefill and decode are taken together."""
+    known = {seen.accelerator for seen in used}
+    campaigns: dict[tuple[str, ...], list[float]] = {}
+    for seen in observed:
+        if seen.use == "check" and seen.accelerator not in known:
+            campaigns.setdefault(seen.group, []).append(seen.log_error(constants))
+    means = [fmean(values) for values in campaigns.values()]
+    return math.sqrt(fmean(mean**2 for mean in means)) if means else 0.0
+
+
 def _key(seen: Observation, hidden: Hidden) -> tuple[str, ...]:
     if hidden == "model":
         return (seen.model,)
@@ -194,6 +210,8 @@ def _constants(value: dict[str, float]) -> Efficiencies:
         decode_expert_layer_s=value["expert_layers"],
         prefill_error=none,
         decode_error=none,
+        fitted_accelerators=[],
+        unfitted_accelerator_error=0.0,
     )
 
 
