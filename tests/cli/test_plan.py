@@ -276,7 +276,6 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
         ('"h200"', '"h201"', "clusters.0.accelerator: unknown accelerator 'h201'; did you mean"),
         ('"h200"', '"groq-lp30"', "clusters.0.accelerator: case-study-1t on 8 x Groq 3 LPU"),
         ("gpus_per_instance = 8", "gpus_per_instance = 4", "on 4 x H200 SXM: 567 GB of weights"),
-        ("gpus_per_instance = 8", "gpus_per_instance = 16", "joins 8 GPUs"),
         ("per_s = 40", "per_s = 400", "slo.output_tokens_per_s: no measured decode batch"),
         ("[scheduler]", "[scheduler]\nthreshold_tokens = 131073", "above the longest prompt"),
         ('"case-study-1t"', '"case-study-1t"\nkv_dtype = "int3"', "model.kv_dtype: unknown dtype"),

@@ -11,7 +11,8 @@ from prfaas.estimator.uncertainty import Calibration, calibrate, observation
 
 def constants(**parts: float) -> Efficiencies:
     error = ErrorParts(**{"model": 0.3, "accelerator": 0.2, "pair": 0.0, "length": 0.1} | parts)
-    return replace(fitted(), prefill_error=error, decode_error=error)
+    known = ["x", "y"]
+    return replace(fitted(), prefill_error=error, decode_error=error, fitted_accelerators=known)
 
 
 def sigma(calibration: Calibration, model: str, accelerator: str) -> float:
@@ -64,6 +65,15 @@ def test_more_measurements_narrow_more() -> None:
     assert direct < two < one < sigma(after(), "a", "x")
     repeated = after(("a", "x"), ("a", "x"))  # also where two observations are the same
     assert sigma(repeated, "a", "x") < sigma(after(("a", "x")), "a", "x")
+
+
+def test_an_accelerator_without_points_has_a_larger_error() -> None:
+    known = replace(constants(), unfitted_accelerator_error=0.6)
+    prior = calibrate(known, [])
+    assert sigma(prior, "a", "z") == pytest.approx(math.hypot(0.3, 0.6, 0.1))
+    seen = observation(known, "prefill", "b", "z", [0.5])
+    after = calibrate(known, [seen])
+    assert sigma(after, "a", "z") < 0.75 * sigma(prior, "a", "z")
 
 
 def test_the_error_in_words() -> None:

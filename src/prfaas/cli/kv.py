@@ -15,8 +15,8 @@ from prfaas.catalog.hf_file import read_hf_config
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
 from prfaas.estimator.instance import Instance
+from prfaas.estimator.memory import require_fit
 from prfaas.estimator.profile import estimated_profile
-from prfaas.estimator.sizes import require_joined_fit
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
 from prfaas.planner.instance_times import prefill_profile
@@ -210,7 +210,7 @@ def _subjects(
                 instance = Instance(
                     model.model_shape(), spec, catalog.accelerator(accelerator), gpus
                 )
-                require_joined_fit(instance, longest)
+                require_fit(instance, longest)
                 record = estimated_profile(instance, longest)
             except InputError as error:
                 reason = f"{subject.no_times}, and it cannot be estimated: {error.problem}"

@@ -18,8 +18,8 @@ from prfaas.catalog.shape import ModelShape
 from prfaas.errors import InputError
 from prfaas.estimator.efficiency import Efficiencies, fitted
 from prfaas.estimator.instance import CHUNK_TOKENS, Instance
+from prfaas.estimator.memory import require_fit
 from prfaas.estimator.profile import estimated_profile
-from prfaas.estimator.sizes import require_joined_fit
 from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.estimator.uncertainty import (
     Calibration,
@@ -166,7 +166,7 @@ class TimesFinder:
 
     def _estimated(self, accelerator: str, gpus: int) -> InstanceTimes:
         instance = self.instance(accelerator, gpus)
-        require_joined_fit(instance, self._lengths.longest)
+        require_fit(instance, self._lengths.longest)
         record = estimated_profile(instance, self._lengths.context, self._constants)
         name, calibration = self._model.name, self.calibration
         prefill_factor = calibration.correction("prefill", name, accelerator)

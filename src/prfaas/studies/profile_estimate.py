@@ -12,9 +12,8 @@ from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.engine.profiling import MeasuredProfile, check_points
 from prfaas.estimator.efficiency import fitted
 from prfaas.estimator.instance import Instance
-from prfaas.estimator.memory import kv_bytes_available, most_sequences
+from prfaas.estimator.memory import kv_bytes_available, most_sequences, require_fit
 from prfaas.estimator.profile import ENGINE, SOURCE
-from prfaas.estimator.sizes import require_joined_fit
 from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.planner.profile import DecodeStep, PrefillTime
 
@@ -46,7 +45,7 @@ def estimate_profile(
     points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
     context = sorted(lengths)[(len(lengths) - 1) // 2]
     longest = max(new + kept for new, kept in points)
-    require_joined_fit(instance, longest)
+    require_fit(instance, longest)
     constants, most = fitted(), most_sequences(instance, context)
     times = MeasuredProfile(
         prefill=tuple(
