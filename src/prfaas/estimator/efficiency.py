@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib import resources
 
 import msgspec
 
 from prfaas.config.strict import decode, parse_toml
+
+
+class ErrorParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Error of estimated times, as standard deviations of ln(estimate / truth). The parts are
+    independent of each other."""
+
+    model: float  # common to all accelerators and lengths of a model
+    accelerator: float  # common to all models and lengths of an accelerator
+    pair: float  # common to all lengths (or batches) of one model on one accelerator
+    length: float  # different at short and at long prompts (or small and large batches)
+
+    @property
+    def total(self) -> float:
+        return math.hypot(self.model, self.accelerator, self.pair, self.length)
 
 
 class Efficiencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,10 +37,12 @@ class Efficiencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exchange: float  # share of the interconnect's bandwidth that exchanges between GPUs reach
     decode_fixed_s: float  # time of a decode step outside the layers
     decode_layer_s: float  # time of one layer of a decode step that does not depend on the tokens
-    # Errors of the estimates, as standard deviations of ln(estimate / truth).
-    model_error: float  # common to all accelerators of a model
-    accelerator_error: float  # common to all models of an accelerator
-    decode_error: float  # of decode steps
+    prefill_error: ErrorParts
+    decode_error: ErrorParts
+    # Factors on the estimated times. `recalibrated` sets them from measurements of one instance,
+    # and a plan with ranges varies them.
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
 
 
 @cache

@@ -2,8 +2,8 @@
 
 A prefill is a fixed time, plus for each pass and layer a fixed time, plus matrix products at a
 share of the peak arithmetic, plus attention at another share, plus what memory and the links
-between GPUs move. The parts are added: engines overlap them only partly, and the fit of the shares accounts for
-that. A decode step has the same parts with fixed times of its own.
+between GPUs move. The parts are added: engines overlap them only partly, and the fit of the shares
+accounts for that. A decode step has the same parts with fixed times of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _EXCHANGED_BYTES = 2 * 2 * 2
 def prefill_s(instance: Instance, constants: Efficiencies, new: int, cached: int = 0) -> float:
     work = prefill_work(instance.shape, instance.spec, new, cached, instance.chunk_tokens)
     fixed = constants.prefill_fixed_s + work.passes * work.layers * constants.layer_s
-    return fixed + _moving_and_computing_s(instance, constants, work)
+    return constants.prefill_scale * (fixed + _moving_and_computing_s(instance, constants, work))
 
 
 def decode_s(instance: Instance, constants: Efficiencies, batch: int, context: int) -> float:
     work = decode_work(instance.shape, instance.spec, batch, context)
     fixed = constants.decode_fixed_s + work.layers * constants.decode_layer_s
-    return fixed + _moving_and_computing_s(instance, constants, work)
+    return constants.decode_scale * (fixed + _moving_and_computing_s(instance, constants, work))
 
 
 def _moving_and_computing_s(instance: Instance, constants: Efficiencies, work: Work) -> float:
