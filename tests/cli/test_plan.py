@@ -102,10 +102,21 @@ def test_plots_are_written(prfaas: Run, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "plots"
     sweep = "links.0.gbps=5,100"
     report = prfaas("plan", CASE_STUDY, "--sweep", sweep, "--plot", folder, "--json").json
-    names = ["fig2_kv_throughput.png", "fig5a_split.png", "fig5b_threshold.png", "sweep.png"]
+    names = ["fig2_kv_throughput.png", "fig5a_split.png", "fig5b_threshold.png"]
+    names += ["gain_map.png", "sweep.png"]
     assert report["plots"] == [str(folder / name) for name in names]
     for name in names:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_map_shows_where_prfaas_begins_to_pay(prfaas: Run) -> None:
+    report = prfaas("plan", CASE_STUDY, "--map", "--json").json
+    assert report["map"]["own"]["over_homogeneous"] == pytest.approx(
+        report["ratios"]["prfaas_over_homogeneous"], rel=2e-3
+    )
+    text = prfaas("plan", CASE_STUDY, "--map").out
+    assert "pays from" in text and "3.5 Gbit/s" in text and "never" in text
+    assert "this deployment: 100 Gbit/s, 27,486 tokens per prompt" in text
 
 
 def test_a_trace_as_workload(prfaas: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from prfaas.catalog import Catalog
 from prfaas.catalog.hf_config import ConfigGeometry
-from prfaas.catalog.hf_file import read_hf_config
+from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
 from prfaas.catalog.shape import ModelShape
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
@@ -60,11 +60,13 @@ class Study:
             self._catalogs[files] = Catalog.builtin().extended(beside)
         return self._catalogs[files]
 
-    def problem(self, deployment: Deployment) -> Problem:
+    def problem(self, deployment: Deployment, workload: Workload | None = None) -> Problem:
+        """The problem of a deployment, with its own traffic unless `workload` is given."""
         catalog = self.catalog(deployment)
         try:
             spec = self._spec(deployment.model, catalog)
-            workload = self._workload(deployment.workload)
+            if workload is None:
+                workload = self._workload(deployment.workload)
             times = self._times(deployment.model, catalog, spec, workload)
             return build_problem(deployment, catalog, spec, workload, times)
         except InputError as error:
@@ -94,6 +96,8 @@ class Study:
         return TimesFinder(catalog, model, Lengths.of(workload), own=own)
 
     def _shape(self, section: ModelSection, catalog: Catalog) -> ModelShape:
+        if section.config is not None:
+            return read_hf_shape(self._file.parent / section.config, section.name)
         return catalog.model(section.name).model_shape()
 
     def _workload(self, section: WorkloadSection) -> Workload:
