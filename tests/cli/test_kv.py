@@ -118,6 +118,12 @@ def test_a_config_json(prfaas: Run, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         (model,) = prfaas("kv", "--config", path, "--lengths", "100", "--json").json["models"]
         assert model["lengths"][0]["kv_bytes"] == 100 * 2 * 2 * (16 + 16) * 2
+        # Without its feed-forward layers and vocabulary, the model's work cannot be counted.
+        assert "cannot be estimated: " in model["lengths"][0]["source"]
+    config |= {"intermediate_size": 128, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (model,) = prfaas("kv", "--config", tmp_path, "--lengths", "100", "--json").json["models"]
+    assert model["lengths"][0]["source"].startswith("T_prefill estimated: ")
 
 
 def test_the_table_for_people(prfaas: Run) -> None:

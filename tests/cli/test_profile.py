@@ -168,6 +168,11 @@ def test_an_estimated_profile(prfaas: Run, tmp_path: Path) -> None:
     assert record.model == "deepseek-v3" and len(record.prefill) == 4
 
 
+def test_an_estimated_profile_of_a_config(prfaas: Run, tiny: Path) -> None:
+    command = ("profile", "--estimate", tiny / "config.json", "--accelerator", "h20")
+    assert prfaas(*command, "--json").json["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

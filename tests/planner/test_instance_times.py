@@ -154,7 +154,7 @@ def test_an_estimate_in_a_file_is_still_an_estimate() -> None:
 @pytest.mark.parametrize(
     ("accelerator", "gpus", "message"),
     [
-        ("h20", 2, "qwen3-235b-a22b on 2 x H20: 470 GB of weights and .* use at least"),
+        ("h20", 2, "qwen3-235b-a22b on 2 x H20: .* GB of weights and .* use at least"),
         ("x1", 8, "unknown accelerator 'x1'"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import click
 from rich.table import Table
 
 from prfaas.catalog import Catalog, ProfileRecord
-from prfaas.catalog.hf_file import read_hf_config
+from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
+from prfaas.catalog.shape import ModelShape
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
 from prfaas.estimator.instance import Instance
@@ -82,9 +85,8 @@ def kv(
     """Show how much KV cache a prefill produces, how fast, and the egress that a cluster needs.
 
     Without a MODEL the command lists every model of the catalog that has a profile on these
-    instances. The times of a named MODEL without a profile are estimated. With --config it shows
-    the model of a config.json: its bytes follow from its architecture; it has no profile and
-    therefore no times.
+    instances. With --config it shows the model of a config.json: its bytes follow from its
+    architecture. The times of a named MODEL without a profile, and of a config.json, are estimated.
 
     \b
       prfaas kv
@@ -103,7 +105,8 @@ def kv(
     known.accelerator(accelerator)
     wanted = parse_lengths(lengths) if lengths else None
     longest = max(wanted or DEFAULT_LENGTHS)
-    subjects = _subjects(known, models, config, accelerator, gpus_per_instance, kv_dtype, longest)
+    instance = (accelerator, gpus_per_instance)
+    subjects = _subjects(known, models, config, instance, kv_dtype, longest)
     reports = [report(subject, wanted, gpus, gpus_per_instance) for subject in subjects]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "models": reports})
@@ -184,11 +187,11 @@ def _subjects(
     catalog: Catalog,
     names: tuple[str, ...],
     config: Path | None,
-    accelerator: str,
-    gpus: int,
+    instance: tuple[str, int],
     kv_dtype: str | None,
     longest: int,
 ) -> list[Subject]:
+    accelerator, gpus = instance
     if not names and config is None:
         names = tuple(n for n in catalog.models if catalog.profile(n, accelerator, gpus))
         if not names:
@@ -206,25 +209,36 @@ def _subjects(
         spec = model.spec(kv_dtype)
         subject = Subject(name, model.display_name, spec, provenance, record, None)
         if record is None:
-            try:
-                instance = Instance(
-                    model.model_shape(), spec, catalog.accelerator(accelerator), gpus
-                )
-                require_fit(instance, longest)
-                record = estimated_profile(instance, longest)
-            except InputError as error:
-                reason = f"{subject.no_times}, and it cannot be estimated: {error.problem}"
-                subject = replace(subject, no_times=reason)
-        if record is not None:
-            profile = prefill_profile(catalog, record)
-            subject = replace(subject, record=record, profile=profile)
-        subjects.append(subject)
+            subjects.append(_estimated(subject, catalog, model.model_shape, instance, longest))
+        else:
+            subjects.append(replace(subject, profile=prefill_profile(catalog, record)))
     if config is not None:
         geometry = read_hf_config(config)
         spec = config_spec(geometry, kv_dtype)
         title = f"{geometry.model_type} ({config})"
-        subjects.append(Subject(str(config), title, spec, f"published: {config}", None, None))
+        subject = Subject(str(config), title, spec, f"published: {config}", None, None)
+        shape = partial(read_hf_shape, config)
+        subjects.append(_estimated(subject, catalog, shape, instance, longest))
     return subjects
+
+
+def _estimated(
+    subject: Subject,
+    catalog: Catalog,
+    shape: Callable[[], ModelShape],
+    on: tuple[str, int],
+    longest: int,
+) -> Subject:
+    """The subject with estimated times, or with the reason why it has none."""
+    accelerator, gpus = on
+    try:
+        instance = Instance(shape(), subject.spec, catalog.accelerator(accelerator), gpus)
+        require_fit(instance, longest)
+        record = estimated_profile(instance, longest)
+    except InputError as error:
+        reason = f"{subject.no_times}, and it cannot be estimated: {error.problem}"
+        return replace(subject, no_times=reason)
+    return replace(subject, record=record, profile=prefill_profile(catalog, record))
 
 
 def _show(

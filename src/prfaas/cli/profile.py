@@ -46,7 +46,8 @@ DEFAULT_ROUNDS = 5
     "--estimate",
     "estimated",
     metavar="MODEL",
-    help="Model of the catalog whose profile to estimate instead, on --gpus of --accelerator.",
+    help="Model of the catalog, or a config.json, whose profile to estimate instead, on --gpus of "
+    "--accelerator.",
 )
 @click.option("--api-key", "key", help="API key for the server at --url.")
 @click.option(

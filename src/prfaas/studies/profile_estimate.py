@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
+from prfaas.catalog.shape import ModelShape
 from prfaas.engine.profiling import MeasuredProfile, check_points
 from prfaas.estimator.efficiency import fitted
 from prfaas.estimator.instance import Instance
 from prfaas.estimator.memory import kv_bytes_available, most_sequences, require_fit
 from prfaas.estimator.profile import ENGINE, SOURCE
 from prfaas.estimator.times import decode_s, prefill_s
+from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import DecodeStep, PrefillTime
+from prfaas.studies.problem_files import config_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +34,19 @@ class MemoryLeft:
 
 
 def estimate_profile(
-    model_name: str,
+    model: str,
     accelerator: str,
     gpus: int,
     lengths: Sequence[int],
     cached: Sequence[int],
     batches: Sequence[int],
 ) -> tuple[ProfileRecord, MeasuredProfile, MemoryLeft]:
-    """Raises if the model does not fit, or the catalog does not have enough figures. Batches that
-    do not fit are left out. Decode steps are after a prompt of the middle length."""
+    """`model` is a name of the catalog, or the path of a config.json. Raises if the model does not
+    fit, or the catalog does not have enough figures. Batches that do not fit are left out. Decode
+    steps are after a prompt of the middle length."""
     check_points(lengths, cached, batches)
     catalog = Catalog.builtin()
-    model = catalog.model(model_name)
-    instance = Instance(model.model_shape(), model.spec(), catalog.accelerator(accelerator), gpus)
+    instance = Instance(*_described(model, catalog), catalog.accelerator(accelerator), gpus)
     points = [(new, kept) for kept in (0, *sorted(cached)) for new in sorted(lengths)]
     context = sorted(lengths)[(len(lengths) - 1) // 2]
     longest = max(new + kept for new, kept in points)
@@ -63,7 +68,7 @@ def estimate_profile(
         levelled=0.0,
     )
     measured_form = times.record(
-        model=model_name, accelerator=accelerator, gpus=gpus, engine=ENGINE, by=""
+        model=instance.shape.name, accelerator=accelerator, gpus=gpus, engine=ENGINE, by=""
     )
     record = msgspec.structs.replace(measured_form, status="estimated", source=SOURCE)
     left = MemoryLeft(
@@ -73,3 +78,11 @@ def estimate_profile(
         sequences=most,
     )
     return record, times, left
+
+
+def _described(model: str, catalog: Catalog) -> tuple[ModelShape, KVSpec]:
+    path = Path(model)
+    if path.exists():
+        return read_hf_shape(path), config_spec(read_hf_config(path), None)
+    found = catalog.model(model)
+    return found.model_shape(), found.spec()
