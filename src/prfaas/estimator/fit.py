@@ -68,7 +68,7 @@ def fit(observed: Sequence[Observation], leaving_out: Selection | None = None) -
         prefill_error=error_parts(unseen_errors(used, "prefill", constants)),
         decode_error=error_parts(unseen_errors(used, "decode", constants)),
         fitted_accelerators=sorted({seen.accelerator for seen in used}),
-        unfitted_accelerator_error=_unfitted_error(observed, used, constants),
+        unfitted_accelerator_error=_unfitted_error(observed, constants),
     )
 
 
@@ -169,12 +169,10 @@ def _mean_product(means: dict[tuple[str, str, str], float], same: int, different
     return max(0.0, fmean(map(fmean, products.values()))) if products else 0.0
 
 
-def _unfitted_error(
-    observed: Sequence[Observation], used: Sequence[Observation], constants: Efficiencies
-) -> float:
+def _unfitted_error(observed: Sequence[Observation], constants: Efficiencies) -> float:
     """Root mean square error of the campaigns on accelerators of which nothing is fitted. They are
     few, so prefill and decode are taken together."""
-    known = {seen.accelerator for seen in used}
+    known = {seen.accelerator for seen in usable(observed)}
     campaigns: dict[tuple[str, ...], list[float]] = {}
     for seen in observed:
         if seen.use == "check" and seen.accelerator not in known:
