@@ -76,7 +76,7 @@ def test_the_case_study_planned_from_estimates_alone() -> None:
 
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:
     truth = msgspec.structs.replace(
-        fitted(), matrix=0.4, exchange=0.4, memory=0.7, softmax_flops=2e15, decode_layer_s=1e-4
+        fitted(), matrix=0.5, exchange=0.5, memory=0.7, softmax_flops=2e15, decode_layer_s=1e-4
     )
     made = [replace(seen, seconds=seen.estimate(truth)) for seen in usable(builtin_observations())]
     found = constants_of(made)

@@ -52,7 +52,8 @@ PRIORS = {
     "softmax": Prior(1 / 1e15, 1.0),
     "memory": Prior(1 / 0.8, 0.15),  # streaming kernels: 0.7 to 0.9 of the peak
     "routed": Prior(30.0, 1.0),
-    "exchange": Prior(1 / 0.3, 0.7),
+    "hidden": Prior(50.0, 1.0),
+    "exchange": Prior(1 / 0.4, 0.5),
     "layers": Prior(5e-5, 1.0),
     "expert_layers": Prior(3e-5, 1.0),
 }
@@ -203,6 +204,7 @@ def _constants(value: dict[str, float]) -> Efficiencies:
         softmax_flops=1 / value["softmax"],
         memory=1 / value["memory"],
         routed_bytes=value["routed"],
+        hidden_bytes=value["hidden"],
         exchange=1 / value["exchange"],
         decode_layer_s=value["layers"],
         decode_expert_layer_s=value["expert_layers"],
@@ -234,6 +236,7 @@ def _design(used: Sequence[Observation]) -> tuple[Array, Array]:
                 parts.softmax,
                 parts.memory,
                 parts.routed,
+                parts.hidden,
                 parts.exchange,
                 parts.layers,
                 parts.expert_layers,

@@ -29,7 +29,7 @@ def estimated_profile(
         gpus=instance.gpus,
         status="estimated",
         source=SOURCE,
-        engine="a serving engine with tensor parallelism, or a pipeline without fast links",
+        engine="a serving engine with tensor parallelism",
         prefill=[
             PrefillPoint(
                 new=new, cached=cached, seconds=prefill_s(instance, constants, new, cached)
