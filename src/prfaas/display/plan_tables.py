@@ -190,9 +190,8 @@ def _narrow_text(best: Measurement, model: str) -> str:
     before, after = (range_text(found, ".2f").strip("()") for found in (best.before, best.after))
     return (
         f"The measurement that narrows this most: {model} on {best.gpus} x {best.accelerator} "
-        f"({what}). If it confirms the estimate, the range of the {figure} shrinks from {before} to "
-        f"{after}.\n"
-        f"  {best.command}"
+        f"({what}). If it confirms the estimate, the range of the {figure} shrinks from "
+        f"{before} to {after}.\n  {best.command}"
     )
 
 
