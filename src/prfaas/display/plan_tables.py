@@ -164,7 +164,7 @@ def estimate_notes(
             f"{times.provenance}; {times.error.in_words}."
         )
         if times.inferred:
-            line += f" Of {times.accelerator}, {', '.join(times.inferred)} are inferred."
+            line += f" Inferred figures of {times.accelerator}: {', '.join(times.inferred)}."
         lines.append(line)
     if ranges is not None:
         lines.append(
