@@ -165,7 +165,7 @@ class _Errors:
         prefill = {
             profile: np.exp(draws @ self.weights(pool.error))
             for profile, pool in self.pools.items()
-            if pool.error is not None and pool is not measured
+            if pool.error is not None and (measured is None or profile != measured.profile)
         }
         decode = np.ones(len(draws))
         if self.decode is not None and self.local is not measured:
