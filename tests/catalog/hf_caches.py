@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, DynamicCache
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 Bytes = dict[tuple[str, int], int]  # by kind of group and layer number
 
@@ -24,6 +24,17 @@ def saved(config: Any, folder: Path) -> dict[str, Any]:
     return parsed
 
 
+def default_elements(config: Any) -> int:
+    """Elements of the matrices of a model of full size, whose weights are not allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(
+        weights.numel()
+        for name, weights in model.named_parameters()
+        if weights.dim() >= 2 and "bias" not in name
+    )
+
+
 class Prefill:
     """A random model of the architecture. Only shapes are looked at, so weights do not matter."""
 
@@ -32,6 +43,15 @@ class Prefill:
         # Not every text model can be had without the multimodal one around it.
         buildable = self.config if type(self.config) in MODEL_MAPPING else config
         self.model = AutoModel.from_config(buildable, dtype=dtype).eval()
+
+    def matrix_elements(self) -> int:
+        """Elements of the language model's matrices, without convolutions, biases and norms."""
+        apart = ("conv", "bias", "A_log", "visual", "vision", "multi_modal")
+        return sum(
+            weights.numel()
+            for name, weights in self.model.named_parameters()
+            if weights.dim() >= 2 and not any(word in name for word in apart)
+        )
 
     def wire_bytes(self, tokens: int) -> Bytes:
         cache = DynamicCache(config=self.config)

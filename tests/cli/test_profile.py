@@ -12,7 +12,7 @@ from prfaas.engine.api import EngineJob, EngineLimits, Prefilled, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.kvspec import GQA, build_spec
-from prfaas.planner.problem import prefill_profile
+from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.profile import DecodeStep
 from tests.cli.runner import Result
 from tests.engine.watching import Watched
@@ -91,6 +91,22 @@ def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> N
         engine.close()
 
 
+def test_one_length_recalibrates_a_plan(prfaas: Run, tiny: Path) -> None:
+    out = tiny.parent / "one_length.toml"
+    arguments = ("--lengths", "64", "--batches", "", "--rounds", "1", "--accelerator", "h20")
+    assert prfaas("profile", "--model", tiny, *arguments, "--out", out).code == 0
+    text = DEPLOYMENT.replace("this-machine", "h20").replace("profile.toml", out.name)
+    (tiny.parent / "on_h20.toml").write_text(text)
+    plan = prfaas("plan", tiny.parent / "on_h20.toml", "--json").json
+    assert [(e["cluster"], e["what"]) for e in plan["estimated"]] == [
+        ("far", "prefill"),
+        ("near", "prefill"),
+        ("near", "decode"),
+    ]
+    corrected = ["known times of tiny on 1 x h20" in e["provenance"] for e in plan["estimated"]]
+    assert corrected == [True, True, False]
+
+
 def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
     measured = prfaas(
         "profile", "--model", tiny / "config.json", "--lengths", "8,24", "--batches", "1",
@@ -109,7 +125,6 @@ def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
     ("arguments", "message"),
     [
         (("--lengths", "1K,2K"), "--lengths: '1K,2K' is not a list of numbers"),
-        (("--lengths", "64"), "one length; give at least two"),
         (("--lengths", "64,40000"), "40000 tokens are more than the model's 32768"),
         (("--rounds", "0"), "--rounds: 0"),
         (("--device", "abacus"), "use cpu, cuda or cuda:N"),
@@ -132,8 +147,11 @@ def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give either --model or --url"),
-        (("--url", "http://127.0.0.1:9", "--model", "x"), "give either --model or --url"),
+        ((), "exactly one of --model, --url and --estimate"),
+        (
+            ("--url", "http://127.0.0.1:9", "--model", "x"),
+            "exactly one of --model, --url and --estimate",
+        ),
         (("--url", "http://127.0.0.1:9"), "--accelerator: required with --url"),
         (
             ("--url", "http://127.0.0.1:9", "--accelerator", "h20"),
@@ -146,3 +164,42 @@ def test_servers_that_cannot_be_measured(
 ) -> None:
     result = prfaas("profile", *arguments)
     assert result.code == 2 and message in result.err and result.err.count("\n") == 1
+
+
+def test_an_estimated_profile(prfaas: Run, tmp_path: Path) -> None:
+    where = ("--accelerator", "h200", "--gpus", "8")
+    numbers = ("--lengths", "1024,8192", "--cached", "4096", "--batches", "1,100000")
+    command = ("profile", "--estimate", "deepseek-v3", *where, *numbers)
+    report = prfaas(*command, "--json").json
+    assert report["status"] == "estimated"
+    times = {(p["new"], p["cached"]): p["t_prefill_s"] for p in report["prefill"]}
+    assert times[1024, 0] < times[1024, 4096] < times[8192, 0] < times[8192, 4096]
+    assert [step["batch"] for step in report["decode"]] == [1]  # the other batch does not fit
+    assert report["memory"]["kv_bytes"] > 0
+    out = tmp_path / "estimate.toml"
+    shown = " ".join(prfaas(*command, "--out", out).out.split())
+    assert "GB for KV" in shown and "estimated: counted work" in shown
+    (record,) = [r for r in Catalog.builtin().extended([out]).profiles if r.status == "estimated"]
+    assert record.model == "deepseek-v3" and len(record.prefill) == 4
+
+
+def test_an_estimated_profile_of_a_config(prfaas: Run, tiny: Path) -> None:
+    command = ("profile", "--estimate", tiny / "config.json", "--accelerator", "h20")
+    assert prfaas(*command, "--json").json["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("deepseek-v3",), "--accelerator: required with --estimate"),
+        (("deepseek-v3", "--accelerator", "h20", "--gpus", "4"), "do not fit into"),
+        (("nothing", "--accelerator", "h200"), "unknown model 'nothing'"),
+        (("qwen3-4b", "--accelerator", "h200", "--lengths", "0"), "0"),
+    ],
+)
+def test_profiles_that_cannot_be_estimated(
+    prfaas: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    result = prfaas("profile", "--estimate", *arguments)
+    assert result.code == 2 and message in result.err
+    assert len(result.err.splitlines()) == 1
