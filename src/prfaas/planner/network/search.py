@@ -1,0 +1,164 @@
+"""The largest factor by which the rates of PD clusters can grow together.
+
+Why a search over one number finds the global optimum: at a given rate a home needs a certain least
+number of decode instances, and fewer never serve it. The other instances prefill, and more of them
+never hurt. So at a given factor the split of each home is known, and so are the thresholds that its
+prefill instances bear; `thresholds` chooses among them so that the flows fit. A choice that fits at
+one factor also fits at each smaller one, because all work is proportional to the rate.
+
+Let g(f) be the largest factor whose flows fit with the splits and thresholds that are allowed at f.
+At a larger f fewer are allowed, so g never rises. Hence one linear programme narrows the interval
+of the search from both sides:
+
+    g(f) >= f   f is feasible; no factor above g(f) is
+    g(f) <  f   f is not feasible; g(f) is, with the same thresholds
+
+The search ends when the interval has closed to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from prfaas.planner.curves import Array
+from prfaas.planner.network.flows import FlowProgram, Mask
+from prfaas.planner.network.thresholds import Chosen, ThresholdSearch
+from prfaas.planner.network.work import TOLERANCE, HomeWork
+
+# The width of the interval, relative to its end, at which the search stops. It is above the tolerance
+# of the stages, so that each step narrows it.
+_WIDTH = 1e-10
+# What a linear programme may miss of a factor that is feasible.
+_ROUNDING = 1e-9
+# A home whose rate cannot grow by this much has reached its limit.
+_STEP = 1e-6
+
+
+class Level(NamedTuple):
+    """The homes' rates multiplied by a factor, and the thresholds that make it possible."""
+
+    factor: float
+    bound: float  # no choice reaches a larger factor
+    rows: tuple[int, ...]
+
+
+class _Attempt(NamedTuple):
+    fits: bool  # at the factor of the attempt
+    factor: float  # that its choice reaches
+    bound: float  # of all factors at which the same or fewer choices are allowed
+    rows: tuple[int, ...]
+
+
+class GrowthSearch:
+    """`splits` fixes each home's prefill instances; decode then does not limit the rates. Without
+    it, each home has its least sufficient number of decode instances."""
+
+    def __init__(
+        self, program: FlowProgram, rates: Array, growing: Mask, splits: Sequence[int] | None = None
+    ) -> None:
+        self._homes: Sequence[HomeWork] = program.homes
+        self._rates = rates
+        self._growing = growing
+        self._splits = splits
+        self._thresholds = ThresholdSearch(program, rates, growing)
+
+    def largest(self, known: float = 0.0) -> Level:
+        """The largest factor. The factor `known` is known to be feasible; a growth from there by
+        less than a millionth is not looked for."""
+        if known > 0 and not self._fits(known * (1 + _STEP)):
+            attempt = self.attempt(known, target=known * (1 - _ROUNDING))
+            assert attempt is not None, "the factor is known to be feasible"
+            return Level(known, known * (1 + _STEP), attempt.rows)
+        low, high = known, self._upper(known)
+        best: tuple[int, ...] | None = None
+        bound = high
+        unproven = 0.0
+        factor = high
+        while high - low > _WIDTH * high and high > _WIDTH * bound:
+            attempt = self.attempt(factor)
+            if attempt is None:
+                high = factor
+            else:
+                if attempt.factor > low:
+                    low, best = attempt.factor, attempt.rows
+                if attempt.fits:
+                    high = min(high, max(attempt.bound, low))
+                else:
+                    if attempt.bound >= factor:  # the search for thresholds gave up
+                        unproven = max(unproven, min(attempt.bound, high))
+                    high = factor
+            factor = (low + high) / 2
+        rows = best or tuple(len(home.work.threshold) - 1 for home in self._homes)
+        return Level(low, max(low, high, unproven), rows)
+
+    def attempt(self, factor: float, target: float | None = None) -> _Attempt | None:
+        """With the splits and thresholds that are allowed at this factor. The search for thresholds
+        ends where the flows fit at the target, which is the factor unless stated. None: nothing is
+        allowed."""
+        candidates, limit = [], math.inf
+        splits = []
+        for number, home in enumerate(self._homes):
+            rate = float(self._rates[number]) * (factor if self._growing[number] else 1.0)
+            split = home.n_prefill(rate) if self._splits is None else self._splits[number]
+            rows = None if split is None else home.candidates(rate, split)
+            if split is None or rows is None:
+                return None
+            splits.append(split)
+            candidates.append(rows)
+        chosen: Chosen = self._thresholds.best(candidates, target or factor)
+        for number, home in enumerate(self._homes):
+            if self._growing[number]:
+                rate, split = float(self._rates[number]), splits[number]
+                limit = min(limit, home.prefill_limit_rps(split, chosen.rows[number]) / rate)
+                if self._splits is None:
+                    limit = min(limit, home.decode_limit_rps(split) / rate)
+        fits = chosen.factor >= factor * (1 - TOLERANCE)
+        return _Attempt(fits, min(chosen.factor, limit), chosen.bound, chosen.rows)
+
+    def _upper(self, known: float) -> float:
+        """A factor that no choice exceeds."""
+        if self._splits is None:
+            return min(
+                home.most_decode_rps / float(self._rates[number])
+                for number, home in enumerate(self._homes)
+                if self._growing[number]
+            )
+        factor = max(known, 1.0) * 2
+        while self._fits(factor):
+            factor *= 2
+        return factor
+
+    def _fits(self, factor: float) -> bool:
+        attempt = self.attempt(factor)
+        return attempt is not None and attempt.fits
+
+
+def grow_in_turn(
+    program: FlowProgram, rates: Array, splits: Sequence[int] | None = None
+) -> tuple[Array, tuple[int, ...]]:
+    """Grows all rates together from feasible ones; those of homes that reach a limit stay, and the
+    others grow on, until every home has reached a limit. The result are the rates and the rows of
+    the thresholds. This gives homes without a bottleneck a split and a threshold with reserves on
+    every side."""
+    rates = rates.copy()
+    growing = np.ones(len(rates), dtype=bool)
+    rows: tuple[int, ...] = ()
+
+    def is_stuck(number: int) -> bool:
+        alone = np.arange(len(rates)) == number
+        attempt = GrowthSearch(program, rates, alone, splits).attempt(1 + _STEP)
+        return attempt is None or not attempt.fits
+
+    while growing.any():
+        level = GrowthSearch(program, rates, growing, splits).largest(known=1.0)
+        rates[growing] *= level.factor
+        rows = level.rows
+        stuck = [n for n in np.flatnonzero(growing).tolist() if is_stuck(n)]
+        if not stuck:  # each could grow alone, by less than the search distinguishes
+            break
+        growing[stuck] = False
+    return rates, rows
