@@ -29,8 +29,8 @@ from prfaas.planner.network.flows import FlowProgram, Mask
 from prfaas.planner.network.thresholds import Chosen, ThresholdSearch
 from prfaas.planner.network.work import TOLERANCE, HomeWork
 
-# The width of the interval, relative to its end, at which the search stops. It is above the tolerance
-# of the stages, so that each step narrows it.
+# The width of the interval, relative to its end, at which the search stops. It is above the
+# tolerance of the stages, so that each step narrows it.
 _WIDTH = 1e-10
 # What a linear programme may miss of a factor that is feasible.
 _ROUNDING = 1e-9

@@ -25,8 +25,8 @@ from prfaas.planner.network.work import HomeWork, ThresholdWork
 from prfaas.planner.problem import Pool
 from prfaas.planner.workload import Workload
 
-# A resource that is busier than this is at its limit. Thresholds are whole tokens, so that local and
-# remote prefill cannot both be busy to the last digit.
+# A resource that is busier than this is at its limit. Thresholds are whole tokens, so that local
+# and remote prefill cannot both be busy to the last digit.
 _BUSY = 0.999
 
 

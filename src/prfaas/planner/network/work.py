@@ -77,7 +77,7 @@ class HomeWork:
     def __init__(self, home: Home, work: ThresholdWork) -> None:
         self.home = home
         self.work = work
-        self._decode_rps = decode_rps(home.problem.local, home.problem.workload.output_tokens)
+        self.decode_rps = _decode_rps(home.problem.local, home.problem.workload.output_tokens)
         self._fixed_row: int | None = None
         if not self.remotes:
             self._fixed_row = len(work.threshold) - 1
@@ -95,17 +95,13 @@ class HomeWork:
         return self.home.problem.remotes
 
     @property
-    def has_choice(self) -> bool:
-        return self._fixed_row is None
-
-    @property
     def most_decode_rps(self) -> float:
         """The rate beyond which no split has enough decode instances."""
         fixed = self.local.fixed_prefill
         return self.decode_limit_rps(0 if fixed is None else fixed)
 
     def decode_limit_rps(self, n_prefill: int) -> float:
-        return (self.local.pool.instances - n_prefill) * self._decode_rps
+        return (self.local.pool.instances - n_prefill) * self.decode_rps
 
     def prefill_limit_rps(self, n_prefill: int, row: int) -> float:
         """Infinite where no request stays local, even without an instance."""
@@ -119,7 +115,7 @@ class HomeWork:
             return None
         if self.local.fixed_prefill is not None:
             return self.local.fixed_prefill
-        n_decode = math.ceil(rate_rps / self._decode_rps * (1 - TOLERANCE))
+        n_decode = math.ceil(rate_rps / self.decode_rps * (1 - TOLERANCE))
         return self.local.pool.instances - max(n_decode, 1)
 
     def candidates(self, rate_rps: float, n_prefill: int) -> Rows | None:
@@ -133,7 +129,7 @@ class HomeWork:
         return np.array([self._fixed_row])
 
 
-def decode_rps(local: Local, output_tokens: float) -> float:
+def _decode_rps(local: Local, output_tokens: float) -> float:
     """Requests per second of one decode instance."""
     decode = local.decode
     return eq5_theta_pd_d(1, decode.bs_max, decode.t_decode_s, output_tokens)
