@@ -24,6 +24,8 @@ Mask = npt.NDArray[np.bool_]
 # HiGHS accepts no smaller tolerance. Uses of capacity are about 1, so this is a relative error.
 _TOLERANCE = 1e-10
 
+# A resource whose use is settled may still be used more by this part, for rounding.
+_SETTLED = 1e-9
 # A home that does not grow has to be served first. Its requests may be missing at a price above any
 # growth, so that a programme always has a solution, and prices that show which thresholds help.
 _MISSING_PRICE = 1e6
@@ -97,6 +99,7 @@ class FlowProgram:
             balance,
             np.array([0.0 if growing[home] else 1.0 for home in homes]),
         )
+        assert found is not None, "all requests may be missing"
         prices = np.zeros(len(self.homes))
         prices[homes] = found.eqlin.marginals
         missing = float(np.sum(found.x[flows + 1 :]))
@@ -133,13 +136,15 @@ class FlowProgram:
                 balance,
                 np.ones(len(homes)),
             )
+            if found is None:  # rounding: the flows so far are balanced to its size
+                break
             shares = self._by_cut(cuts, found.x)
             level = float(found.x[flows])
             # A resource with a price cannot be less busy than this, whatever the others do.
             settled = unsettled & (np.asarray(found.ineqlin.marginals) < -1e-9)
             if not settled.any() or level <= 1e-9:
                 break
-            limit[settled] = level * (1 + 10 * _TOLERANCE) + _TOLERANCE
+            limit[settled] = level * (1 + _SETTLED)
             unsettled &= ~settled
         return [share / share.sum() if share.sum() > 0 else share for share in shares]
 
@@ -193,7 +198,8 @@ class FlowProgram:
 
     def _solve(
         self, objective: Array, uses: Array, limits: Array, balance: Array, sums: Array
-    ) -> OptimizeResult:
+    ) -> OptimizeResult | None:
+        """None: no flows are within the limits."""
         self.solved += 1
         found = linprog(
             objective,
@@ -207,5 +213,6 @@ class FlowProgram:
                 "dual_feasibility_tolerance": _TOLERANCE,
             },
         )
-        assert found.status == 0, found.message
-        return found
+        infeasible = 2
+        assert found.status in (0, infeasible), found.message
+        return found if found.status == 0 else None

@@ -137,6 +137,14 @@ class GrowthSearch:
         return attempt is not None and attempt.fits
 
 
+def serves(program: FlowProgram, rates: Array, splits: Sequence[int]) -> bool:
+    """Whether these splits leave enough prefill for the rates."""
+    everyone = np.ones(len(rates), dtype=bool)
+    target = 1 - _ROUNDING
+    attempt = GrowthSearch(program, rates, everyone, splits).attempt(1.0, target)
+    return attempt is not None and attempt.factor >= target
+
+
 def grow_in_turn(
     program: FlowProgram, rates: Array, splits: Sequence[int] | None = None
 ) -> tuple[Array, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workloa
 from prfaas.planner.network.flows import FlowProgram
 from prfaas.planner.network.plan import Binding, Flow, HomePlan, NetworkPlan, PrfaasPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.planner.network.search import GrowthSearch, grow_in_turn
+from prfaas.planner.network.search import GrowthSearch, grow_in_turn, serves
 from prfaas.planner.network.work import HomeWork, ThresholdWork
 from prfaas.planner.problem import Pool
 from prfaas.planner.workload import Workload
@@ -49,11 +49,7 @@ class NetworkPlanner:
             self._raise_for_no_rate(problem)
         rates = level.factor * shares
         reached, _ = grow_in_turn(program, rates)
-        splits = []
-        for home, rate in zip(program.homes, reached, strict=True):
-            split = home.n_prefill(float(rate))
-            assert split is not None, "the search found a split for this rate"
-            splits.append(split)
+        splits = _splits(program, reached)
         _, rows = grow_in_turn(program, rates, splits)
         flow_shares = program.balance(rows, rates)
         self.programmes_solved += program.solved
@@ -101,6 +97,23 @@ class NetworkPlanner:
             where="clusters",
             fix="give the pd cluster a prefill instance, or a link from a prfaas cluster",
         )
+
+
+def _splits(program: FlowProgram, rates: Array) -> list[int]:
+    """Each home's prefill instances: what decode leaves. Where that is all but one, and one fewer
+    serves the same rates, a second instance decodes; so it is with one PD cluster (`optimise`)."""
+    splits = []
+    for home, rate in zip(program.homes, rates, strict=True):
+        split = home.n_prefill(float(rate))
+        assert split is not None, "the search found a split for this rate"
+        splits.append(split)
+    for number, home in enumerate(program.homes):
+        lone = splits[number] == home.local.pool.instances - 1
+        if lone and splits[number] > 0 and home.local.fixed_prefill is None:
+            fewer = [*splits[:number], splits[number] - 1, *splits[number + 1 :]]
+            if serves(program, rates, fewer):
+                splits = fewer
+    return splits
 
 
 class _Drawing:
