@@ -32,6 +32,8 @@ from prfaas.planner.network.work import TOLERANCE, HomeWork
 # The width of the interval, relative to its end, at which the search stops. It is above the
 # tolerance of the stages, so that each step narrows it.
 _WIDTH = 1e-10
+# From this width on, relative to its end, the search looks just above the lower end.
+_NEAR = 1e-2
 # What a linear programme may miss of a factor that is feasible.
 _ROUNDING = 1e-9
 # A home whose rate cannot grow by this much has reached its limit.
@@ -76,7 +78,7 @@ class GrowthSearch:
         low, high = known, self._upper(known)
         best: tuple[int, ...] | None = None
         bound = high
-        unproven = 0.0
+        unproven = looked_above = 0.0
         factor = high
         while high - low > _WIDTH * high and high > _WIDTH * bound:
             attempt = self.attempt(factor)
@@ -91,7 +93,10 @@ class GrowthSearch:
                     if attempt.bound >= factor:  # the search for thresholds gave up
                         unproven = max(unproven, min(attempt.bound, high))
                     high = factor
+            # Near the end the lower end is often the optimum already: one step just above it shows.
             factor = (low + high) / 2
+            if low != looked_above and high - low < _NEAR * high:
+                factor, looked_above = low * (1 + _WIDTH / 2), low
         rows = best or tuple(len(home.work.threshold) - 1 for home in self._homes)
         return Level(low, max(low, high, unproven), rows)
 
