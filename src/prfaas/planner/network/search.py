@@ -33,7 +33,11 @@ from prfaas.planner.network.work import TOLERANCE, HomeWork
 # tolerance of the stages, so that each step narrows it.
 _WIDTH = 1e-10
 # From this width on, relative to its end, the search looks just above the lower end.
-_NEAR = 1e-2
+_NEAR = 1e-4
+# After this many steps the search bisects, which always ends.
+_MOST_GUESSES = 60
+# A step is at least this part of the interval away from its ends.
+_MARGIN = 0.02
 # What a linear programme may miss of a factor that is feasible.
 _ROUNDING = 1e-9
 # A home whose rate cannot grow by this much has reached its limit.
@@ -53,6 +57,49 @@ class _Attempt(NamedTuple):
     factor: float  # that its choice reaches
     bound: float  # of all factors at which the same or fewer choices are allowed
     rows: tuple[int, ...]
+
+
+class _Steps:
+    """Where to look next. With the reserve g(f) - f known on both sides, where the line through
+    both crosses zero (the Illinois method); otherwise in the middle. Near the end the lower end is
+    often the optimum already: every second step is then just above it, which shows that."""
+
+    def __init__(self, upper: float) -> None:
+        self.upper = upper
+        self._steps = 0
+        self._just_above = False  # the latest step
+        self._fitted: bool | None = None  # the latest step
+        self._below: tuple[float, float] | None = None  # a factor that fits, and its reserve
+        self._above: tuple[float, float] | None = None  # one that does not fit
+
+    def after(self, factor: float, attempt: _Attempt | None, low: float, high: float) -> float:
+        self._steps += 1
+        self._learn(factor, attempt)
+        self._just_above = not self._just_above and high - low < _NEAR * high
+        if self._just_above:
+            return low * (1 + _WIDTH / 2)
+        middle = (low + high) / 2
+        if self._below is None or self._above is None or self._steps > _MOST_GUESSES:
+            return middle
+        (a, reserve_a), (b, reserve_b) = self._below, self._above
+        if not math.isfinite(reserve_a) or reserve_a - reserve_b <= 0:
+            return middle
+        guess = a + (b - a) * reserve_a / (reserve_a - reserve_b)
+        margin = _MARGIN * (high - low)
+        return min(max(guess, low + margin), high - margin)
+
+    def _learn(self, factor: float, attempt: _Attempt | None) -> None:
+        again = attempt is not None and attempt.fits is self._fitted
+        if attempt is None:
+            self._fitted, self._above = False, None
+        elif attempt.fits:
+            self._fitted, self._below = True, (factor, attempt.bound - factor)
+            if again and self._above is not None:
+                self._above = (self._above[0], self._above[1] / 2)
+        else:
+            self._fitted, self._above = False, (factor, min(attempt.bound, factor) - factor)
+            if again and self._below is not None:
+                self._below = (self._below[0], self._below[1] / 2)
 
 
 class GrowthSearch:
@@ -77,10 +124,9 @@ class GrowthSearch:
             return Level(known, known * (1 + _STEP), attempt.rows)
         low, high = known, self._upper(known)
         best: tuple[int, ...] | None = None
-        bound = high
-        unproven = looked_above = 0.0
-        factor = high
-        while high - low > _WIDTH * high and high > _WIDTH * bound:
+        steps = _Steps(high)
+        unproven, factor = 0.0, high
+        while high - low > _WIDTH * high and high > _WIDTH * steps.upper:
             attempt = self.attempt(factor)
             if attempt is None:
                 high = factor
@@ -93,10 +139,7 @@ class GrowthSearch:
                     if attempt.bound >= factor:  # the search for thresholds gave up
                         unproven = max(unproven, min(attempt.bound, high))
                     high = factor
-            # Near the end the lower end is often the optimum already: one step just above it shows.
-            factor = (low + high) / 2
-            if low != looked_above and high - low < _NEAR * high:
-                factor, looked_above = low * (1 + _WIDTH / 2), low
+            factor = steps.after(factor, attempt, low, high)
         rows = best or tuple(len(home.work.threshold) - 1 for home in self._homes)
         return Level(low, max(low, high, unproven), rows)
 
