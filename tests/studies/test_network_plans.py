@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from prfaas.config import load_deployment, parse_deployment
-from prfaas.display import flow_tables
+from prfaas.display.flow_tables import network_tables
 from prfaas.errors import InputError
 from prfaas.planner.network.comparison import NetworkComparison
 from prfaas.studies.network_plans import NetworkStudy
@@ -47,12 +47,7 @@ def test_the_report_has_clusters_flows_and_what_binds(comparison: NetworkCompari
 def test_the_tables_show_the_plan(comparison: NetworkComparison) -> None:
     out = Console(width=160, file=io.StringIO())
     plan = comparison.plan
-    out.print(flow_tables.clusters_table(plan, "case-study-1t"))
-    out.print(flow_tables.flows_table(plan))
-    out.print(flow_tables.binding_line(plan))
-    out.print(flow_tables.baselines_line(comparison))
-    out.print(flow_tables.gains_table(comparison))
-    out.print(flow_tables.notes(comparison))
+    out.print(network_tables(comparison, "case-study-1t"))
     assert isinstance(out.file, io.StringIO)
     text = out.file.getvalue()
     assert f"{plan.rate_rps:.3f} requests/s in total" in text

@@ -3,6 +3,7 @@ more instance or Gbit/s would add."""
 
 from __future__ import annotations
 
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -12,6 +13,20 @@ from prfaas.planner.network.sensitivity import Gain
 
 # Rows of the table of additions; the others are smaller, and --json has them all.
 _MOST_GAINS = 8
+
+
+def network_tables(comparison: NetworkComparison, model: str) -> Group:
+    """Everything that `prfaas plan` prints for a deployment with several PD clusters."""
+    plan = comparison.plan
+    parts: list[RenderableType] = [
+        clusters_table(plan, model),
+        flows_table(plan),
+        binding_line(plan),
+        baselines_line(comparison),
+        gains_table(comparison),
+    ]
+    remarks = notes(comparison)
+    return Group(*parts, *([remarks] if remarks else []))
 
 
 def clusters_table(plan: NetworkPlan, model: str) -> Table:

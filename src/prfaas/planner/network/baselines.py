@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.planner.network.work import HomeWork
+from prfaas.planner.optimise import optimise, stage_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Pairs:
 
 def alone(planner: NetworkPlanner, problem: NetworkProblem) -> float:
     """0 where a PD cluster cannot prefill."""
-    return planner.rate_rps(_without_prfaas(problem))
+    return min(_total(planner, home, None) for home in problem.homes)
 
 
 def one_each(planner: NetworkPlanner, problem: NetworkProblem) -> Pairs:
@@ -89,8 +90,9 @@ def _without_prfaas(problem: NetworkProblem) -> NetworkProblem:
 def _total(planner: NetworkPlanner, home: Home, prfaas: str | None) -> float:
     """The total rate that the home allows with this PrfaaS cluster alone."""
     remotes = tuple(r for r in home.problem.remotes if r.pool.cluster == prfaas)
-    single = Home(1.0, replace(home.problem, remotes=remotes))
-    return planner.rate_rps(NetworkProblem((single,))) / home.share
+    single = replace(home.problem, remotes=remotes)
+    curves = planner.curves(home)
+    return stage_rates(single, curves, optimise(single, curves)).lambda_max / home.share
 
 
 def _matched(
