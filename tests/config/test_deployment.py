@@ -203,6 +203,9 @@ def test_without_shares_each_pd_cluster_has_the_same() -> None:
     raw = several(("clusters.0.traffic_share", None), ("clusters.1.traffic_share", None))
     assert parse_deployment(raw, "d.toml").traffic_shares == {"east": 0.5, "west": 0.5}
     assert load_deployment(CASE_STUDY).traffic_shares == {"pd": 1.0}
+    rounded = several(("clusters.0.traffic_share", 0.666), ("clusters.1.traffic_share", 0.333))
+    shares = parse_deployment(rounded, "d.toml").traffic_shares
+    assert sum(shares.values()) == 1 and shares["east"] == pytest.approx(2 / 3)
 
 
 def test_a_missing_link_is_allowed_where_another_exists() -> None:

@@ -324,9 +324,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def traffic_shares(self) -> dict[str, float]:
-        """The share of all requests that arrive at each pd cluster, by name."""
-        pds = self.of_kind("pd")
-        return {pd.name: pd.traffic_share or 1 / len(pds) for pd in pds}
+        """The share of all requests that arrive at each pd cluster, by name. They sum to 1: what
+        is missing by rounding (three times 0.333) is divided among all."""
+        stated = {pd.name: pd.traffic_share or 1.0 for pd in self.of_kind("pd")}
+        total = sum(stated.values())
+        return {name: share / total for name, share in stated.items()}
 
     def workload_of(self, cluster: Cluster) -> WorkloadSection:
         """The traffic of a pd cluster: its own workload, or that of the file."""

@@ -18,6 +18,9 @@ from prfaas.config.gateway import GatewaySection
 from prfaas.config.strict import decode, parse_toml, read_text
 from prfaas.errors import InputError
 
+# Shares that differ from 1 in sum by no more than this were rounded: 0.333 for each of three.
+_SHARES_ROUNDED = 0.002
+
 
 def load_deployment(path: str | Path, assignments: Iterable[str] = ()) -> Deployment:
     """The file's deployment, with the keys that `--set KEY=VALUE` changes."""
@@ -111,7 +114,7 @@ def _check_traffic(deployment: Deployment) -> None:
                 where=f"clusters.{index}.traffic_share",
                 fix=f"set it on every pd cluster; the others leave {max(0.0, 1 - sum(given)):.4g}",
             )
-    if abs(sum(given) - 1) > 1e-6:
+    if abs(sum(given) - 1) > _SHARES_ROUNDED:
         raise InputError(
             f"the shares of the pd clusters sum to {sum(given):.6g}",
             where=f"clusters.{pds[-1][0]}.traffic_share",

@@ -95,9 +95,9 @@ def build_problem(
     locals_ = deployment.of_kind("pd")
     if len(locals_) > 1:
         raise InputError(
-            f"{len(locals_)} pd clusters; a plan covers one pd cluster and its prfaas clusters",
+            f"{len(locals_)} pd clusters; only `prfaas plan` takes more than one",
             where="clusters",
-            fix="plan each pd cluster with its own share of the traffic",
+            fix="keep one pd cluster and the prfaas clusters that have a link to it",
         )
     return build_problem_at(locals_[0], deployment, catalog, spec, workload)
 

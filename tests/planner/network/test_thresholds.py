@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from prfaas.planner.network import thresholds
 from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.planner.network.work import ThresholdWork
@@ -51,6 +52,18 @@ def test_the_search_finds_the_best_thresholds(bps: float) -> None:
     subject = thinned(network(bps))
     plan = NetworkPlanner("paper").solve(subject)
     assert plan.rate_rps == pytest.approx(brute_force(subject, "paper"), rel=1e-6)
+
+
+def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is then still possible, and its gap covers the best one."""
+    subject = thinned(network(6e7))
+    best = NetworkPlanner("paper").solve(subject).rate_rps
+    monkeypatch.setattr(thresholds, "_MOST_INTERVALS", 0)
+    plan = NetworkPlanner("paper").solve(subject)
+    assert plan.rate_rps <= best * (1 + 1e-9) <= plan.rate_rps * (1 + plan.gap) * (1 + 1e-8)
+    busiest = max(prfaas.utilisation for prfaas in plan.prfaas)
+    assert max(busiest, *(flow.utilisation for flow in plan.flows)) <= 1 + 1e-8
+    assert max(home.prefill_utilisation for home in plan.homes) <= 1 + 1e-8
 
 
 @pytest.mark.slow

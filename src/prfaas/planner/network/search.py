@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prfaas.planner.curves import Array
-from prfaas.planner.network.flows import FlowProgram, Mask
+from prfaas.planner.network.flows import Cut, FlowProgram, Mask
 from prfaas.planner.network.thresholds import Chosen, ThresholdSearch
 from prfaas.planner.network.work import TOLERANCE, HomeWork
 
@@ -191,6 +191,16 @@ def serves(program: FlowProgram, rates: Array, splits: Sequence[int]) -> bool:
     target = 1 - _ROUNDING
     attempt = GrowthSearch(program, rates, everyone, splits).attempt(1.0, target)
     return attempt is not None and attempt.factor >= target
+
+
+def fits(program: FlowProgram, rates: Array, splits: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether the rates are possible with these splits and thresholds."""
+    target = 1 - _ROUNDING
+    for home, rate, split, row in zip(program.homes, rates, splits, rows, strict=True):
+        if home.prefill_limit_rps(split, row) < float(rate) * target:
+            return False
+    cuts = [Cut(number, row) for number, row in enumerate(rows)]
+    return program.grow(cuts, rates, np.ones(len(rates), dtype=bool)).factor >= target
 
 
 def grow_in_turn(

@@ -20,7 +20,7 @@ from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workloa
 from prfaas.planner.network.flows import FlowProgram
 from prfaas.planner.network.plan import Binding, Flow, HomePlan, NetworkPlan, PrfaasPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.planner.network.search import GrowthSearch, grow_in_turn, serves
+from prfaas.planner.network.search import GrowthSearch, fits, grow_in_turn, serves
 from prfaas.planner.network.work import HomeWork, ThresholdWork
 from prfaas.planner.problem import Pool
 from prfaas.planner.workload import Workload
@@ -51,6 +51,8 @@ class NetworkPlanner:
         reached, _ = grow_in_turn(program, rates)
         splits = _splits(program, reached)
         _, rows = grow_in_turn(program, rates, splits)
+        if not fits(program, rates, splits, rows):  # a search for thresholds gave up
+            splits, rows = _splits(program, rates), level.rows
         flow_shares = program.balance(rows, rates)
         self.programmes_solved += program.solved
         drawn = _Drawing(problem, program, splits, rows, flow_shares)
