@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from prfaas.config import Deployment
+from prfaas.config.deployment import Cluster
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
 from prfaas.planner.network.comparison import NetworkComparison, compare
 from prfaas.planner.network.problem import NetworkProblem, build_network
 from prfaas.planner.network.solve import NetworkPlanner
+from prfaas.planner.problem import Problem, build_problem_at
 from prfaas.studies.problem_files import Study
 
 
@@ -30,13 +32,14 @@ class NetworkStudy(Study):
         return self._network_planner.programmes_solved
 
     def network(self, deployment: Deployment) -> NetworkProblem:
+        return build_network(deployment, lambda pd: self.problem_at(pd, deployment))
+
+    def problem_at(self, pd: Cluster, deployment: Deployment) -> Problem:
+        """The problem of one PD cluster, with its own traffic."""
         catalog = self.catalog(deployment)
         try:
             spec = self._spec(deployment.model, catalog)
-            workloads = {
-                cluster.name: self._workload(deployment.workload_of(cluster))
-                for cluster in deployment.of_kind("pd")
-            }
-            return build_network(deployment, catalog, spec, workloads)
+            workload = self._workload(deployment.workload_of(pd))
+            return build_problem_at(pd, deployment, catalog, spec, workload)
         except InputError as error:
             raise error.in_file(self._file) from None

@@ -3,20 +3,18 @@ clusters that they share.
 
 A `Home` is a PD cluster with the traffic that arrives there and the PrfaaS clusters that have a
 path to it; its `Problem` is the same type that a deployment with one PD cluster has. A PrfaaS
-cluster that reaches several PD clusters appears in each of their problems with the same pool. Paths
-are directed, and may be missing.
+cluster that reaches several PD clusters appears in each of their problems with the same number of
+instances. Paths are directed, and may be missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from prfaas.catalog import Catalog
 from prfaas.config import Deployment
-from prfaas.kvspec import KVSpec
-from prfaas.planner.problem import Pool, Problem, Remote, build_problem_at
-from prfaas.planner.workload import Workload
+from prfaas.config.deployment import Cluster
+from prfaas.planner.problem import Pool, Problem, Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,8 @@ class NetworkProblem:
         assert abs(sum(home.share for home in self.homes) - 1) < 1e-6, "shares must sum to 1"
         pools = self.prfaas_pools
         for remote in self._remotes():
-            assert remote.pool == pools[remote.pool.cluster], "one cluster has one pool"
+            known = pools[remote.pool.cluster]
+            assert remote.pool.instances == known.instances, "a cluster has one size"
 
     @property
     def prfaas_pools(self) -> dict[str, Pool]:
@@ -72,16 +71,9 @@ class NetworkProblem:
 
 
 def build_network(
-    deployment: Deployment, catalog: Catalog, spec: KVSpec, workloads: Mapping[str, Workload]
+    deployment: Deployment, problem_at: Callable[[Cluster], Problem]
 ) -> NetworkProblem:
-    """The caller resolves `spec` and the `workloads` of the PD clusters by name, which may come
-    from files."""
+    """The caller makes the problem of each PD cluster, which may need files."""
     shares = deployment.traffic_shares
-    homes = [
-        Home(
-            shares[cluster.name],
-            build_problem_at(cluster, deployment, catalog, spec, workloads[cluster.name]),
-        )
-        for cluster in deployment.of_kind("pd")
-    ]
-    return NetworkProblem(tuple(homes))
+    pds = deployment.of_kind("pd")
+    return NetworkProblem(tuple(Home(shares[pd.name], problem_at(pd)) for pd in pds))
