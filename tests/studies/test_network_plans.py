@@ -59,6 +59,14 @@ def test_the_tables_show_the_plan(comparison: NetworkComparison) -> None:
     assert "extrapolated" in text
 
 
+def test_a_pd_cluster_that_cannot_prefill_is_named_with_the_file() -> None:
+    raw: Any = tomllib.loads(TWO_BY_TWO.read_text())
+    raw["clusters"][1]["gpus"] = 8
+    raw["links"] = [link for link in raw["links"] if link["to"] != "west"]
+    with pytest.raises(InputError, match=r"two_by_two\.toml: clusters: .* for west with"):
+        NetworkStudy(TWO_BY_TWO, "paper").plan_network(parse_deployment(raw, TWO_BY_TWO))
+
+
 def test_an_unknown_profile_is_named_by_its_place_in_the_file() -> None:
     raw: Any = tomllib.loads(TWO_BY_TWO.read_text())
     raw["clusters"][1]["accelerator"] = "no-such-accelerator"

@@ -24,7 +24,11 @@ class NetworkStudy(Study):
         self._network_planner = NetworkPlanner(reading)
 
     def plan_network(self, deployment: Deployment) -> NetworkComparison:
-        return compare(self.network(deployment), self._reading, self._network_planner)
+        problem = self.network(deployment)
+        try:
+            return compare(problem, self._reading, self._network_planner)
+        except InputError as error:
+            raise error.in_file(self._file) from None
 
     @property
     def programmes_solved(self) -> int:
