@@ -145,16 +145,7 @@ def _solution_as_dict(solution: Solution | None) -> dict[str, Any] | None:
         "ttft_p99_s": ttft and ttft.p99_s,
         "eq7_imbalance": solution.eq7_imbalance,
         "eq8_imbalance": solution.eq8_imbalance,
-        "extrapolated": [
-            {
-                "cluster": e.cluster,
-                "fraction": e.fraction,
-                "measured_new_tokens": list(e.measured_new),
-                "measured_cached_tokens": e.measured_cached,
-                "profile": e.provenance,
-            }
-            for e in solution.extrapolations
-        ],
+        "extrapolated": [extrapolation.as_dict() for extrapolation in solution.extrapolations],
     }
     prediction = solution.prediction
     if prediction is not None:
