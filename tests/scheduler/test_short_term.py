@@ -11,7 +11,7 @@ from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
-from prfaas.sim.links import STANDING_S
+from prfaas.sim.network.links import STANDING_S
 from prfaas.types import ClusterId, LinkStats
 from tests.scheduler.views import (
     FAR,

@@ -36,7 +36,7 @@ from prfaas.sim.attempt import Attempt
 from prfaas.sim.caches import Caches
 from prfaas.sim.config import SimConfig, link_id, local_nodes, node_names
 from prfaas.sim.events import Events
-from prfaas.sim.links import FluidLink
+from prfaas.sim.network.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
 from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
