@@ -117,7 +117,9 @@ def measure(problem: Problem, arrivals: Arrivals, config: SimConfig) -> dict[str
 @click.option(
     "--nodes", default=[16, 1024], show_default=True, multiple=True, help="Nodes; several."
 )
-@click.option("--rounds", default=1, show_default=True, help="Runs of each case; the median counts.")
+@click.option(
+    "--rounds", default=1, show_default=True, help="Runs of each case; the median counts."
+)
 @click.option(
     "--case",
     "names",

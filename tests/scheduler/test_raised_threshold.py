@@ -12,6 +12,7 @@ from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import Option
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, route
+from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId
@@ -81,7 +82,7 @@ def views(draw: st.DrawFn) -> View:
         remotes=remotes,
         links={way: draw(links) for way in ways},
         costs=replace(COSTS, prefill_s=PREFILL_S),
-        cached=draw(st.just({}) | st.dictionaries(st.sampled_from(names), hits)),
+        cached=group_prefixes(draw(st.just({}) | st.dictionaries(st.sampled_from(names), hits))),
         held={},
     )
 

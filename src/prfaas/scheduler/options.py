@@ -110,12 +110,12 @@ def best_option(
     None if no node of the cluster can prefill. Among equals, a node that already has the prefix,
     because a copy takes memory twice, and then the node with the lowest number."""
     now = view.now_s
-    cached = view.cached
-    ranks = cluster.ranks(cached)
+    groups = view.cached.groups
+    ranks = cluster.ranks(view.cached)
     free = ranks.prefill_free_at_s
-    if not len(free):
+    if not free.nodes:
         return None
-    if not cached:
+    if not groups:
         # Every prefill takes the same time, so the node that is free first is best.
         free_at_s, number = free.least()
         prefill_s = view.costs.prefill_s[cluster.cluster](request.prompt_tokens, 0)
@@ -124,7 +124,7 @@ def best_option(
     best: _Candidate | None = None
     best_held: CachedPrefix | None = None
     idle, others = free.at_most(now), free.nodes
-    for held, nodes in cached.groups:
+    for held, nodes in groups:
         members = nodes & free.nodes
         if members:
             others &= ~members
@@ -141,9 +141,7 @@ def best_option(
         assert prefix is not None
         nbytes, copy_s = _copy_cost(prefix, best_held, view)
         copies = (CacheCopy(prefix.source, node, prefix.tokens, nbytes, copy_s),)
-    return Option(
-        cluster.cluster, node, best.cached_tokens, best.start_s, best.prefill_s, copies
-    )
+    return Option(cluster.cluster, node, best.cached_tokens, best.start_s, best.prefill_s, copies)
 
 
 class _Candidate(NamedTuple):
@@ -196,9 +194,7 @@ def _first_to_end(
     return _Candidate(start + copied_s, True, number, start, copied_s, copied)
 
 
-def _copy_cost(
-    prefix: PrefixSource, held: CachedPrefix | None, view: View
-) -> tuple[int, float]:
+def _copy_cost(prefix: PrefixSource, held: CachedPrefix | None, view: View) -> tuple[int, float]:
     """Bytes and seconds of a copy to a node that holds `held`."""
     skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
     nbytes = view.costs.handoff_bytes(prefix.tokens, prefix.tokens - skip)
@@ -257,9 +253,9 @@ def _may_prefill_remainder(kv_bytes: float, view: View) -> int:
     """The set of decode nodes with a free slot, with memory, and not too soon after another
     remainder."""
     ranks = view.local.ranks()
-    if not len(ranks.active):
+    if not ranks.active.nodes:
         return 0
-    slots = view.local.node(ranks.name(ranks.active.least().number)).slots
+    slots = view.local.node(ranks.name(ranks.active.least()[1])).slots
     waited = ranks.next_remainder_s.at_most(view.now_s) | ranks.active.at_most(0)
     return waited & ranks.active.at_most(slots - 1) & ranks.reserved_kv_bytes.at_most(-kv_bytes)
 
@@ -284,13 +280,14 @@ def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeVi
     cached, costs, local = view.cached, view.costs, view.local
     ranks = local.ranks(cached)
     active = ranks.active
-    if not len(active):
+    if not active.nodes:
         return None
-    if not cached:
-        return local.node(ranks.name(active.least().number)), 0
+    least_loaded = local.node(ranks.name(active.least()[1]))
+    if not cached.groups:
+        return least_loaded, 0
     # Of the nodes that hold the same and have memory, or have none, the least loaded is best.
     roomy = ranks.reserved_kv_bytes.at_most(-request.prompt_tokens * costs.bytes_per_token)
-    slots = local.node(ranks.name(active.least().number)).slots
+    slots = least_loaded.slots
     best_cost, best_number, best_held = float("inf"), -1, 0
     others = active.nodes
     for tokens, nodes in _held_by(view, request):

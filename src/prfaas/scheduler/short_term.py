@@ -260,4 +260,4 @@ def _factor(
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
     """Seconds until a node of the cluster can start another prefill; None if no node prefills."""
     free = cluster.ranks().prefill_free_at_s
-    return max(0.0, free.least().key - now_s) if len(free) else None
+    return max(0.0, free.least()[0] - now_s) if free.nodes else None

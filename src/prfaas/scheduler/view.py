@@ -153,8 +153,9 @@ class ClusterView:
     def ranks(self, cached: CachedPrefixes | None = None) -> NodeRanks:
         """The ranked nodes, with the numbers that `cached` has, where it is given."""
         ranks = self._ranks
-        if cached and (ranks is None or cached.numbers is not ranks.numbers):
-            ranks = self._ranks = NodeRanks(self._nodes.values(), cached.numbers)
+        if cached is not None and cached.groups:
+            if ranks is None or cached.numbers is not ranks.numbers:
+                ranks = self._ranks = NodeRanks(self._nodes.values(), cached.numbers)
         elif ranks is None:
             ranks = self._ranks = NodeRanks(self._nodes.values(), {})
         return ranks

@@ -44,6 +44,7 @@ from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter
 from prfaas.sim.results.result import PlanChange, TimelineSpan
 from prfaas.types import ClusterId, NodeId
 
+
 class _UniformPrefix:
     """A prefix that every node holds, as workloads state it."""
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from math import inf
-from typing import NamedTuple
+from typing import TypeAlias
 
 MAX_BLOCK = 32
 
 
-class Ranked(NamedTuple):
-    key: float
-    number: int
+Ranked: TypeAlias = tuple[float, int]  # key, number: no named tuple, because there are millions
 
 
 def lowest(nodes: int) -> int:
@@ -36,8 +34,8 @@ class Ranking:
     def __init__(self) -> None:
         self.nodes = 0  # the set of all ranked nodes
         self._keys: dict[int, float] = {}
-        self._blocks: list[list[tuple[float, int]]] = []
-        self._lasts: list[tuple[float, int]] = []  # the last entry of each block
+        self._blocks: list[list[Ranked]] = []
+        self._lasts: list[Ranked] = []  # the last entry of each block
         self._sets: list[int] = []  # the nodes of each block
         self._at_most: tuple[float, int] | None = None  # the latest answer of `at_most`
 
@@ -106,7 +104,7 @@ class Ranking:
 
     def least(self) -> Ranked:
         """The first node of all. There must be one."""
-        return Ranked(*self._blocks[0][0])
+        return self._blocks[0][0]
 
     def first(self, nodes: int) -> Ranked | None:
         """The first node of a set; None if no node of the set is ranked."""
@@ -114,9 +112,9 @@ class Ranking:
             found = held & nodes
             if not found:
                 continue
-            for key, number in self._blocks[place]:
-                if found >> number & 1:
-                    return Ranked(key, number)
+            for entry in self._blocks[place]:
+                if found >> entry[1] & 1:
+                    return entry
         return None
 
     def at_most(self, key: float) -> int:
@@ -144,7 +142,7 @@ class Ranking:
         assert self.nodes == _set_of(entries)
 
 
-def _set_of(entries: list[tuple[float, int]]) -> int:
+def _set_of(entries: list[Ranked]) -> int:
     nodes = 0
     for _, number in entries:
         nodes |= 1 << number
