@@ -26,8 +26,8 @@ from typing import Any
 
 import click
 import numpy as np
-from _agent_traffic import AgentTraffic, agent_rows
 
+from _agent_traffic import AgentTraffic, agent_rows
 from prfaas.config import load_deployment
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.problem import Pool, Problem

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from prfaas.config.deployment import PaperSection, SchedulerSection
 from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.forecast import forecast
+from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.options import Option
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, route
-from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.types import ClusterId, NodeId

@@ -1,1 +1,1 @@
-"""Finds the best nodes without looking at all of them: ordered nodes, and sets of nodes as masks."""
+"""Finds the best nodes without a look at all of them: ranked nodes, and sets of nodes as masks."""
