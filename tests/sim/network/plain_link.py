@@ -90,7 +90,9 @@ class PlainLink:
         if wake != self._wake:
             return
         self._advance()
-        finished = [transfer for transfer in self._transfers if transfer.drains and not transfer.bits]
+        finished = [
+            transfer for transfer in self._transfers if transfer.drains and not transfer.bits
+        ]
         self._transfers = [transfer for transfer in self._transfers if transfer not in finished]
         self._share()
         for transfer in finished:
