@@ -6,9 +6,9 @@
 The deployment is the case study with more nodes. Link bandwidth and traffic grow in proportion, so
 that every size has the same load (80% of its planned rate). Each size simulates the same number of
 requests under `paper` and under `adaptive`: `poisson` without caches, and `sessions` with a prefix
-cache on every node and prompts that share prefixes. Sizes alternate in one process and CPU time
-counts, so that other work on the machine affects all sizes alike. Plans are made once and the
-long-term loop is off: its cost depends on the simulated time, and not on the requests.
+cache on every node and prompts that share prefixes. Sizes alternate in one process, and the ratio
+is of CPU times, so that other work on the machine affects all sizes alike. The long-term loop is
+off, because its cost depends on the simulated time and not on the number of requests.
 """
 
 from __future__ import annotations
@@ -36,17 +36,12 @@ from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
 from prfaas.studies.problem_files import Study
-from prfaas.studies.simulation_cases import (
-    Policy,
-    cache_config,
-    planned_for,
-    routed_by,
-)
+from prfaas.studies.simulation_cases import Policy, cache_config, planned_for, routed_by
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 POLICIES: tuple[Policy, ...] = ("paper", "adaptive")
-# Prompts of about 12,000 tokens in four turns. One of four instructions begins each of them, so
-# that every node holds the beginning of every prompt.
+# Four turns on average, and prompts of about 12,000 tokens. Each begins with one of four
+# instructions, which soon are on all nodes: the case in which most nodes hold something.
 TRAFFIC = AgentTraffic(
     turns=4, shared_tokens=4_096, task_tokens=4_000, result_tokens=2_000, pause_s=30.0
 )
@@ -79,41 +74,36 @@ def poisson_case(problem: Problem, requests: int) -> tuple[Problem, Arrivals]:
 
 
 def sessions_case(problem: Problem, requests: int) -> tuple[Problem, Arrivals]:
-    """Sessions at the rate that the plan for their lengths can serve."""
-    sessions = replace_count(requests)
-    rows = agent_rows(sessions, 1.0, seed=0)[:requests]
-    drawn = replay(rows, seed=0, bucket_s=0.0)
-    planned = planned_for(problem, drawn)
+    """About as many requests, in sessions that are the same at every rate. They come at a rate that
+    the plan for their lengths can serve."""
+    traffic = replace(TRAFFIC, sessions=max(1, requests // TRAFFIC.turns))
+
+    def arrivals(sessions_per_s: float) -> Arrivals:
+        return replay(agent_rows(traffic, sessions_per_s, seed=0), seed=0, bucket_s=0.0)
+
+    planned = planned_for(problem, arrivals(1.0))
     rps = DEFAULT_UTILISATION * find_optimum(planned).capacity_rps
-    per_s = rps / TRAFFIC.turns
-    rows = agent_rows(sessions, per_s, seed=0)[:requests]
-    return planned, replay(rows, seed=0, bucket_s=0.0)
-
-
-def replace_count(requests: int) -> AgentTraffic:
-    return replace(TRAFFIC, sessions=max(1, round(requests / TRAFFIC.turns * 1.1) + 10))
+    return planned, arrivals(rps / traffic.turns)
 
 
 def measure(problem: Problem, arrivals: Arrivals, config: SimConfig) -> dict[str, Any]:
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
     result = simulate(problem, arrivals, config)
-    cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
-    ttft = result.requests.first_token_s - result.requests.arrival_s
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    done = result.requests
     return {
+        "requests": len(arrivals),
         "cpu_s": cpu_s,
         "wall_s": wall_s,
-        "mean_ttft_s": round(float(np.nanmean(ttft)), 4),
-        "offloaded": round(float(result.requests.offloaded.mean()), 4),
-        "hits": round(
-            float(result.requests.hit_tokens.sum() / result.requests.prompt_tokens.sum()), 4
-        ),
-        "copies": result.copies,
+        "mean_ttft_s": round(float(np.nanmean(done.first_token_s - done.arrival_s)), 4),
+        "offloaded": round(float(done.offloaded.mean()), 4),
+        "prefix_reuse": round(int(done.hit_tokens.sum()) / int(done.prompt_tokens.sum()), 4),
     }
 
 
 @click.command(help=__doc__)
-@click.option("--requests", default=20_000, show_default=True, help="Requests of each run.")
+@click.option("--requests", default=10_000, show_default=True, help="Requests of each run.")
 @click.option(
     "--nodes", default=[16, 1024], show_default=True, multiple=True, help="Nodes; several."
 )
@@ -140,7 +130,6 @@ def main(
         "sessions": sessions_case,
     }
     report: dict[str, Any] = {
-        "requests": requests,
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
     }
@@ -153,11 +142,11 @@ def main(
             for _ in range(rounds):
                 for size, (problem, arrivals) in made.items():
                     runs[size].append(measure(problem, arrivals, config))
-            report[f"{name} {policy}"] = _summary(runs, requests)
+            report[f"{name} {policy}"] = _summary(runs)
     print(json.dumps(report, indent=2))
 
 
-def _summary(runs: dict[int, list[dict[str, Any]]], requests: int) -> dict[str, Any]:
+def _summary(runs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
     cpu_s = {size: statistics.median(run["cpu_s"] for run in of) for size, of in runs.items()}
     wall_s = {size: statistics.median(run["wall_s"] for run in of) for size, of in runs.items()}
     sizes = list(runs)
@@ -166,7 +155,7 @@ def _summary(runs: dict[int, list[dict[str, Any]]], requests: int) -> dict[str, 
             **runs[size][0],
             "cpu_s": round(cpu_s[size], 2),
             "wall_s": round(wall_s[size], 2),
-            "us_per_request": round(cpu_s[size] / requests * 1e6, 1),
+            "us_per_request": round(cpu_s[size] / runs[size][0]["requests"] * 1e6, 1),
         }
         for size in sizes
     }
