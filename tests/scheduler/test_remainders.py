@@ -52,7 +52,7 @@ def rules(policy: str = "adaptive", **remainders: float) -> ShortTermState:
 
 def with_node(seen: View, name: NodeId, **changes: float) -> View:
     nodes = tuple(n._replace(**changes) if n.node == name else n for n in seen.local.nodes)
-    return seen._replace(local=seen.local._replace(nodes=nodes))
+    return seen._replace(local=seen.local.with_nodes(nodes))
 
 
 def taken(request: Request, seen: View, known: ShortTermState) -> Route:

@@ -11,7 +11,7 @@ from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
-from prfaas.sim.links import STANDING_S
+from prfaas.sim.network.links import STANDING_S
 from prfaas.types import ClusterId, LinkStats
 from tests.scheduler.views import (
     FAR,
@@ -154,7 +154,7 @@ def test_an_engines_own_cache_is_used_where_it_is_and_not_copied() -> None:
     way = routed(Request(1, 1300), seen, state("paper"))
     assert way.prefill == LOCAL[1] and way.cached_tokens == 640
     assert [(copy.source, copy.tokens) for copy in way.copies] == [(LOCAL[0], 640)]
-    free = routed(Request(1, 1300), view(seen.cached), state("paper"))  # type: ignore[arg-type]
+    free = routed(Request(1, 1300), view(seen.cached), state("paper"))
     assert free.prefill == LOCAL[0] and free.cached_tokens == 1280 and not free.copies
     far = routed(Request(1, 1280 + THRESHOLD + 1), seen, state("paper"))
     assert far.offloaded and far.cached_tokens == 0 and not far.copies

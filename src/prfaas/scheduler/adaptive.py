@@ -157,9 +157,8 @@ def _queued_s_per_node(cluster: ClusterId, view: View) -> float:
 
 
 def _prefill_nodes(cluster: ClusterId, view: View) -> int:
-    found = next(c for c in (view.local, *view.remotes) if c.cluster == cluster)
     # At least one: of a set whose nodes serve alone, none has the role.
-    return max(1, sum(node.usable and node.role == "prefill" for node in found.nodes))
+    return max(1, len(view.cluster(cluster).ranks().prefill_free_at_s))
 
 
 def _longer_foreign_prefix(

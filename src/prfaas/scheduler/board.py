@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.lookup.prefixes import CachedPrefix, CachedPrefixes, group_prefixes
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
-from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, LinkStats, NodeId
 
@@ -39,20 +40,18 @@ class _Dispatch(NamedTuple):
 
 
 class _BoardNode:
-    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "place", "view")
+    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "view")
 
-    def __init__(self, view: NodeView, cluster: _BoardCluster, place: int) -> None:
+    def __init__(self, view: NodeView, cluster: ClusterView) -> None:
         self.view = view
         self.cluster = cluster
-        self.place = place
         self.dispatches: deque[_Dispatch] = deque()
         self.own_decodes = 0  # own requests whose KV is in place and that have not ended
         self.other_decodes = 0  # requests that the node decodes for other routers
 
     def put(self, view: NodeView) -> None:
         self.view = view
-        self.cluster.nodes[self.place] = view
-        self.cluster.frozen = None
+        self.cluster.put(view)
 
     # Written out, because `_replace` takes three times as long and these run for every request.
 
@@ -66,20 +65,6 @@ class _BoardNode:
         node, role, usable, free_at, queued, active, slots, free, next_s = self.view
         left = free - kv_bytes
         self.put(NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s))
-
-
-class _BoardCluster:
-    __slots__ = ("frozen", "name", "nodes")
-
-    def __init__(self, name: ClusterId) -> None:
-        self.name = name
-        self.nodes: list[NodeView] = []
-        self.frozen: ClusterView | None = None
-
-    def view(self) -> ClusterView:
-        if self.frozen is None:
-            self.frozen = ClusterView(self.name, tuple(self.nodes))
-        return self.frozen
 
 
 class Board:
@@ -99,10 +84,11 @@ class Board:
         self._slots = slots
         self._kv_bytes = kv_bytes
         self._nodes: dict[NodeId, _BoardNode] = {}
-        self._clusters: list[_BoardCluster] = []
+        self._clusters: list[ClusterView] = []
+        self._numbers: dict[NodeId, int] | None = None  # made when a view needs them
         self._links = dict(links)
         for name, nodes in clusters:
-            self._clusters.append(_BoardCluster(name))
+            self._clusters.append(ClusterView(name))
             for node in nodes:
                 self.join(name, node)
 
@@ -112,16 +98,14 @@ class Board:
         cached: Mapping[NodeId, CachedPrefix],
         held: Mapping[ClusterId, HeldWork],
     ) -> View:
+        """The state for one decision. The view shows the nodes as they are: it must be used before
+        the board changes again."""
+        if not isinstance(cached, CachedPrefixes):
+            if self._numbers is None:
+                self._numbers = {name: number for number, name in enumerate(self._nodes)}
+            cached = group_prefixes(cached, self._numbers)
         local, *remotes = self._clusters
-        return View(
-            now_s,
-            local.view(),
-            tuple([remote.view() for remote in remotes]),
-            self._links,
-            self._costs,
-            cached,
-            held,
-        )
+        return View(now_s, local, tuple(remotes), self._links, self._costs, cached, held)
 
     def set_costs(self, costs: Costs) -> None:
         """Replaces the costs, from the next view on."""
@@ -146,11 +130,11 @@ class Board:
 
     def join(self, cluster_name: ClusterId, name: NodeId) -> None:
         assert name not in self._nodes, name
-        cluster = next(cluster for cluster in self._clusters if cluster.name == cluster_name)
+        cluster = next(cluster for cluster in self._clusters if cluster.cluster == cluster_name)
         view = NodeView(name, "prefill", True, -math.inf, 0, 0, self._slots, self._kv_bytes)
-        self._nodes[name] = _BoardNode(view, cluster, len(cluster.nodes))
-        cluster.nodes.append(view)
-        cluster.frozen = None
+        self._nodes[name] = _BoardNode(view, cluster)
+        cluster.put(view)
+        self._numbers = None
 
     def leave(self, name: NodeId) -> bool:
         """Removes a node. Returns False, and keeps the node, while own requests depend on it: their
@@ -159,12 +143,8 @@ class Board:
         if node.view.queued or node.view.active > node.other_decodes:
             return False
         del self._nodes[name]
-        cluster = node.cluster
-        del cluster.nodes[node.place]
-        cluster.frozen = None
-        for other in self._nodes.values():
-            if other.cluster is cluster and other.place > node.place:
-                other.place -= 1
+        node.cluster.remove(name)
+        self._numbers = None
         return True
 
     def is_up(self, link_id: LinkId) -> bool:
@@ -217,7 +197,7 @@ class Board:
             self._reserve_link(route, -route.nbytes)
 
     def _reserve_link(self, route: Route, nbytes: int) -> None:
-        link_id = (route.cluster, self._clusters[0].name)
+        link_id = (route.cluster, self._clusters[0].cluster)
         link = self._links[link_id]
         self._put_link(link_id, link._replace(pending_bytes=link.pending_bytes + nbytes))
 

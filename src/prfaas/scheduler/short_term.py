@@ -67,13 +67,8 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
     """Whether a prefill queue of `cluster` is short enough to retry the requests held for it. Also
     when no node prefills there any more: then these requests go elsewhere."""
-    found = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
-    wait_s = shortest_wait_s(found, view.now_s)
+    wait_s = shortest_wait_s(view.cluster(cluster), view.now_s)
     return wait_s is None or wait_s <= state.rules.adaptive.queue_s
-
-
-def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
-    return next(remote for remote in remotes if remote.cluster == cluster)
 
 
 def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
@@ -264,5 +259,5 @@ def _factor(
 
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
     """Seconds until a node of the cluster can start another prefill; None if no node prefills."""
-    free = [n.free_at_s for n in cluster.nodes if n.usable and n.role == "prefill"]
-    return max(0.0, min(free) - now_s) if free else None
+    free = cluster.ranks().prefill_free_at_s
+    return max(0.0, free.least()[0] - now_s) if free.nodes else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.scheduler.board import NodeReport
 from prfaas.scheduler.congestion import LinkVerdict
+from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED
 from prfaas.scheduler.short_term import adjust
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.nodes import SimNode
@@ -88,7 +89,7 @@ class Reports:
         for link_id, link_stats in stats:
             world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
-        view = world.board.view(now, {}, world.waiting_room.work)
+        view = world.board.view(now, NOTHING_CACHED, world.waiting_room.work)
         world.state = adjust(world.state, view, now)
         if world.waiting_room:
             world.retry_waiting()

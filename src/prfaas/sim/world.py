@@ -12,33 +12,37 @@ late; the router's own dispatches reach it at once. Faults and role changes are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.long_term.traffic import TrafficHistory
+from prfaas.scheduler.lookup.prefixes import (
+    EVERY_NODE,
+    NOTHING_CACHED,
+    CachedPrefixes,
+    Holders,
+)
 from prfaas.scheduler.plan import Plan, Role, first_plan, hardware_for
 from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.short_term import has_room, route
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import CachedPrefix, LinkId, LinkView
+from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.attempt import Attempt
 from prfaas.sim.caches import Caches
 from prfaas.sim.config import SimConfig, link_id, local_nodes, node_names
 from prfaas.sim.events import Events
-from prfaas.sim.links import FluidLink
+from prfaas.sim.network.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
 from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
 from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter
 from prfaas.sim.results.result import PlanChange, TimelineSpan
 from prfaas.types import ClusterId, NodeId
-
-NOTHING: Mapping[NodeId, CachedPrefix] = {}
 
 
 class _UniformPrefix:
@@ -56,14 +60,15 @@ class _UniformPrefix:
 class _UniformPrefixes:
     """The same cached prefix at every node, by its length. Used where no cache is simulated."""
 
-    def __init__(self, nodes: Collection[NodeId]) -> None:
-        self._nodes = nodes
-        self._found: dict[int, Mapping[NodeId, CachedPrefix]] = {0: NOTHING}
+    def __init__(self, nodes: Iterable[NodeId]) -> None:
+        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self._found = {0: NOTHING_CACHED}
 
-    def match(self, tokens: int) -> Mapping[NodeId, CachedPrefix]:
+    def match(self, tokens: int) -> CachedPrefixes:
         found = self._found.get(tokens)
         if found is None:
-            found = self._found[tokens] = dict.fromkeys(self._nodes, _UniformPrefix(tokens))
+            holders = Holders(_UniformPrefix(tokens), EVERY_NODE)
+            found = self._found[tokens] = CachedPrefixes([holders], self._numbers)
         return found
 
 
@@ -169,14 +174,14 @@ class World:
         self.waiting_room.retry(self._try_dispatch, self._has_room)
 
     def _has_room(self, cluster: ClusterId) -> bool:
-        view = self.board.view(self.events.now_s, NOTHING, self.waiting_room.work)
+        view = self.board.view(self.events.now_s, NOTHING_CACHED, self.waiting_room.work)
         return has_room(cluster, view, self.state)
 
     def _try_dispatch(self, index: int) -> Hold | None:
         """Routes and dispatches a request. Returns its hold if the router decides that it waits."""
         now = self.events.now_s
         if self.caches is not None and self._hashes is not None:
-            cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
+            cached = self.caches.match(self._hashes[index])
         else:
             cached = self._uniform.match(self._cached[index])
         request = Request(
