@@ -359,6 +359,20 @@ def _decoding(problem: Problem, factor: float) -> Problem | None:
     return replace(problem, local=replace(local, decode=chosen))
 
 
+def drawn(problem: Problem, reading: Reading, draws: int) -> Iterator[tuple[Problem, WorkCurves]]:
+    """The problem and its curves in each of some draws of the errors of its estimates. Nothing if
+    nothing in it is estimated. A draw in which no decode batch meets the SLO is left out."""
+    errors = _Errors(problem)
+    if not errors.sources:
+        return
+    atoms = Atoms(problem.workload, problem.spec)
+    curves = WorkCurves(cut_workload(problem.workload), atoms, reading)
+    for factors in errors.factors(_normal_draws(draws, len(errors.sources))):
+        decoding = _decoding(problem, factors.decode)
+        if decoding is not None:
+            yield decoding, _PacedCurves(curves, factors.prefill)
+
+
 # The measurement that narrows most -----------------------------------------------------------
 
 
