@@ -20,10 +20,11 @@ import numpy as np
 from prfaas.config import Deployment
 from prfaas.errors import InputError
 from prfaas.planner import baselines
-from prfaas.planner.curves import Atoms, Reading, WorkCurves, cut_workload
+from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workload
+from prfaas.planner.drawn_plans import Draws, plan_draws
 from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Problem
-from prfaas.planner.ranges import HIGH, LOW, drawn, merged
+from prfaas.planner.ranges import HIGH, LOW, error_draws, merged
 from prfaas.planner.workload import Workload, weighted_sum
 from prfaas.studies.problem_files import Study
 
@@ -36,7 +37,7 @@ FINE_MEAN_TOKENS = tuple(round(2 ** (half / 2)) for half in range(22, 37))
 ATOMS = 512
 
 # Draws of the errors of estimates, for the range of the bandwidth from which PrfaaS pays.
-DRAWS = 32
+DRAWS = 64
 # A gain below this is within the coarseness of the atoms: PrfaaS does not pay there, nor cost.
 PAYS = 1.005
 
@@ -193,63 +194,46 @@ def _row(
 ) -> MapRow:
     free = replace(problem, fixed_threshold=None, local=replace(problem.local, fixed_prefill=None))
     curves = WorkCurves(cut_workload(free.workload), Atoms(free.workload, free.spec), reading)
-    over_homogeneous = _Ratio(free, curves, baselines.homogeneous(free))
-    over_equal_cost = _Ratio(free, curves, baselines.equal_cost(free))
-    gains = [
-        tuple(ratio.at(gbps) for gbps in links_gbps)
-        for ratio in (over_homogeneous, over_equal_cost)
-    ]
-    beginnings: list[list[float]] = [[], []]
-    for drawn_problem, drawn_curves in drawn(free, reading, DRAWS if len(links_gbps) > 1 else 0):
-        for found, baseline in zip(
-            beginnings, (baselines.homogeneous, baselines.equal_cost), strict=True
-        ):
-            ratio = _Ratio(drawn_problem, drawn_curves, baseline(drawn_problem))
-            found.append(ratio.pays_from(links_gbps))
-    first, second = (
-        _beginning(links_gbps, row, found) for row, found in zip(gains, beginnings, strict=True)
-    )
-    return MapRow(mean_tokens, gains[0], gains[1], first, second)
+    draws = error_draws(free, DRAWS) if len(links_gbps) > 1 else None
+    linked = [_with_link(free, gbps) for gbps in links_gbps]
+    rates = np.array([_lambda_max(problem, curves) for problem in linked])
+    drawn = None if draws is None else np.array([_drawn(p, curves, draws) for p in linked])
+
+    def over(baseline: Problem | None) -> tuple[Gains, Beginning]:
+        if baseline is None:
+            return (None,) * len(links_gbps), Beginning(None, None, None)
+        gains = tuple((rates / _lambda_max(baseline, curves)).tolist())
+        middle = pays_from_gbps(links_gbps, gains)
+        if draws is None or drawn is None:
+            return gains, Beginning(middle, middle, middle)
+        return gains, Beginning(
+            middle, *_range(links_gbps, drawn / _drawn(baseline, curves, draws))
+        )
+
+    homogeneous, pays_homogeneous = over(baselines.homogeneous(free))
+    equal_cost, pays_equal_cost = over(baselines.equal_cost(free))
+    return MapRow(mean_tokens, homogeneous, equal_cost, pays_homogeneous, pays_equal_cost)
 
 
-class _Ratio:
-    """The gain of one problem over one baseline, at any link bandwidth."""
-
-    def __init__(self, problem: Problem, curves: WorkCurves, baseline: Problem | None) -> None:
-        self._problem, self._curves = problem, curves
-        self._below = None if baseline is None else self._lambda_max(baseline)
-
-    def at(self, gbps: float) -> float | None:
-        if not self._below:
-            return None
-        return self._lambda_max(_with_link(self._problem, gbps)) / self._below
-
-    def pays_from(self, links_gbps: Sequence[float]) -> float:
-        """As `pays_from_gbps`, infinite if it never pays. A wider link never lowers the gain, so
-        that a bisection needs few cells."""
-        low, high = 0, len(links_gbps)
-        while low < high:
-            middle = (low + high) // 2
-            gain = self.at(links_gbps[middle])
-            if gain is not None and gain > PAYS:
-                high = middle
-            else:
-                low = middle + 1
-        around = links_gbps[max(0, low - 1) : low + 1]
-        found = pays_from_gbps(around, tuple(self.at(gbps) for gbps in around))
-        return math.inf if found is None else found
-
-    def _lambda_max(self, problem: Problem) -> float:
-        return stage_rates(problem, self._curves, optimise(problem, self._curves)).lambda_max
+def _lambda_max(problem: Problem, curves: WorkCurves) -> float:
+    return stage_rates(problem, curves, optimise(problem, curves)).lambda_max
 
 
-def _beginning(links_gbps: Sequence[float], gains: Gains, found: Sequence[float]) -> Beginning:
-    middle = pays_from_gbps(links_gbps, gains)
-    if not found:
-        return Beginning(middle, middle, middle)
+def _drawn(problem: Problem, curves: WorkCurves, draws: Draws) -> Array:
+    return plan_draws(problem, curves, draws).lambda_max
+
+
+def _range(links_gbps: Sequence[float], ratios: Array) -> tuple[float | None, float | None]:
+    """The quantiles of the beginning; `ratios` are gains at each link (rows) in each draw."""
+    found = [pays_from_gbps(links_gbps, tuple(gains.tolist())) for gains in ratios.T]
+    never = [math.inf if gbps is None else gbps for gbps in found]
     # Quantiles are values of the draws: between a bandwidth and infinity there is no middle.
-    low, high = np.quantile(found, (LOW, HIGH), method="closest_observation")
-    return Beginning(middle, *(float(end) if end < math.inf else None for end in (low, high)))
+    low, high = np.quantile(never, (LOW, HIGH), method="closest_observation")
+    return (_or_none(float(low)), _or_none(float(high)))
+
+
+def _or_none(gbps: float) -> float | None:
+    return gbps if gbps < math.inf else None
 
 
 def _link_gbps(problem: Problem) -> float:
