@@ -46,12 +46,16 @@ TOGETHER = (
 )
 # These take longest and begin first, so that in the end no process is left alone with one of them.
 LONGEST = (
-    "tests/vllm/test_events.py",
-    *("tests/node/test_handoff.py", "tests/node/test_faults.py", "tests/engine/"),
-    *("tests/gateway/dispatch/", "tests/faults/test_campaign.py", "tests/gateway/test_models.py"),
-    *("tests/transport/test_faults_with_workers.py", "tests/sim/test_agreement.py"),
+    *("tests/vllm/test_events.py", "tests/engine/", "tests/gateway/dispatch/"),
+    *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
+    *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
+    *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),
+    *("tests/sim/test_agreement.py", "tests/sim/test_benches.py", "tests/node/test_compare.py"),
+    *("tests/gateway/test_rolling_upgrade.py", "tests/gateway/test_paused.py"),
+    *("tests/gateway/test_moves_bench.py", "tests/security/test_rotation.py"),
+    *("tests/faults/test_pressure.py", "tests/faults/test_soak.py", "tests/faults/test_no_way.py"),
     *("tests/security/test_init_deployment.py", "tests/cli/test_node.py", "tests/cli/test_up.py"),
-    *("tests/transport/test_faults.py", "tests/sim/test_benches.py"),
+    *("tests/gateway/api/test_hostile.py", "tests/transport/test_faults.py"),
     *("tests/measure/test_serve_bench.py", "tests/kvd/test_faults.py"),
 )
 
