@@ -32,8 +32,8 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 
 # Each test process has one test file at a time, so that the servers of a file start once; files that
-# share servers count as one (TOGETHER in tests/conftest.py). Many of the ordinary tests wait for
-# timeouts: three processes use two cores better than two.
+# share servers count as one (TOGETHER in tests/conftest.py). Many tests wait for timeouts, or for one
+# process after another: three test processes use two cores better than two.
 SIDE_BY_SIDE := --dist loadfile --numprocesses
 
 VLLM_VENV := .venv-vllm
@@ -84,7 +84,7 @@ test: setup
 SLOW_TESTS = $(shell grep -rlE 'mark\.slow\b' tests --include='*.py' | grep -v '^tests/vllm/' \
   | sed -E '/\/test_[^\/]*$$/!s,/[^/]*$$,,' | sort -u)
 test-slow: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m slow $(SLOW_TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m slow $(SLOW_TESTS)
 
 # Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
 # the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not

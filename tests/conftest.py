@@ -28,7 +28,15 @@ settings.load_profile("prfaas")
 # The files of a group share servers that take long to start, so one test process runs them all.
 # Each entry is a tuple of paths or of beginnings of paths.
 TOGETHER = (
-    ("tests/node/",),
+    ("tests/engine/",),  # models in this process, and what transformers generates with them
+    ("tests/node/test_cache_events.py", "tests/node/test_kept_answers.py"),
+    (
+        *("tests/gateway/dispatch/", "tests/gateway/planning/", "tests/gateway/prompt_lists/"),
+        *("tests/gateway/test_known_fields.py", "tests/gateway/test_long_term.py"),
+        *("tests/gateway/test_process.py", "tests/gateway/test_shutdown.py"),
+        *("tests/gateway/test_stop.py", "tests/gateway/test_tenants.py"),
+        "tests/gateway/test_wan.py",
+    ),
     (
         *("tests/vllm/test_events.py", "tests/vllm/test_faults.py", "tests/vllm/test_gateway.py"),
         *("tests/vllm/test_faults_long.py", "tests/vllm/test_handoff.py"),
@@ -36,11 +44,30 @@ TOGETHER = (
         *("tests/vllm/test_kept_answers.py", "tests/vllm/test_parameters.py"),
     ),
 )
+# These take longest and begin first, so that in the end no process is left alone with one of them.
+LONGEST = (
+    *("tests/vllm/test_events.py", "tests/engine/", "tests/gateway/dispatch/"),
+    *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
+    *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
+    *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),
+    *("tests/sim/test_agreement.py", "tests/sim/test_benches.py", "tests/node/test_compare.py"),
+    *("tests/gateway/test_rolling_upgrade.py", "tests/gateway/test_paused.py"),
+    *("tests/gateway/test_moves_bench.py", "tests/security/test_rotation.py"),
+    *("tests/faults/test_pressure.py", "tests/faults/test_soak.py", "tests/faults/test_no_way.py"),
+    *("tests/security/test_init_deployment.py", "tests/cli/test_node.py", "tests/cli/test_up.py"),
+    *("tests/gateway/api/test_hostile.py", "tests/transport/test_faults.py"),
+    *("tests/measure/test_serve_bench.py", "tests/kvd/test_faults.py"),
+)
 
 
 def group_of(test: str) -> str:
     file = test.split("::", 1)[0]
     return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {group: at for at, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist calls it, where it is installed
@@ -51,6 +78,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
+    # The groups begin in the order of the tests, not those with the most tests first.
+    config.option.loadscopereorder = False
     return LoadGroups(config, log) if config.getoption("dist") == "loadfile" else None
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import LONGEST, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "prfaas"
@@ -70,3 +73,9 @@ def test_processes_are_not_people() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= README_CHARACTERS
+
+
+def test_groups_of_test_files_name_files_that_exist() -> None:
+    """Otherwise a renamed file has its servers alone, or begins late."""
+    for name in chain(LONGEST, *TOGETHER):
+        assert (ROOT / name).exists(), name

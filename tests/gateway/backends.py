@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,15 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
+@cache
+def _study() -> Study:
+    """It keeps the catalog and the workload, which take longer to read than most tests do."""
+    return Study(Path("test.toml"), "exact")
+
+
 def problem(made: Deployment) -> Problem:
-    return Study(Path("test.toml"), "exact").problem(made)
+    study = Study(Path("test.toml"), "exact") if made.catalog else _study()
+    return study.problem(made)
 
 
 def node(host: Host) -> dict[str, str]:

@@ -84,7 +84,11 @@ def held_up(moment: str, hosts: Hosts, relays: list[Relay]) -> Iterator[Callable
     elif moment == "transfer":
         for relay in relays:
             relay.change(Conditions(rate_bps=SLOW_BPS))
-        yield data_arrives
+        try:
+            yield data_arrives
+        finally:  # what is on its way arrives soon
+            for relay in relays:
+                relay.change(Conditions())
     else:
         with stopped(*(host.node for host in hosts.home)):
             yield lambda: count("committed") == AT_ONCE

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.engine.api import Export
@@ -111,7 +112,9 @@ class Host:
 
 
 @contextmanager
-def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
+def kvd(
+    folder: Path, *, name: str = "kvd", clock: Clock | None = None, **options: Any
+) -> Iterator[Host]:
     """In a thread of this process, with an event loop there: its clients block."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     here: Future[RunningKvd] = Future()
@@ -119,7 +122,8 @@ def kvd(folder: Path, *, name: str = "kvd", **options: Any) -> Iterator[Host]:
     async def serve() -> None:
         settings = {"store": StoreOptions(memory_bytes=MEMORY_BYTES), **options}
         try:
-            async with run_kvd(KvdOptions(socket=folder / f"{name}.sock", **settings)) as started:
+            kvd_options = KvdOptions(socket=folder / f"{name}.sock", **settings)
+            async with run_kvd(kvd_options, clock) as started:
                 here.set_result(started)
                 await stop.wait()
         except BaseException as error:

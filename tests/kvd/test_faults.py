@@ -19,6 +19,7 @@ from prfaas.errors import ConnectionLost, TransferFailed
 from prfaas.faults.worker_processes import children_of, send_signal
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
+from prfaas.testing import FakeClock
 from prfaas.transport.link import TransferLink
 from prfaas.types import Grant, NotNow
 from tests.kvd.hosts import (
@@ -78,8 +79,8 @@ def test_engine_killed_in_the_middle_of_a_prefill(tmp_path: Path) -> None:
 
 
 def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
-    options = KvdTimeouts(grant_s=6.0)  # long enough for a first frame on a busy machine
-    with kvd(tmp_path, name="d", timeouts=options) as there, there.engine() as decode:
+    clock = FakeClock()
+    with kvd(tmp_path, name="d", clock=clock) as there, there.engine() as decode:
         with kvd_process(tmp_path, name="p") as here, here.engine() as prefill:
             grant = there.grant(PROMPT)
             lease = begun(prefill.begin(names(PROMPT), TOKENS, grant=grant))
@@ -90,6 +91,8 @@ def test_sender_killed_in_the_middle_of_a_transfer(tmp_path: Path) -> None:
                 lease.sent.result(PATIENCE_S)
             with pytest.raises(ConnectionLost):
                 lease.commit()
+        assert there.transfer(grant)["state"] == "granted"
+        clock.advance(KvdTimeouts().grant_s + 1)
         assert "no frame arrived in time" in there.settled(grant)["reason"]
         with pytest.raises(TransferFailed):
             decode.attach(grant.transfer_id)

@@ -67,8 +67,10 @@ def kimi(start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair("kimi-linear")
 
 
-def start_hosts(folder: Path, options: tuple[str, ...], *decode_kvd: str) -> Iterator[Gateway]:
-    hosts = [Host(folder / "p", options), Host(folder / "d", options, decode_kvd)]
+def start_hosts(
+    folder: Path, options: tuple[str, ...], *decode_kvd: str, prefill_kvd: tuple[str, ...] = ()
+) -> Iterator[Gateway]:
+    hosts = [Host(folder / "p", options, prefill_kvd), Host(folder / "d", options, decode_kvd)]
     try:
         for host in hosts:
             host.wait_until_ready()

@@ -20,14 +20,15 @@ import pytest
 
 from prfaas.config.address import parse_address
 from prfaas.scheduler.handoff import Handoff
-from prfaas.transport.link import LinkOptions
 from tests.node.conftest import EMULATED, hf_options, start_hosts
 from tests.node.hosts import START_S, Gateway, Granted, Host, cached_of, text_of, tokens_of
 from tests.transport.proxy import Meddle, Proxy
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 # So that a fault test does not wait for the timeouts of production.
 SHORT_TIMEOUTS = ("--set", "kvd.timeouts.grant_s=4", "--set", "kvd.timeouts.dispatch_s=0.5")
+STALL_S = 6.0
+SHORT_STALL = ("--set", f"kvd.timeouts.transfer_stall_s={STALL_S:g}")
 pytestmark = pytest.mark.timeout(2 * START_S)  # hosts start within it
 
 BLOCK = 64
@@ -62,7 +63,7 @@ def patient_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def hasty_hosts(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("hasty")
-    yield from start_hosts(folder, kind.options, *SHORT_TIMEOUTS)
+    yield from start_hosts(folder, kind.options, *SHORT_TIMEOUTS, prefill_kvd=SHORT_STALL)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def pair(patient_hosts: Gateway) -> Gateway:
 
 @pytest.fixture
 def hasty(hasty_hosts: Gateway) -> Gateway:
-    """A pair whose decode side does not wait for requests."""
+    """A pair whose decode side does not wait for requests, nor its prefill side for outages."""
     return revived(hasty_hosts)
 
 
@@ -186,20 +187,20 @@ def test_a_grant_whose_deadline_has_passed(hasty: Gateway, kind: Kind) -> None:
 
 
 @pytest.mark.slow
-def test_a_receiving_kvd_restarted_in_mid_transfer(pair: Gateway, kind: Kind) -> None:
-    before = pair.decode_host.received_bytes()
-    granted = pair.open(fresh(kind.long_tokens))
+def test_a_receiving_kvd_restarted_in_mid_transfer(hasty: Gateway, kind: Kind) -> None:
+    before = hasty.decode_host.received_bytes()
+    granted = hasty.open(fresh(kind.long_tokens))
     with ThreadPoolExecutor() as threads:
-        prefilling = threads.submit(pair.prefill, granted)
-        wait_for_bytes(pair.decode_host, before)
-        pair.decode_host.kvd.kill()
-        pair.decode_host.start_kvd()
-        check_lost(pair, granted)
+        prefilling = threads.submit(hasty.prefill, granted)
+        wait_for_bytes(hasty.decode_host, before)
+        hasty.decode_host.kvd.kill()
+        hasty.decode_host.start_kvd()
+        check_lost(hasty, granted)
         status, answer = prefilling.result()  # of use to its own pool, at least
         assert status == 200 or answer["error"]["code"] == "transfer_lost", answer
     # A receiver that does not know a transfer hangs up, and a sender believes in outages first.
-    pair.prefill_host.wait_until_idle(within_s=2 * LinkOptions().stall_s)
-    check_healthy(pair)
+    hasty.prefill_host.wait_until_idle(within_s=PATIENCE_S + STALL_S)
+    check_healthy(hasty)
 
 
 def test_an_engine_restarted_between_prefill_and_decode(pair: Gateway) -> None:

@@ -55,14 +55,28 @@ def test_tokens_after_a_hand_off_are_those_of_one_process(pair: Gateway, length:
     check_length(pair, length)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_every_edge(pair: Gateway, seed: int) -> None:
+def check_edges(pair: Gateway, seed: int) -> None:
+    """With an odd seed the hand-offs are resumable."""
     edges = {
         edge + off for edge in (BLOCK, CHUNK, WINDOW + 1, 3 * BLOCK, 512) for off in (-1, 0, 1)
     }
     for length in sorted(edges | {2, 3, 700, 1000}):
         check_length(pair, length, seed, resumable=bool(seed % 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_every_edge(pair: Gateway, seed: int) -> None:
+    check_edges(pair, seed)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("arch", ["kimi-linear", "mimo"])
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_every_edge_with_further_prompts(
+    start_pair: Callable[[str], Gateway], arch: str, seed: int
+) -> None:
+    check_edges(start_pair(arch), seed)
 
 
 def test_a_prompt_of_one_token_goes_straight_to_the_decode_node(kimi: Gateway) -> None:
@@ -71,7 +85,7 @@ def test_a_prompt_of_one_token_goes_straight_to_the_decode_node(kimi: Gateway) -
 
 
 def concurrently(pair: Gateway, number: int) -> None:
-    lengths = [150 + 7 * i for i in range(number)]
+    lengths = [100 + 3 * i for i in range(number)]  # hand-offs at and between blocks
     expected = {length: alone(pair.decode_host, prompt(length, 7)) for length in lengths}
 
     def hand_off(length: int) -> list[int]:

@@ -55,8 +55,8 @@ FRAMES = LinkOptions(
     probe_s=0.2,
 )
 # For transfers that must fail. The others have time, because a busy machine is not a fault.
-IMPATIENT = replace(FRAMES, open_s=5, stall_s=8)
-QUICK = ListenerOptions(silence_s=4)
+IMPATIENT = replace(FRAMES, connect_s=1, open_s=2, stall_s=3)
+QUICK = ListenerOptions(silence_s=2)
 CONTENTS = segments(3_000_000, 100, 2_000_000)
 
 
@@ -279,7 +279,7 @@ def test_a_port_without_a_listener() -> None:
         address = server.getsockname()
     with nothing_leaks(), TransferLink(address, options=IMPATIENT) as link:
         transfer = send(link, grant_for(CONTENTS), CONTENTS)
-        with pytest.raises(TransferFailed, match="not opened within 5 s.*Connection refused"):
+        with pytest.raises(TransferFailed, match="not opened within 2 s.*Connection refused"):
             transfer.done.result(PATIENCE_S)
 
 

@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 CONTENTS = segments(2_000_000, 1, 70_000, 16_384, 300_000)
 OPTIONS = LinkOptions(connections=3, frame_bytes=150_000, quantum_bytes=50_000)
-IMPATIENT = replace(OPTIONS, open_s=3)  # for transfers that must fail
+IMPATIENT = replace(OPTIONS, open_s=1.5)  # for transfers that must fail
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,8 @@ def test_new_certificates_count_for_new_connections_and_old_ones_stay(
             assert serving.asked == sending.asked == 1, "the connection was not made again"
         for tls, served in ((sending, True), (client(made), False)):
             grant = expect(listener, CONTENTS, Owner())
-            with TransferLink(listener.address, options=IMPATIENT, tls=tls) as link:
+            limits = OPTIONS if served else IMPATIENT
+            with TransferLink(listener.address, options=limits, tls=tls) as link:
                 error = send(link, grant, CONTENTS).done.exception(PATIENCE_S)
             assert (error is None) == served, error
 
@@ -166,13 +168,16 @@ def test_a_certificate_of_another_ca_is_refused(made: CertificateSet, tmp_path: 
         "a client that trusts another CA": client(other),
     }
     options = ListenerOptions(unproven_s=1)
+    owners = {name: Owner() for name in strangers}
     with nothing_leaks(), Listener(tls=server(made), options=options) as listener:
-        for name, context in strangers.items():
-            owner = Owner()
-            grant = expect(listener, CONTENTS, owner)
-            with TransferLink(listener.address, options=IMPATIENT, tls=context) as link:
+        with ExitStack() as stack:  # the links wait for their limits at the same time
+            sent = {}
+            for name, context in strangers.items():
+                link = TransferLink(listener.address, options=IMPATIENT, tls=context)
+                stack.enter_context(link)
+                sent[name] = send(link, expect(listener, CONTENTS, owners[name]), CONTENTS)
+            for name, transfer in sent.items():
                 with pytest.raises(TransferFailed, match="not opened"):
-                    send(link, grant, CONTENTS).done.result(PATIENCE_S)
-            assert not owner.over.is_set(), name
-            listener.cancel(grant.transfer_id, "over")
+                    transfer.done.result(PATIENCE_S)
+                assert not owners[name].over.is_set(), name
         assert listener.stats().received_bytes == 0

@@ -142,6 +142,7 @@ class Listener:
     def close(self) -> None:
         """Ends every transfer and waits for every thread. Idempotent."""
         self._closing.set()
+        shut_down(self._server)  # wakes the thread that accepts, which `close` does not
         self._server.close()
         stuck = False
         while not stuck:  # a connection may arrive while the first threads are joined

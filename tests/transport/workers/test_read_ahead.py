@@ -13,7 +13,7 @@ from prfaas.transport.channel import Channel
 from prfaas.transport.workers import read_ahead
 from prfaas.transport.workers.read_ahead import AHEAD_BYTES, ReadAhead
 
-DATA = bytes(n % 251 for n in range(3 * AHEAD_BYTES // 2))
+DATA = (bytes(range(251)) * (AHEAD_BYTES // 100))[: 3 * AHEAD_BYTES // 2]
 
 
 @pytest.fixture
