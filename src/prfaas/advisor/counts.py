@@ -1,0 +1,212 @@
+"""Whole numbers of instances for given builds and a given link: the best that money or a rate allow.
+
+The rate never falls with the number of instances on either side. So with a budget only one number of
+remote instances matters for each number of local ones: the most that the rest of the money pays for.
+With a rate to be served, the number of local prefill instances determines the threshold, and that the
+least number of remote instances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from prfaas.advisor.goal import GoalCheck
+from prfaas.advisor.market import LinkChoice, Market, Place
+from prfaas.advisor.option import Group, Option, better
+from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
+
+# With a TTFT goal, counts up to this multiple of what the rate alone needs are tried.
+_MORE_FOR_GOAL = 2
+_ROUNDING = 1e-9
+
+
+class Counts:
+    def __init__(self, market: Market, traffic: TrafficWork) -> None:
+        self._market = market
+        self._traffic = traffic
+        self._goal = None
+        if market.goal is not None:
+            self._goal = GoalCheck(market, traffic, market.goal)
+
+    def pair(
+        self, here: Place, there: Place, link: LinkChoice, limit: float | None
+    ) -> Option | None:
+        """The best deployment of two sites. It must reach `limit`: a rate with a budget, a cost with
+        a rate. None: there is no such deployment, or the remote site would have nothing to do."""
+        if self._goal is not None and self._goal.hopeless(here, there, link):
+            return None
+        if self._market.budget_usd is not None:
+            options = self._pairs_for_budget(here, there, link, limit or 0.0)
+        else:
+            options = self._pairs_for_rate(here, there, link, limit or math.inf)
+        return _best(options, self._market)
+
+    def single(self, place: Place) -> Option | None:
+        """The best PD cluster without a remote site."""
+        if self._goal is not None and self._goal.hopeless(place, None, None):
+            return None
+        return _best(self._singles(place), self._market)
+
+    # With a budget --------------------------------------------------------------------------------
+
+    def _pairs_for_budget(
+        self, here: Place, there: Place, link: LinkChoice, floor: float
+    ) -> Iterator[Option]:
+        assert self._market.budget_usd is not None
+        usd = self._market.budget_usd - link.usd_per_hour
+        local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
+        if usd < -_ROUNDING:
+            return
+        most = int(here.supply.most_gpus(np.array(usd))) // here.build.gpus
+        n_locals = np.arange(1, most + 1)
+        rest = usd - here.supply.cost(n_locals * float(here.build.gpus))
+        n_remotes = there.supply.most_gpus(rest) // there.build.gpus
+        for n_local, n_remote in zip(
+            n_locals.tolist(), n_remotes.astype(int).tolist(), strict=True
+        ):
+            # Even if the local instances only decoded, they would not reach the floor.
+            hopeless = n_local * local.decode_rps * self._market.utilisation < floor
+            if n_remote < 1 or hopeless:
+                continue
+            rate = prfaas_rate(local, remote, self._traffic.long_bits, n_local, n_remote, link.bps)
+            if rate * self._market.utilisation < floor * (1 - _ROUNDING):
+                continue
+            if self._goal is not None:
+                option = self._within_goal(
+                    Group(here, n_local), Group(there, n_remote), link, rate, floor
+                )
+                if option is not None:
+                    floor = max(floor, option.rate_rps)
+                    yield option
+            elif rate > single_rate(local, n_local) * (1 + _ROUNDING):
+                enough = self._least_remote(local, remote, n_local, n_remote, link, rate)
+                floor = max(floor, rate * self._market.utilisation)
+                yield self._option(Group(here, n_local), Group(there, enough), link, rate)
+
+    def _least_remote(
+        self,
+        local: BuildWork,
+        remote: BuildWork,
+        n_local: int,
+        n_remote: int,
+        link: LinkChoice,
+        rate: float,
+    ) -> int:
+        """The fewest remote instances with which the rate stays the same."""
+        low, high = 1, n_remote
+        while low < high:
+            middle = (low + high) // 2
+            found = prfaas_rate(local, remote, self._traffic.long_bits, n_local, middle, link.bps)
+            low, high = (low, middle) if found >= rate * (1 - _ROUNDING) else (middle + 1, high)
+        return low
+
+    # With a rate ----------------------------------------------------------------------------------
+
+    def _pairs_for_rate(
+        self, here: Place, there: Place, link: LinkChoice, ceiling: float
+    ) -> Iterator[Option]:
+        assert self._market.rate_rps is not None
+        rate = self._market.rate_rps / self._market.utilisation
+        local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
+        n_decode = _at_least(rate / local.decode_rps)
+        all_local = _at_least(rate * local.all_s)
+        more = _MORE_FOR_GOAL if self._goal is not None else 1
+        for n_prefill in range(all_local * more):
+            row = int(
+                np.searchsorted(local.short_s * rate, n_prefill * (1 + _ROUNDING), "right") - 1
+            )
+            if self._traffic.long_bits[row] * rate > link.bps * (1 + _ROUNDING):
+                continue
+            fewest = max(1, _at_least(rate * float(remote.long_s[row])))
+            most = fewest if self._goal is None else fewest * _MORE_FOR_GOAL
+            for n_remote in range(fewest, most + 1):
+                near, far = Group(here, n_decode + n_prefill), Group(there, n_remote)
+                usd = near.usd_per_hour + far.usd_per_hour + link.usd_per_hour
+                if usd > ceiling + _ROUNDING or not _for_sale(near, far):
+                    break
+                option = self._serving(near, far, link)
+                if option is not None:
+                    ceiling = min(ceiling, usd)
+                    yield option
+                    break
+
+    def _serving(self, near: Group, far: Group, link: LinkChoice) -> Option | None:
+        local, remote = (self._traffic.of(group.place.build) for group in (near, far))
+        bits = self._traffic.long_bits
+        rate = prfaas_rate(local, remote, bits, near.instances, far.instances, link.bps)
+        if self._goal is not None:
+            return self._within_goal(near, far, link, rate, self._market.rate_rps or 0.0)
+        return self._option(near, far, link, rate)
+
+    # One PD cluster -------------------------------------------------------------------------------
+
+    def _singles(self, place: Place) -> Iterator[Option]:
+        work = self._traffic.of(place.build)
+        if work.decode_rps == 0:
+            return
+        if self._market.budget_usd is not None:
+            most = int(place.supply.most_gpus(np.array(self._market.budget_usd)))
+            instances = range(2, most // place.build.gpus + 1)
+        else:
+            assert self._market.rate_rps is not None
+            rate = self._market.rate_rps / self._market.utilisation
+            fewest = _at_least(rate / work.decode_rps) + _at_least(rate * work.all_s)
+            more = _MORE_FOR_GOAL if self._goal is not None else 1
+            instances = range(fewest, fewest * more + 1)
+        floor = self._market.rate_rps or 0.0
+        for count in reversed(instances) if self._market.budget_usd is not None else instances:
+            group = Group(place, count)
+            if not _for_sale(group):
+                return
+            rate = single_rate(work, count)
+            if rate * self._market.utilisation < floor * (1 - _ROUNDING):
+                return  # fewer instances are never faster
+            option: Option | None = self._option(group, None, None, rate)
+            if self._goal is not None:
+                option = self._within_goal(group, None, None, rate, floor)
+            if option is not None:
+                yield option
+                if self._market.rate_rps is not None:
+                    return  # more instances cost more
+                floor = option.rate_rps
+
+    # Both -----------------------------------------------------------------------------------------
+
+    def _option(
+        self, local: Group, remote: Group | None, link: LinkChoice | None, rate: float
+    ) -> Option:
+        return Option(local, remote, link, rate, rate * self._market.utilisation)
+
+    def _within_goal(
+        self,
+        local: Group,
+        remote: Group | None,
+        link: LinkChoice | None,
+        rate: float,
+        floor: float,
+    ) -> Option | None:
+        assert self._goal is not None
+        most = rate * self._market.utilisation
+        sustained = self._goal.sustained(local, remote, link, most, floor)
+        return None if sustained is None else Option(local, remote, link, rate, sustained)
+
+
+def _best(options: Iterator[Option], market: Market) -> Option | None:
+    found: Option | None = None
+    for option in options:
+        if found is None or better(option, found, market):
+            found = option
+    return found
+
+
+def _at_least(instances: float) -> int:
+    return max(1, math.ceil(instances - _ROUNDING))
+
+
+def _for_sale(*groups: Group) -> bool:
+    return all(
+        group.supply.buy_usd is not None or group.gpus <= group.supply.free_gpus for group in groups
+    )

@@ -1,0 +1,103 @@
+"""One deployment that could be bought, with its rate and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prfaas.advisor.market import LinkChoice, Market, Place, Supply
+from prfaas.planner.problem import Local, Path, Pool, Problem, Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Equal instances at one site."""
+
+    place: Place
+    instances: int
+
+    @property
+    def supply(self) -> Supply:
+        return self.place.supply
+
+    @property
+    def accelerator(self) -> str:
+        return self.place.build.accelerator
+
+    @property
+    def gpus(self) -> int:
+        return self.instances * self.place.build.gpus
+
+    @property
+    def usd_per_hour(self) -> float:
+        return float(self.supply.cost(np.array(float(self.gpus))))
+
+    @property
+    def bought(self) -> int:
+        return max(0, self.gpus - self.supply.free_gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A PD cluster, and perhaps a PrfaaS cluster behind a link."""
+
+    local: Group
+    remote: Group | None
+    link: LinkChoice | None
+    lambda_max_rps: float
+    rate_rps: float  # sustained: within the utilisation, and within the TTFT goal if there is one
+
+    @property
+    def usd_per_hour(self) -> float:
+        remote = 0.0 if self.remote is None else self.remote.usd_per_hour
+        link = 0.0 if self.link is None else self.link.usd_per_hour
+        return self.local.usd_per_hour + remote + link
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (self.local,) if self.remote is None else (self.local, self.remote)
+
+    @property
+    def gpus(self) -> int:
+        return sum(group.gpus for group in self.groups)
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        return tuple(group.accelerator for group in self.groups)
+
+
+def better(one: Option, other: Option, market: Market) -> bool:
+    """With a budget: the larger rate, then the lower cost. With a rate: the lower cost. Then fewer
+    GPUs. Differences by rounding do not count."""
+    if market.budget_usd is not None:
+        if abs(one.rate_rps - other.rate_rps) > 1e-9 * other.rate_rps:
+            return one.rate_rps > other.rate_rps
+    if abs(one.usd_per_hour - other.usd_per_hour) > 1e-9:
+        return one.usd_per_hour < other.usd_per_hour
+    return one.gpus < other.gpus
+
+
+def problem_of(
+    market: Market, place: Place, instances: int, far: Group | None, link: LinkChoice | None
+) -> Problem:
+    """The planner's problem of a deployment. The site's own network is never the limit."""
+    build = place.build
+    assert build.decode is not None, "a PD cluster decodes"
+    remotes: tuple[Remote, ...] = ()
+    if far is not None:
+        assert link is not None, "two sites have a link"
+        remotes = (Remote(_pool("prfaas", far.place, far.instances), Path(link.bps, link.rtt_s)),)
+    return Problem(
+        spec=market.spec,
+        workload=market.workload,
+        remotes=remotes,
+        local=Local(_pool("pd", place, instances), build.decode, None, None),
+        goal=market.goal,
+    )
+
+
+def _pool(name: str, place: Place, instances: int) -> Pool:
+    build = place.build
+    price = place.supply.buy_usd
+    return Pool(name, build.accelerator, instances, build.gpus, build.profile, price)
