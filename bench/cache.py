@@ -35,7 +35,7 @@ from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
 from prfaas.kvd.store import ANSWER_PARTS
 from prfaas.kvspec import KVSpec
-from prfaas.planner.problem import prefill_profile
+from prfaas.planner.instance_times import prefill_profile
 
 FRACTIONS = (0.25, 0.10, 0.05)
 # A rate changes with every change of the capacity, so kept answers are judged by the mean of some.

@@ -12,7 +12,7 @@ from prfaas.engine.api import EngineJob, EngineLimits, Prefilled, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
 from prfaas.kvspec import GQA, build_spec
-from prfaas.planner.problem import prefill_profile
+from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.profile import DecodeStep
 from tests.cli.runner import Result
 from tests.engine.watching import Watched

@@ -16,7 +16,7 @@ from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
-from prfaas.planner.problem import prefill_profile
+from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.profile import PrefillProfile
 from prfaas.studies.problem_files import config_spec
 

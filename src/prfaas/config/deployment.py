@@ -28,6 +28,12 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number format of the KV cache. The default is the model's own."""
     max_tokens: Count = 1_048_576
     """Longest prompt and response together, as the engines were started."""
+    weights: Literal["bf16", "fp8", "int4", "fp4"] | None = None
+    """Number format of the weights, for estimated times and memory. The default is the model's
+    own."""
+    chunk_tokens: Count | None = None
+    """Tokens of one pass of a chunked prefill, for estimated times. The default is that of vLLM
+    and SGLang on data-center GPUs."""
 
 
 # Workloads: lengths are those of the *uncached* part of a prompt ----------------------------------

@@ -14,8 +14,9 @@ from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, RED, make_folder, p
 from prfaas.kvspec import KVSpec
 from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.equations import eq1_kv_throughput_bps
+from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.optimise import Choice, Producers, stage_rates
-from prfaas.planner.problem import Problem, prefill_profile
+from prfaas.planner.problem import Problem
 from prfaas.planner.profile import PrefillProfile
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import SweepPoint

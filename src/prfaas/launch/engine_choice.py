@@ -22,7 +22,7 @@ from prfaas.engine.start_phases import start_phase, without_collection
 from prfaas.engine.warm_up import check_lengths, default_lengths
 from prfaas.errors import InputError
 from prfaas.launch.extras import engine_extra
-from prfaas.planner.problem import prefill_profile
+from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.profile import DecodeStep
 
 _LOG = logging.getLogger(__name__)

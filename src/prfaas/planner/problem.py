@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.config.deployment import Cluster, Link
 from prfaas.errors import InputError
+from prfaas.estimator.uncertainty import EstimateError
 from prfaas.kvspec import KVSpec
-from prfaas.planner.profile import (
-    DecodeRate,
-    DecodeStep,
-    PrefillProfile,
-    PrefillTime,
-    decode_rate,
-)
+from prfaas.planner.instance_times import InstanceTimes, TimesFinder
+from prfaas.planner.profile import DecodeRate, PrefillProfile, decode_rate
 from prfaas.planner.workload import Workload
 
 
@@ -33,6 +29,7 @@ class Pool:
     gpus_per_instance: int
     profile: PrefillProfile
     usd_per_gpu_hour: float | None
+    error: EstimateError | None = None  # of the profile; None: it is not estimated
 
     @property
     def gpus(self) -> int:
@@ -66,6 +63,9 @@ class Local:
     decode: DecodeRate
     fabric: Path | None  # None: local hand-offs cost nothing
     fixed_prefill: int | None  # None: the planner chooses the split
+    decode_error: EstimateError | None = None  # None: decode steps are not estimated
+    decode_provenance: str = ""
+    output_tokens_per_s: float | None = None  # the SLO that `decode` was chosen for
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Problem:
 
 
 def build_problem(
-    deployment: Deployment, catalog: Catalog, spec: KVSpec, workload: Workload
+    deployment: Deployment, catalog: Catalog, spec: KVSpec, workload: Workload, times: TimesFinder
 ) -> Problem:
-    """The caller resolves `spec` and `workload`, which may come from files."""
+    """The caller resolves `spec`, `workload` and `times`, which may come from files."""
     locals_ = deployment.of_kind("pd")
     if len(locals_) > 1:
         raise InputError(
@@ -100,14 +100,6 @@ def build_problem(
             fix="plan each pd cluster with its own share of the traffic",
         )
     local = locals_[0]
-    profile = _record(deployment, catalog, local)
-    if not profile.decode:
-        raise InputError(
-            f"the profile of {deployment.model.name} on {local.accelerator} has no decode points",
-            where=f"clusters.{deployment.clusters.index(local)}.accelerator",
-            fix="add decode = [{ batch = ..., step_s = ... }] to its [[profiles]] entry",
-        )
-    steps = [DecodeStep(point.batch, point.step_s) for point in profile.decode]
     goal = None
     if deployment.slo.ttft_s is not None:
         goal = LatencyGoal(deployment.slo.ttft_s, deployment.slo.ttft_quantile)
@@ -124,70 +116,58 @@ def build_problem(
         assert link is not None, "checked when the deployment was read"
         back = deployment.link(local.name, cluster.name)
         within = deployment.link(cluster.name, cluster.name)
+        found = _times(deployment, times, cluster, decode=False)
         remotes.append(
             Remote(
-                _pool(deployment, catalog, cluster),
+                _pool(catalog, cluster, found),
                 _path(link),
                 back=None if back is None else _path(back),
                 fabric=None if within is None else _path(within),
             )
         )
     fabric = deployment.link(local.name, local.name)
+    found = _times(deployment, times, local, decode=True)
+    slo = deployment.slo.output_tokens_per_s
     return Problem(
         spec=spec,
         workload=workload,
         remotes=tuple(remotes),
         local=Local(
-            pool=_pool(deployment, catalog, local),
-            decode=decode_rate(steps, deployment.slo.output_tokens_per_s),
+            pool=_pool(catalog, local, found),
+            decode=decode_rate(found.decode, slo),
             fabric=None if fabric is None else _path(fabric),
             fixed_prefill=local.prefill,
+            decode_error=found.decode_error,
+            decode_provenance=found.decode_provenance,
+            output_tokens_per_s=slo,
         ),
         fixed_threshold=threshold,
         goal=goal,
     )
 
 
-def prefill_profile(catalog: Catalog, record: ProfileRecord) -> PrefillProfile:
-    seconds = catalog.prefill_seconds(record)
-    points = [
-        PrefillTime(point.new, point.cached, time_s)
-        for point, time_s in zip(record.prefill, seconds, strict=True)
-    ]
-    return PrefillProfile(points, provenance=record.provenance)
-
-
 def _path(link: Link) -> Path:
     return Path(bps=link.gbps * 1e9, rtt_s=link.rtt_ms / 1e3)
 
 
-def _pool(deployment: Deployment, catalog: Catalog, cluster: Cluster) -> Pool:
-    record = _record(deployment, catalog, cluster)
+def _pool(catalog: Catalog, cluster: Cluster, times: InstanceTimes) -> Pool:
     price = catalog.accelerator(cluster.accelerator).usd_per_hour
     return Pool(
         cluster=cluster.name,
         accelerator=cluster.accelerator,
         instances=cluster.instances,
         gpus_per_instance=cluster.gpus_per_instance,
-        profile=prefill_profile(catalog, record),
+        profile=times.prefill,
         usd_per_gpu_hour=cluster.usd_per_gpu_hour or (None if price is None else price.value),
+        error=times.prefill_error,
     )
 
 
-def _record(deployment: Deployment, catalog: Catalog, cluster: Cluster) -> ProfileRecord:
-    where = f"clusters.{deployment.clusters.index(cluster)}.accelerator"
+def _times(
+    deployment: Deployment, times: TimesFinder, cluster: Cluster, *, decode: bool
+) -> InstanceTimes:
     try:
-        catalog.accelerator(cluster.accelerator)
+        return times.times(cluster.accelerator, cluster.gpus_per_instance, decode=decode)
     except InputError as error:
-        raise InputError(error.problem, where=where, fix=error.fix) from None
-    model = deployment.model.name
-    record = catalog.profile(model, cluster.accelerator, cluster.gpus_per_instance)
-    if record is None:
-        have = ", ".join(f"{r.gpus} x {r.accelerator}" for r in catalog.profiles_of(model))
-        raise InputError(
-            f"no profile of {model} on {cluster.gpus_per_instance} x {cluster.accelerator}",
-            where=where,
-            fix=f"add [[profiles]] to a catalog file and name it in catalog = [...]; "
-            f"known for this model: {have or 'none'}",
-        )
-    return record
+        where = f"clusters.{deployment.clusters.index(cluster)}"
+        raise InputError(error.problem, where=f"{where}.accelerator", fix=error.fix) from None

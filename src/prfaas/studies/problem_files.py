@@ -9,13 +9,16 @@ import msgspec
 from prfaas.catalog import Catalog
 from prfaas.catalog.hf_config import ConfigGeometry
 from prfaas.catalog.hf_file import read_hf_config
+from prfaas.catalog.shape import ModelShape
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
 from prfaas.config.trace import read_trace
 from prfaas.errors import InputError
+from prfaas.estimator.instance import CHUNK_TOKENS, with_weights
 from prfaas.kvspec import KVSpec, build_spec
 from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.curves import Reading
+from prfaas.planner.instance_times import Lengths, PlannedModel, TimesFinder
 from prfaas.planner.problem import Problem, build_problem
 from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached_requests
 
@@ -56,7 +59,9 @@ class Study:
         catalog = self.catalog(deployment)
         try:
             spec = self._spec(deployment.model, catalog)
-            return build_problem(deployment, catalog, spec, self._workload(deployment.workload))
+            workload = self._workload(deployment.workload)
+            times = self._times(deployment.model, catalog, spec, workload)
+            return build_problem(deployment, catalog, spec, workload, times)
         except InputError as error:
             raise error.in_file(self._file) from None
 
@@ -68,6 +73,23 @@ class Study:
         except InputError as error:
             key = "kv_dtype" if model.name in catalog.models else "name"
             raise InputError(error.problem, where=f"model.{key}", fix=error.fix) from None
+
+    def _times(
+        self, section: ModelSection, catalog: Catalog, spec: KVSpec, workload: Workload
+    ) -> TimesFinder:
+        def shape() -> ModelShape:
+            found = self._shape(section, catalog)
+            return found if section.weights is None else with_weights(found, section.weights)
+
+        chunk_tokens = section.chunk_tokens or CHUNK_TOKENS
+        quantised = section.weights is not None and shape() != self._shape(section, catalog)
+        model = PlannedModel(section.name, spec, shape, chunk_tokens, quantised)
+        builtin = Catalog.builtin().profiles
+        own = [record for record in catalog.profiles if record not in builtin]
+        return TimesFinder(catalog, model, Lengths.of(workload), own=own)
+
+    def _shape(self, section: ModelSection, catalog: Catalog) -> ModelShape:
+        return catalog.model(section.name).model_shape()
 
     def _workload(self, section: WorkloadSection) -> Workload:
         key = msgspec.json.encode(section)

@@ -1,0 +1,226 @@
+"""The times of one instance: as the catalog has them, or estimated where it does not.
+
+A profile of exactly this model, accelerator and number of GPUs always wins. Times are never mixed
+silently: each of prefill and decode says where it is from, and has an error if it is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog.shape import ModelShape
+from prfaas.errors import InputError
+from prfaas.estimator.efficiency import Efficiencies, fitted
+from prfaas.estimator.instance import CHUNK_TOKENS, Instance
+from prfaas.estimator.profile import estimated_profile
+from prfaas.estimator.sizes import require_joined_fit
+from prfaas.estimator.times import decode_s, prefill_s
+from prfaas.estimator.uncertainty import (
+    Calibration,
+    Effect,
+    EstimateError,
+    Observation,
+    calibrate,
+    decode_effects,
+    prefill_effects,
+    prior_errors,
+)
+from prfaas.kvspec import KVSpec
+from prfaas.planner.profile import DecodeStep, PrefillProfile, PrefillTime
+from prfaas.planner.workload import Workload, weighted_sum
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceTimes:
+    """Prefill times and decode steps of one instance. An error is None where the times are not
+    estimated."""
+
+    prefill: PrefillProfile
+    prefill_error: EstimateError | None
+    decode: tuple[DecodeStep, ...]  # empty: not asked for
+    decode_error: EstimateError | None
+    decode_provenance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths of a workload that size an instance."""
+
+    longest: int  # prompt and response
+    context: int  # mean tokens of a sequence while it is decoded
+
+    @classmethod
+    def of(cls, workload: Workload) -> Lengths:
+        prompts = workload.new + workload.cached
+        output = workload.output_tokens
+        mean = weighted_sum(prompts, workload.weight)
+        return cls(int(prompts.max() + output), max(1, int(mean + output / 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The model of a problem, as far as times are concerned."""
+
+    name: str
+    spec: KVSpec
+    shape: Callable[[], ModelShape]  # raises where the matrices of the model are not known
+    chunk_tokens: int = CHUNK_TOKENS
+    # The weights are in another format than the model's own, which the built-in profiles are of.
+    quantised: bool = False
+
+    @classmethod
+    def of_catalog(cls, catalog: Catalog, name: str, spec: KVSpec) -> PlannedModel:
+        return cls(name, spec, lambda: catalog.model(name).model_shape())
+
+
+class TimesFinder:
+    """Finds the times of one model's instances. Each is looked up or estimated once."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        model: PlannedModel,
+        lengths: Lengths,
+        *,
+        own: Sequence[ProfileRecord] = (),
+        constants: Efficiencies | None = None,
+    ) -> None:
+        """`own` are the user's own profiles: measured points among them recalibrate estimates."""
+        self._catalog = catalog
+        self._model = model
+        self._lengths = lengths
+        self._constants = constants or fitted()
+        self._own = tuple(record for record in own if record.status == "measured")
+        self._found: dict[tuple[str, int, bool], InstanceTimes] = {}
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        observations = [seen for record in self._own for seen in self._observations(record)]
+        return calibrate(prior_errors(self._constants), observations)
+
+    def instance(self, accelerator: str, gpus: int) -> Instance:
+        return Instance(
+            shape=self._model.shape(),
+            spec=self._model.spec,
+            accelerator=self._catalog.accelerator(accelerator),
+            gpus=gpus,
+            chunk_tokens=self._model.chunk_tokens,
+        )
+
+    def times(self, accelerator: str, gpus: int, *, decode: bool) -> InstanceTimes:
+        """Raises where nothing is measured and nothing can be estimated. `decode` says whether
+        decode steps are needed."""
+        key = (accelerator, gpus, decode)
+        if key not in self._found:
+            self._found[key] = self._times(accelerator, gpus, decode)
+        return self._found[key]
+
+    def _times(self, accelerator: str, gpus: int, decode: bool) -> InstanceTimes:
+        record = self._catalog.profile(self._model.name, accelerator, gpus)
+        if self._model.quantised and record not in self._own:
+            record = None
+        whole = record is not None and _has_a_curve(record)
+        if record is not None and whole and (record.decode or not decode):
+            return self._stated(record)
+        estimate = self._estimated(accelerator, gpus)
+        if record is not None and whole:
+            stated = self._stated(record)
+            return replace(estimate, prefill=stated.prefill, prefill_error=None)
+        if record is not None and record.decode:
+            stated_steps = tuple(DecodeStep(p.batch, p.step_s) for p in record.decode)
+            return replace(
+                estimate,
+                decode=stated_steps,
+                decode_error=None,
+                decode_provenance=record.provenance,
+            )
+        return estimate
+
+    def _stated(self, record: ProfileRecord) -> InstanceTimes:
+        return InstanceTimes(
+            prefill=prefill_profile(self._catalog, record),
+            prefill_error=None,
+            decode=tuple(DecodeStep(point.batch, point.step_s) for point in record.decode),
+            decode_error=None,
+            decode_provenance=record.provenance,
+        )
+
+    def _estimated(self, accelerator: str, gpus: int) -> InstanceTimes:
+        instance = self.instance(accelerator, gpus)
+        require_joined_fit(instance, self._lengths.longest)
+        record = estimated_profile(instance, self._lengths.context, self._constants)
+        name = self._model.name
+        for_prefill, for_decode = (
+            prefill_effects(name, accelerator),
+            decode_effects(name, accelerator),
+        )
+        calibration = self.calibration
+        place = f"{name} on {gpus} x {accelerator}"
+        return InstanceTimes(
+            prefill=prefill_profile(self._catalog, record, calibration.correction(for_prefill)),
+            prefill_error=calibration.error((*for_prefill, Effect("lengths", place))),
+            decode=tuple(
+                DecodeStep(point.batch, point.step_s * calibration.correction(for_decode))
+                for point in record.decode
+            ),
+            decode_error=calibration.error((*for_decode, Effect("batches", place))),
+            decode_provenance=record.provenance,
+        )
+
+    def _observations(self, record: ProfileRecord) -> Iterator[Observation]:
+        """What a measured profile says. Its points count as one observation: what they have in
+        common is what carries over to other instances."""
+        instance = self._instance_of(record)
+        if instance is None:
+            return
+        constants, prior = self._constants, prior_errors(self._constants)
+        seconds = self._catalog.prefill_seconds(record)
+        ratios = [
+            math.log(time_s / prefill_s(instance, constants, point.new, point.cached))
+            for point, time_s in zip(record.prefill, seconds, strict=True)
+        ]
+        if ratios:
+            effects = prefill_effects(record.model, record.accelerator)
+            yield Observation(effects, fmean(ratios), prior["lengths"])
+        steps = [
+            math.log(
+                point.step_s / decode_s(instance, constants, point.batch, self._lengths.context)
+            )
+            for point in record.decode
+        ]
+        if steps:
+            effects = decode_effects(record.model, record.accelerator)
+            yield Observation(effects, fmean(steps), prior["batches"])
+
+    def _instance_of(self, record: ProfileRecord) -> Instance | None:
+        """The instance that a record was measured on. None if it cannot be estimated, so that it
+        says nothing about estimates."""
+        try:
+            instance = self.instance(record.accelerator, record.gpus)
+            if record.model != self._model.name:
+                model = self._catalog.model(record.model)
+                instance = replace(instance, shape=model.model_shape(), spec=model.spec())
+            prefill_s(instance, self._constants, 1)
+        except InputError:
+            return None
+        return instance
+
+
+def prefill_profile(catalog: Catalog, record: ProfileRecord, factor: float = 1.0) -> PrefillProfile:
+    """The record's points as a curve, with every time multiplied by `factor`."""
+    seconds = catalog.prefill_seconds(record)
+    points = [
+        PrefillTime(point.new, point.cached, time_s * factor)
+        for point, time_s in zip(record.prefill, seconds, strict=True)
+    ]
+    return PrefillProfile(points, provenance=record.provenance)
+
+
+def _has_a_curve(record: ProfileRecord) -> bool:
+    """One point is a measurement, not a profile."""
+    return sum(point.cached == 0 for point in record.prefill) >= 2
