@@ -55,6 +55,14 @@ def least_cost(
     return float(np.where(link_rate >= rate_rps * (1 - 1e-9), cost, np.inf).min())
 
 
+def largest_gpus(supply: Supply, usd: float) -> float:
+    """The GPUs that the money pays for, with fractions."""
+    owned = supply.free_gpus
+    if usd < owned * supply.owned_usd:
+        return usd / supply.owned_usd
+    return owned + (usd - owned * supply.owned_usd) / supply.marginal_usd
+
+
 def link_rate(long_bits: Array, link: LinkChoice) -> Array:
     """The rate at which the link is full, for every threshold."""
     with np.errstate(divide="ignore"):

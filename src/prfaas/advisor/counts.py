@@ -1,15 +1,16 @@
-"""Whole numbers of instances for given builds and a given link: the best that money or a rate allow.
+"""Whole numbers of instances of given builds and a given link: the best for the money or the rate.
 
-The rate never falls with the number of instances on either side. So with a budget only one number of
-remote instances matters for each number of local ones: the most that the rest of the money pays for.
-With a rate to be served, the number of local prefill instances determines the threshold, and that the
-least number of remote instances.
+The rate never falls with the number of instances on either side. So with a budget only one number
+of remote instances matters for each number of local ones: the most that the rest of the money pays
+for. With a rate to be served, the number of local prefill instances determines the threshold, and
+the threshold the least number of remote instances.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,14 +35,15 @@ class Counts:
     def pair(
         self, here: Place, there: Place, link: LinkChoice, limit: float | None
     ) -> Option | None:
-        """The best deployment of two sites. It must reach `limit`: a rate with a budget, a cost with
-        a rate. None: there is no such deployment, or the remote site would have nothing to do."""
+        """The best deployment of two sites. It must reach `limit`: a rate with a budget, a cost
+        with a rate. None: there is no such deployment, or the remote site would be idle."""
         if self._goal is not None and self._goal.hopeless(here, there, link):
             return None
         if self._market.budget_usd is not None:
             options = self._pairs_for_budget(here, there, link, limit or 0.0)
         else:
-            options = self._pairs_for_rate(here, there, link, limit or math.inf)
+            ceiling = math.inf if limit is None else limit
+            options = self._pairs_for_rate(here, there, link, ceiling)
         return _best(options, self._market)
 
     def single(self, place: Place) -> Option | None:
@@ -62,7 +64,7 @@ class Counts:
             return
         most = int(here.supply.most_gpus(np.array(usd))) // here.build.gpus
         n_locals = np.arange(1, most + 1)
-        rest = usd - here.supply.cost(n_locals * float(here.build.gpus))
+        rest = usd - here.supply.cost(np.asarray(n_locals * here.build.gpus, float))
         n_remotes = there.supply.most_gpus(rest) // there.build.gpus
         for n_local, n_remote in zip(
             n_locals.tolist(), n_remotes.astype(int).tolist(), strict=True
@@ -74,17 +76,14 @@ class Counts:
             rate = prfaas_rate(local, remote, self._traffic.long_bits, n_local, n_remote, link.bps)
             if rate * self._market.utilisation < floor * (1 - _ROUNDING):
                 continue
-            if self._goal is not None:
-                option = self._within_goal(
-                    Group(here, n_local), Group(there, n_remote), link, rate, floor
-                )
-                if option is not None:
-                    floor = max(floor, option.rate_rps)
-                    yield option
-            elif rate > single_rate(local, n_local) * (1 + _ROUNDING):
-                enough = self._least_remote(local, remote, n_local, n_remote, link, rate)
-                floor = max(floor, rate * self._market.utilisation)
-                yield self._option(Group(here, n_local), Group(there, enough), link, rate)
+            if self._goal is None:
+                if rate <= single_rate(local, n_local) * (1 + _ROUNDING):
+                    continue  # the remote site would have nothing to do
+                n_remote = self._least_remote(local, remote, n_local, n_remote, link, rate)
+            option = self._option(Group(here, n_local), Group(there, n_remote), link, rate, floor)
+            if option is not None:
+                floor = max(floor, option.rate_rps)
+                yield option
 
     def _least_remote(
         self,
@@ -137,9 +136,7 @@ class Counts:
         local, remote = (self._traffic.of(group.place.build) for group in (near, far))
         bits = self._traffic.long_bits
         rate = prfaas_rate(local, remote, bits, near.instances, far.instances, link.bps)
-        if self._goal is not None:
-            return self._within_goal(near, far, link, rate, self._market.rate_rps or 0.0)
-        return self._option(near, far, link, rate)
+        return self._option(near, far, link, rate, self._market.rate_rps or 0.0)
 
     # One PD cluster -------------------------------------------------------------------------------
 
@@ -164,34 +161,22 @@ class Counts:
             rate = single_rate(work, count)
             if rate * self._market.utilisation < floor * (1 - _ROUNDING):
                 return  # fewer instances are never faster
-            option: Option | None = self._option(group, None, None, rate)
-            if self._goal is not None:
-                option = self._within_goal(group, None, None, rate, floor)
+            option = self._option(group, None, None, rate, floor)
             if option is not None:
                 yield option
                 if self._market.rate_rps is not None:
                     return  # more instances cost more
                 floor = option.rate_rps
 
-    # Both -----------------------------------------------------------------------------------------
-
     def _option(
-        self, local: Group, remote: Group | None, link: LinkChoice | None, rate: float
-    ) -> Option:
-        return Option(local, remote, link, rate, rate * self._market.utilisation)
-
-    def _within_goal(
-        self,
-        local: Group,
-        remote: Group | None,
-        link: LinkChoice | None,
-        rate: float,
-        floor: float,
+        self, local: Group, remote: Group | None, link: LinkChoice | None, rate: float, floor: float
     ) -> Option | None:
-        assert self._goal is not None
-        most = rate * self._market.utilisation
-        sustained = self._goal.sustained(local, remote, link, most, floor)
-        return None if sustained is None else Option(local, remote, link, rate, sustained)
+        """The deployment with this largest rate. None: a TTFT goal fails at the floor."""
+        option = Option(local, remote, link, rate, rate * self._market.utilisation)
+        if self._goal is None:
+            return option
+        sustained = self._goal.sustained(option, floor)
+        return None if sustained is None else replace(option, rate_rps=sustained)
 
 
 def _best(options: Iterator[Option], market: Market) -> Option | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prfaas.advisor.market import LinkChoice, Market, Place
-from prfaas.advisor.option import Group, problem_of
+from prfaas.advisor.option import Option, problem_of
 from prfaas.advisor.work import TrafficWork
 from prfaas.planner.curves import WorkCurves
 from prfaas.planner.latency import predict
@@ -24,11 +24,10 @@ class GoalCheck:
         self._curves = WorkCurves(traffic.cuts, traffic.atoms, "exact")
         self._goal = goal
 
-    def sustained(
-        self, local: Group, remote: Group | None, link: LinkChoice | None, most: float, least: float
-    ) -> float | None:
-        """The largest rate up to `most` at which the goal holds. None: not even at `least`."""
-        problem = problem_of(self._market, local.place, local.instances, remote, link)
+    def sustained(self, option: Option, least: float) -> float | None:
+        """The largest rate up to that of the option at which the goal holds. None: not even at
+        `least`."""
+        problem = problem_of(self._market, option)
         choice = optimise(problem, self._curves)
         rates = stage_rates(problem, self._curves, choice)
         threshold = int(self._curves.cuts.threshold[choice.row])
@@ -39,12 +38,12 @@ class GoalCheck:
             return bool(found.meets_goal)
 
         # Utilisations below 1 leave room for rounding: a full stage has no steady state.
-        most = min(most, rates.lambda_max * (1 - 1e-6))
-        if not holds(min(max(least, most * 1e-3), most)):
+        most = min(option.rate_rps, rates.lambda_max * (1 - 1e-6))
+        low, high = min(max(least, most * 1e-3), most), most
+        if not holds(low):
             return None
         if holds(most):
             return most
-        low, high = max(least, most * 1e-3), most
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if holds(middle) else (low, middle)

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.estimator.uncertainty import EstimateError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.problem import LatencyGoal
 from prfaas.planner.profile import DecodeRate, PrefillProfile
@@ -21,14 +22,17 @@ Site: TypeAlias = Literal["here", "there"]  # of the PD cluster, of the PrfaaS c
 NOT_FOR_SALE = 1e15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Build:
-    """One instance that holds the model: GPUs of one accelerator, and its times."""
+    """One instance that holds the model: GPUs of one accelerator, and its times. An error is None
+    where the times are not estimated."""
 
     accelerator: str
     gpus: int
     profile: PrefillProfile
     decode: DecodeRate | None  # None: no batch reaches the SLO, so the instance can only prefill
+    prefill_error: EstimateError | None = None
+    decode_error: EstimateError | None = None
 
     @property
     def title(self) -> str:
@@ -97,6 +101,7 @@ class Market:
     here: tuple[Place, ...]
     there: tuple[Place, ...]
     links: tuple[LinkChoice, ...]
+    output_tokens_per_s: float  # to each request
     utilisation: float
     budget_usd: float | None = None
     rate_rps: float | None = None

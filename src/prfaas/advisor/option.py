@@ -78,26 +78,47 @@ def better(one: Option, other: Option, market: Market) -> bool:
     return one.gpus < other.gpus
 
 
-def problem_of(
-    market: Market, place: Place, instances: int, far: Group | None, link: LinkChoice | None
-) -> Problem:
-    """The planner's problem of a deployment. The site's own network is never the limit."""
-    build = place.build
+def gain_over(option: Option, other: Option, market: Market) -> float | None:
+    """With a budget: how many times the rate of the other it has. With a rate: how many times its
+    cost the other has. None: it costs nothing."""
+    if market.budget_usd is not None:
+        return option.rate_rps / other.rate_rps
+    return other.usd_per_hour / option.usd_per_hour if option.usd_per_hour else None
+
+
+def problem_of(market: Market, option: Option) -> Problem:
+    """The planner's problem of a deployment. The sites' own networks are never the limit."""
+    build = option.local.place.build
     assert build.decode is not None, "a PD cluster decodes"
     remotes: tuple[Remote, ...] = ()
-    if far is not None:
-        assert link is not None, "two sites have a link"
-        remotes = (Remote(_pool("prfaas", far.place, far.instances), Path(link.bps, link.rtt_s)),)
+    if option.remote is not None:
+        assert option.link is not None, "two sites have a link"
+        path = Path(option.link.bps, option.link.rtt_s)
+        remotes = (Remote(_pool("prfaas", option.remote), path),)
     return Problem(
         spec=market.spec,
         workload=market.workload,
         remotes=remotes,
-        local=Local(_pool("pd", place, instances), build.decode, None, None),
+        local=Local(
+            pool=_pool("pd", option.local),
+            decode=build.decode,
+            fabric=None,
+            fixed_prefill=None,
+            decode_error=build.decode_error,
+            output_tokens_per_s=market.output_tokens_per_s,
+        ),
         goal=market.goal,
     )
 
 
-def _pool(name: str, place: Place, instances: int) -> Pool:
-    build = place.build
-    price = place.supply.buy_usd
-    return Pool(name, build.accelerator, instances, build.gpus, build.profile, price)
+def _pool(name: str, group: Group) -> Pool:
+    build = group.place.build
+    return Pool(
+        cluster=name,
+        accelerator=build.accelerator,
+        instances=group.instances,
+        gpus_per_instance=build.gpus,
+        profile=build.profile,
+        usd_per_gpu_hour=group.supply.buy_usd,
+        error=build.prefill_error,
+    )

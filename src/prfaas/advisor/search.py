@@ -1,7 +1,7 @@
-"""Finds the best deployments: the same choice as trying every number of every GPU, without doing so.
+"""Finds the best deployments: the same choice as trying every number of every GPU, but faster.
 
-Pairs of builds with a link are tried in the order of their bounds (`bounds`), until no bound allows a
-better option than those that are known. `counts` finds the whole numbers of instances of one pair.
+Pairs of builds with a link are tried in the order of their bounds (`bounds`), until no bound allows
+a better option than those that are known. `counts` finds the whole numbers of instances of a pair.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from prfaas.advisor import bounds
 from prfaas.advisor.counts import Counts
-from prfaas.advisor.market import LinkChoice, Market, Place
+from prfaas.advisor.market import Array, LinkChoice, Market, Place
 from prfaas.advisor.option import Option, better
 from prfaas.advisor.work import TrafficWork, coarsened
 
@@ -45,9 +45,9 @@ class Found:
 class Search:
     """Searches one market. The work of a build is computed once."""
 
-    def __init__(self, market: Market) -> None:
-        self.market = replace(market, workload=coarsened(market.workload))
-        self.traffic = TrafficWork(self.market.workload, market.spec)
+    def __init__(self, market: Market, traffic: TrafficWork | None = None) -> None:
+        self.traffic = traffic or TrafficWork(coarsened(market.workload), market.spec)
+        self.market = replace(market, workload=self.traffic.workload)
         self._counts = Counts(self.market, self.traffic)
 
     def run(self, progress: Progress = iter) -> Found:
@@ -68,20 +68,35 @@ class Search:
     def singles(self) -> tuple[Option, ...]:
         """The best PD cluster of each accelerator and site, best first."""
         best = _Best(self.market)
+        near = {(place.build, replace(place.supply, site="there")) for place in self.market.here}
         for place in self.market.places:
-            key = (place.build.accelerator, place.supply.site)
-            best.add(key, self._counts.single(place))
+            # The same GPUs for the same money at the other site are not another option.
+            if place.supply.site == "here" or (place.build, place.supply) not in near:
+                key = (place.build.accelerator, place.supply.site)
+                best.add(key, self._counts.single(place))
         return best.in_order()
 
-    def pairs(self) -> list[Pair]:
-        """All pairs that could exist, the most promising first."""
+    def best_prfaas(self) -> Option | None:
+        """The best deployment of two sites, alone."""
+        best: Option | None = None
+        for pair in self.pairs():
+            limit = None if best is None else merit(best, self.market)
+            if limit is not None and self._beyond(pair.bound, limit):
+                break
+            option = self._counts.pair(pair.here, pair.there, pair.link, limit)
+            if option is not None and (best is None or better(option, best, self.market)):
+                best = option
+        return best
+
+    def pairs(self, only: LinkChoice | None = None) -> list[Pair]:
+        """All pairs that could exist, or all with this link, the most promising first."""
         found = []
         for here, there in itertools.product(self.market.here, self.market.there):
             local = self.traffic.of(here.build)
             if local.decode_rps == 0:
                 continue
             near, far = bounds.gpus_per_rps(here, there, local, self.traffic.of(there.build))
-            for link in self.market.links:
+            for link in self.market.links if only is None else (only,):
                 rate = bounds.link_rate(self.traffic.long_bits, link)[:-1]
                 found.append(
                     Pair(here, there, link, self._bound(here, there, link, near, far, rate))
@@ -95,9 +110,9 @@ class Search:
         here: Place,
         there: Place,
         link: LinkChoice,
-        near: bounds.Array,
-        far: bounds.Array,
-        link_rate: bounds.Array,
+        near: Array,
+        far: Array,
+        link_rate: Array,
     ) -> float:
         supplies = (here.supply, there.supply)
         if self.market.budget_usd is not None:
@@ -138,14 +153,21 @@ class _Best:
             rivals.append(self.in_order()[SHOWN - 1])
         if not rivals:
             return None
-        best = _in_order(rivals, self._market)[0]
-        return best.rate_rps if self._market.budget_usd is not None else best.usd_per_hour
+        return merit(_in_order(rivals, self._market)[0], self._market)
 
     def in_order(self) -> tuple[Option, ...]:
         return _in_order(list(self.options.values()), self._market)
 
 
+def merit(option: Option, market: Market) -> float:
+    """What is compared: with a budget the rate, with a rate the cost."""
+    return option.rate_rps if market.budget_usd is not None else option.usd_per_hour
+
+
 def _in_order(options: list[Option], market: Market) -> tuple[Option, ...]:
     """Best first."""
-    order = functools.cmp_to_key(lambda a, b: -1 if better(a, b, market) else 1)
-    return tuple(sorted(options, key=order))
+
+    def compare(one: Option, other: Option) -> int:
+        return -1 if better(one, other, market) else 1
+
+    return tuple(sorted(options, key=functools.cmp_to_key(compare)))

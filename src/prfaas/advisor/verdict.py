@@ -1,0 +1,224 @@
+"""Whether PrfaaS is worth it, and if not, why: with the number that decides.
+
+PrfaaS pays where a request is served for less money by two kinds of GPUs than by one, and where the
+link carries what moves between them. So if it does not pay, the search is repeated with one
+obstacle removed at a time: the link's bandwidth, its price, whole instances. The first one without
+which PrfaaS would pay is the reason. If none is, no pair of GPUs serves a request for less, and the
+reason is the price of arithmetic, or that prefill is too small a part of the cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from prfaas.advisor import bounds
+from prfaas.advisor.market import LinkChoice, Market, Place
+from prfaas.advisor.option import Option, gain_over
+from prfaas.advisor.search import Found, Search
+from prfaas.kvspec import FullAttention
+
+WORTH_IT = 1.05  # a smaller gain does not pay for a second site and its operation
+# Below this share of the cost, cheaper prefill cannot pay, whatever it costs.
+_SMALL_SHARE = 0.25
+_UNLIMITED_GBPS = 1e6
+_MOST_DOUBLINGS = 16
+_HALVINGS = 4
+
+Reason: TypeAlias = Literal[
+    "gain",
+    "no single cluster",
+    "owned GPUs suffice",
+    "nothing to offload to",
+    "dense model",
+    "thin link",
+    "price of the link",
+    "whole instances",
+    "short prompts",
+    "no cheaper arithmetic",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    worth_it: bool
+    reason: Reason
+    text: str
+    gain: float | None
+    pays_from_gbps: float | None = None  # the slowest link with which it would be worth it
+
+
+def judge(search: Search, found: Found) -> Verdict:
+    market = search.market
+    if not found.singles:
+        text = "Worth it: no single PD cluster serves this, and PrfaaS does."
+        return Verdict(True, "no single cluster", text, None)
+    single = found.singles[0]
+    if market.rate_rps is not None and single.usd_per_hour < 0.005:
+        text = (
+            f"Not worth it: {_hardware(single)} suffice for {market.rate_rps:g} requests/s and "
+            "cost nothing more."
+        )
+        return Verdict(False, "owned GPUs suffice", text, None)
+    gain = gain_over(found.prfaas[0], single, market) if found.prfaas else None
+    if gain is not None and gain >= WORTH_IT:
+        return Verdict(True, "gain", _praise(market, found.prfaas[0], single, gain), gain)
+    if found.prfaas and found.prfaas[0].usd_per_hour == 0 and market.rate_rps is not None:
+        text = f"Worth it: owned GPUs serve it; {_hardware(single)} would cost more."
+        return Verdict(True, "gain", text, None)
+    return _Doubt(search, found, single, gain).verdict()
+
+
+def _praise(market: Market, option: Option, single: Option, gain: float) -> str:
+    best = f"the best single PD cluster ({_hardware(single)})"
+    if market.budget_usd is not None:
+        return (
+            f"Worth it: {option.rate_rps:.2f} requests/s, {gain:.2f} times the "
+            f"{single.rate_rps:.2f} of {best} for the same budget."
+        )
+    return (
+        f"Worth it: ${option.usd_per_hour:,.2f} per hour, and {best} costs "
+        f"${single.usd_per_hour:,.2f} for the same rate, {gain:.2f} times as much."
+    )
+
+
+class _Doubt:
+    """Finds the reason why PrfaaS does not pay."""
+
+    def __init__(self, search: Search, found: Found, single: Option, gain: float | None) -> None:
+        self._search = search
+        self._market = search.market
+        self._found = found
+        self._single = single
+        self._gain = gain
+
+    def verdict(self) -> Verdict:
+        if not self._market.there:
+            return self._because("nothing to offload to", "no GPU may be used there")
+        fastest = max(self._market.links, key=lambda link: link.gbps)
+        if self._pays_with(replace(fastest, gbps=_UNLIMITED_GBPS)):
+            return self._slow_link(fastest)
+        if self._pays_with(replace(fastest, gbps=_UNLIMITED_GBPS, usd_per_hour=0.0)):
+            least = min(link.usd_per_hour for link in self._market.links)
+            return self._because(
+                "price of the link",
+                f"PrfaaS would pay if the link cost nothing, but the cheapest costs ${least:.2f} "
+                f"per hour beside ${self._single.usd_per_hour:.2f} for the single cluster",
+            )
+        possible = self._gain_of_fractions()
+        if possible >= WORTH_IT:
+            return self._because(
+                "whole instances",
+                f"at a large scale PrfaaS would gain up to {possible:.2f}x, but "
+                f"{_hardware(self._single)} are too few instances to divide between two sites",
+            )
+        return self._dear_arithmetic(possible)
+
+    def _slow_link(self, fastest: LinkChoice) -> Verdict:
+        low, high = 1.0, 2.0
+        for _ in range(_MOST_DOUBLINGS):
+            if self._pays_with(replace(fastest, gbps=fastest.gbps * high)):
+                break
+            low, high = high, high * 2
+        for _ in range(_HALVINGS):
+            middle = (low * high) ** 0.5
+            pays = self._pays_with(replace(fastest, gbps=fastest.gbps * middle))
+            low, high = (low, middle) if pays else (middle, high)
+        pays_from = fastest.gbps * high
+        spec = self._market.spec
+        tokens = self._typical_long_tokens()
+        megabytes = spec.kv_bytes(tokens) / 1e6
+        per_s = fastest.bps / (spec.kv_bytes(tokens) * 8)
+        dense = all(isinstance(group, FullAttention) for group in spec.groups)
+        words = (
+            f"the link carries {fastest.gbps:g} Gbit/s, and the KV of one prompt of {tokens:,} "
+            f"tokens is {megabytes:,.0f} MB, so it carries {per_s:.2g} of them per second"
+        )
+        if dense:
+            words += (
+                f"; every layer of this model keeps all tokens ({spec.bytes_per_token / 1e3:,.0f} "
+                "kB per token)"
+            )
+        words += f". At {pays_from:,.3g} Gbit/s, {high:.2g} times this bandwidth, it begins to pay"
+        return self._because("dense model" if dense else "thin link", words, pays_from)
+
+    def _dear_arithmetic(self, possible: float) -> Verdict:
+        build = self._single.local.place.build
+        work = self._search.traffic.of(build)
+        share = work.all_s / (work.all_s + 1 / work.decode_rps)
+        mean = self._market.workload.mean_new_tokens
+        if share < _SMALL_SHARE:
+            free = 1 / (1 - share)
+            return self._because(
+                "short prompts",
+                f"prefill is only {share:.0%} of the work of {_hardware(self._single)} (prompts "
+                f"have {mean:,.0f} uncached tokens on average): even prefill that costs nothing "
+                f"would gain no more than {free:.2f}x",
+            )
+        here = self._prefill_usd(self._single.local.place)
+        place = min(self._market.there, key=self._prefill_usd)
+        there = self._prefill_usd(place)
+        return self._because(
+            "no cheaper arithmetic",
+            f"a million prompt tokens cost ${there:.3f} on the cheapest accelerator there "
+            f"({place.build.title}) and ${here:.3f} on {self._single.local.place.build.title}; "
+            f"with any link and any number of GPUs, no pair gains more than {possible:.2f}x",
+        )
+
+    def _because(self, reason: Reason, words: str, pays_from: float | None = None) -> Verdict:
+        return Verdict(False, reason, f"Not worth it: {words}.", self._gain, pays_from)
+
+    def _pays_with(self, link: LinkChoice) -> bool:
+        market = replace(self._market, links=(link,))
+        found = Search(market, self._search.traffic).best_prfaas()
+        gain = None if found is None else gain_over(found, self._single, market)
+        return gain is not None and gain >= WORTH_IT
+
+    def _gain_of_fractions(self) -> float:
+        """The largest gain if there were no link to pay for and instances could be divided."""
+        pairs = [pair.bound for pair in self._search.pairs(_FREE)]
+        alone = [self._fraction_alone(place) for place in self._market.places]
+        if not pairs:
+            return 0.0
+        if self._market.budget_usd is not None:
+            return max(pairs) / max(alone)
+        return min(alone) / max(min(pairs), 1e-9)
+
+    def _fraction_alone(self, place: Place) -> float:
+        """The rate or cost of a single PD cluster whose instances can be divided."""
+        market, work, supply = self._market, self._search.traffic.of(place.build), place.supply
+        rate = 1 / (work.all_s + 1 / work.decode_rps) if work.decode_rps else 0.0
+        if market.budget_usd is not None:
+            return (
+                bounds.largest_gpus(supply, market.budget_usd)
+                / place.build.gpus
+                * (rate * market.utilisation)
+            )
+        assert market.rate_rps is not None
+        if not rate:
+            return np.inf
+        gpus = market.rate_rps / market.utilisation / rate * place.build.gpus
+        return float(supply.cost(np.array(gpus)))
+
+    def _prefill_usd(self, place: Place) -> float:
+        """USD per million uncached prompt tokens, if the GPUs do nothing else."""
+        supply = place.supply
+        price = supply.owned_usd if supply.buy_usd is None else supply.buy_usd
+        work = self._search.traffic.of(place.build)
+        seconds_per_token = work.all_s / self._market.workload.mean_new_tokens
+        return seconds_per_token * place.build.gpus * price / 3600 * 1e6
+
+    def _typical_long_tokens(self) -> int:
+        """The prompt in the middle of the offloaded bytes, if every prompt is offloaded."""
+        work = self._market.workload
+        bytes_up_to = np.cumsum(self._search.traffic.atoms.kv_bytes * work.weight)
+        return int(work.new[int(np.searchsorted(bytes_up_to, bytes_up_to[-1] / 2))])
+
+
+_FREE = LinkChoice(_UNLIMITED_GBPS, 0.0, 0.0)
+
+
+def _hardware(option: Option) -> str:
+    return " and ".join(f"{group.gpus} x {group.accelerator}" for group in option.groups)
