@@ -33,6 +33,15 @@ class Prefill:
         buildable = self.config if type(self.config) in MODEL_MAPPING else config
         self.model = AutoModel.from_config(buildable, dtype=dtype).eval()
 
+    def matrix_elements(self) -> int:
+        """Elements of the language model's matrices, without convolutions, biases and norms."""
+        apart = ("conv", "bias", "A_log", "visual", "vision", "multi_modal")
+        return sum(
+            weights.numel()
+            for name, weights in self.model.named_parameters()
+            if weights.dim() >= 2 and not any(word in name for word in apart)
+        )
+
     def wire_bytes(self, tokens: int) -> Bytes:
         cache = DynamicCache(config=self.config)
         prompt = torch.full((1, tokens), 7)

@@ -1,6 +1,7 @@
-"""The cache-relevant fields of published `config.json` files, and what those models' caches hold.
+"""Published `config.json` files, and what those models' caches hold.
 
-Fields are spelled as the published files spell them; what says nothing about the cache is left out.
+Fields are spelled as the published files spell them; what says nothing about the cache or about the
+matrices is left out.
 Totals are for bfloat16 keys and values and float32 states, derived by hand from layer counts, head
 and state sizes in papers, model cards and configs, and from SGLang v0.5.9 for the shapes and dtypes
 of states. Two are pinned from outside: Ring-2.5's card says 11.2 KiB per token, and the paper's
@@ -30,19 +31,45 @@ def every(step: int, layers: int) -> tuple[int, ...]:
     return tuple(range(step - 1, layers, step))
 
 
-def kimi(layers: int, heads: int, full_attn_layers: list[int]) -> Config:
+def kimi(layers: int, heads: int, full_attn_layers: list[int], **more: Any) -> Config:
+    """Kimi Linear's fields; `more` has the sizes of the model's matrices."""
+    own = {
+        "full_attn_layers": full_attn_layers,
+        "kda_layers": [n for n in range(1, layers + 1) if n not in full_attn_layers],
+        "head_dim": 128,
+        "num_heads": heads,
+        "short_conv_kernel_size": 4,
+        **more.pop("linear_attn_config", {}),
+    }
     return {
         "model_type": "kimi_linear",
         "num_hidden_layers": layers,
+        "vocab_size": 163840,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
-        "linear_attn_config": {
-            "full_attn_layers": full_attn_layers,
-            "kda_layers": [n for n in range(1, layers + 1) if n not in full_attn_layers],
-            "head_dim": 128,
-            "num_heads": heads,
-            "short_conv_kernel_size": 4,
-        },
+        "v_head_dim": 128,
+        "linear_attn_config": own,
+        "hidden_act": "silu",
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def packed(kind: str, target: str, ignore: list[str]) -> Config:
+    """Four bits per element of the experts, as compressed-tensors writes it."""
+    weights = {"num_bits": 4, "type": kind, "strategy": "group", "group_size": 32}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": [target], "weights": weights}},
+        "ignore": ignore,
     }
 
 
@@ -61,6 +88,8 @@ def qwen_delta(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": 128,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
         **more,
     }
 
@@ -68,6 +97,18 @@ def qwen_delta(
 def deepseek(model_type: str, **more: int) -> Config:
     return {
         "model_type": model_type,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 1536,
         "num_hidden_layers": 61,
         "num_nextn_predict_layers": 1,
         "kv_lora_rank": 512,
@@ -86,7 +127,15 @@ NEMOTRON_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
 PUBLISHED: dict[str, Published] = {
     "kimi-linear-48b-a3b": Published(
-        kimi(27, 32, [4, 8, 12, 16, 20, 24, 27]),
+        kimi(
+            27,
+            32,
+            [4, 8, 12, 16, 20, 24, 27],
+            hidden_size=2304,
+            intermediate_size=9216,
+            moe_intermediate_size=1024,
+            num_experts=256,
+        ),
         bytes_per_token=8_064,
         state_bytes=43_417_600,
         full_layers=(3, 7, 11, 15, 19, 23, 26),
@@ -96,7 +145,22 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "kimi_k3",
             "dtype": "bfloat16",
-            "text_config": kimi(93, 96, [*range(4, 93, 4), 93]),
+            "text_config": kimi(
+                93,
+                96,
+                [*range(4, 93, 4), 93],
+                hidden_size=7168,
+                intermediate_size=33792,
+                moe_intermediate_size=3072,
+                num_experts=896,
+                num_experts_per_token=16,
+                num_shared_experts=2,
+                routed_expert_hidden_size=3584,
+                q_lora_rank=1536,
+                mla_use_output_gate=True,
+                linear_attn_config={"use_full_rank_gate": True},
+                quantization_config=packed("float", r"re:.*\.experts\.\d+\..*", []),
+            ),
             "vision_config": {"vt_num_hidden_layers": 27},
         },
         bytes_per_token=27_648,
@@ -106,6 +170,11 @@ PUBLISHED: dict[str, Published] = {
     "qwen3-4b": Published(
         {
             "model_type": "qwen3",
+            "vocab_size": 151936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
             "num_hidden_layers": 36,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
@@ -115,7 +184,17 @@ PUBLISHED: dict[str, Published] = {
     ),
     # The paper's own model: no config is published, but its Table 5 pins these totals.
     "case-study-1t": Published(
-        kimi(57, 64, [*range(4, 57, 4), 57]),
+        kimi(
+            57,
+            64,
+            [*range(4, 57, 4), 57],
+            hidden_size=7168,
+            intermediate_size=18432,
+            moe_intermediate_size=2048,
+            num_experts=384,
+            q_lora_rank=1536,
+            quantization_config=packed("int", "Linear", ["lm_head", "re:.*self_attn.*"]),
+        ),
         bytes_per_token=17_280,
         state_bytes=182_353_920,
         full_layers=(*every(4, 57), 56),
@@ -123,6 +202,18 @@ PUBLISHED: dict[str, Published] = {
     "mimo-v2-flash": Published(
         {
             "model_type": "mimo_v2_flash",
+            "vocab_size": 152576,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": None,
+            "num_experts_per_tok": 8,
+            "moe_layer_freq": [0] + [1] * 47,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "ignored_layers": ["model.layers.0.self_attn.o_proj"],
+            },
             "num_hidden_layers": 48,
             "num_attention_heads": 64,
             "num_key_value_heads": 4,
@@ -145,7 +236,16 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "qwen3_5_moe",
             "text_config": qwen_delta(
-                "qwen3_5_moe_text", 60, 32, 64, dtype="bfloat16", mamba_ssm_dtype="float32"
+                "qwen3_5_moe_text",
+                60,
+                32,
+                64,
+                vocab_size=248320,
+                hidden_size=4096,
+                moe_intermediate_size=1024,
+                shared_expert_intermediate_size=1024,
+                dtype="bfloat16",
+                mamba_ssm_dtype="float32",
             ),
             "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16},
         },
@@ -154,7 +254,19 @@ PUBLISHED: dict[str, Published] = {
         full_layers=every(4, 60),
     ),
     "qwen3-next-80b-a3b": Published(
-        qwen_delta("qwen3_next", 48, 16, 32, torch_dtype="bfloat16"),
+        qwen_delta(
+            "qwen3_next",
+            48,
+            16,
+            32,
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=5120,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            decoder_sparse_step=1,
+            torch_dtype="bfloat16",
+        ),
         bytes_per_token=24_576,
         state_bytes=77_266_944,
         full_layers=every(4, 48),
@@ -162,6 +274,21 @@ PUBLISHED: dict[str, Published] = {
     "ring-2.5-1t": Published(
         {
             "model_type": "bailing_hybrid",
+            "vocab_size": 157184,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_experts": 256,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 4,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+                "ignore": ["lm_head"],
+            },
             "num_hidden_layers": 80,
             "hidden_size": 8192,
             "num_attention_heads": 64,
@@ -180,6 +307,13 @@ PUBLISHED: dict[str, Published] = {
     "ring-flash-linear-2.0": Published(
         {
             "model_type": "bailing_moe_linear",
+            "vocab_size": 157184,
+            "intermediate_size": 9216,
+            "moe_intermediate_size": 1024,
+            "num_experts": 256,
+            "num_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
             "num_hidden_layers": 32,
             "hidden_size": 4096,
             "num_attention_heads": 32,
@@ -195,6 +329,12 @@ PUBLISHED: dict[str, Published] = {
     "minimax-m2.5": Published(
         {
             "model_type": "minimax_m2",
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_intermediate_size": 0,
             "num_hidden_layers": 62,
             "num_attention_heads": 48,
             "num_key_value_heads": 8,
@@ -207,6 +347,14 @@ PUBLISHED: dict[str, Published] = {
     "qwen3-235b-a22b": Published(
         {
             "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
             "num_hidden_layers": 94,
             "num_attention_heads": 64,
             "num_key_value_heads": 4,
@@ -220,6 +368,20 @@ PUBLISHED: dict[str, Published] = {
     "gpt-oss-120b": Published(
         {
             "model_type": "gpt_oss",
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
+                ],
+            },
             "num_hidden_layers": 36,
             "num_attention_heads": 64,
             "num_key_value_heads": 8,
@@ -235,6 +397,14 @@ PUBLISHED: dict[str, Published] = {
     "step-3.5-flash": Published(
         {
             "model_type": "step3p5",
+            "vocab_size": 128896,
+            "hidden_size": 4096,
+            "intermediate_size": 11264,
+            "moe_intermediate_size": 1280,
+            "moe_num_experts": 288,
+            "moe_top_k": 8,
+            "share_expert_dim": 1280,
+            "moe_layers_enum": ",".join(str(layer) for layer in range(3, 45)),
             "num_hidden_layers": 45,
             "num_nextn_predict_layers": 3,
             "num_attention_heads": 64,
@@ -261,6 +431,15 @@ PUBLISHED: dict[str, Published] = {
     "nemotron-3-nano-30b-a3b": Published(
         {
             "model_type": "nemotron_h",
+            "vocab_size": 131072,
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 6,
+            "mlp_hidden_act": "relu2",
             "num_hidden_layers": 52,
             "hybrid_override_pattern": NEMOTRON_NANO,
             "num_attention_heads": 32,
@@ -277,7 +456,16 @@ PUBLISHED: dict[str, Published] = {
         state_bytes=49_082_368,
         full_layers=(5, 12, 19, 26, 33, 42),
     ),
-    "kimi-k2": Published(deepseek("kimi_k2"), bytes_per_token=70_272),
+    "kimi-k2": Published(
+        deepseek(
+            "kimi_k2",
+            vocab_size=163840,
+            num_attention_heads=64,
+            n_routed_experts=384,
+            first_k_dense_replace=1,
+        ),
+        bytes_per_token=70_272,
+    ),
     "deepseek-v3": Published(deepseek("deepseek_v3"), bytes_per_token=70_272),
     "deepseek-v3.2": Published(
         # The indexer's keys: 128 FP8 bytes and a float32 scale per layer and token.

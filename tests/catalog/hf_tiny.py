@@ -22,9 +22,20 @@ _COMMON: Config = {
 _GROUPED: Config = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _HEADS: Config = {**_GROUPED, "head_dim": 10}
 _WINDOW: Config = {"sliding_window": 16}
-_MOE: Config = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
+_MOE: Config = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 3,
+}
 _EXPERTS: Config = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4}
-_KIMI_MOE: Config = {"moe_intermediate_size": 16, "num_experts_per_token": 2, "num_experts": 4}
+_KIMI_MOE: Config = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_token": 2,
+    "num_experts": 4,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 2,
+}
 _LATENT: Config = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -82,6 +93,7 @@ TINY: dict[str, Config] = {
         "bailing_hybrid",
         _LATENT,
         _KIMI_MOE,
+        q_lora_rank=None,
         num_hidden_layers=6,
         layer_group_size=3,
         head_dim=14,
@@ -96,12 +108,12 @@ TINY: dict[str, Config] = {
         _EXPERTS,
         full_attention_interval=2,
         linear_conv_kernel_dim=3,
-        shared_expert_intermediate_size=16,
+        shared_expert_intermediate_size=20,
     ),
     "qwen3_next, defaults": {
         key: value
         for key, value in _model(
-            "qwen3_next", _DELTA, _EXPERTS, shared_expert_intermediate_size=16
+            "qwen3_next", _DELTA, _EXPERTS, shared_expert_intermediate_size=20
         ).items()
         if key != "head_dim"
     },
@@ -113,13 +125,15 @@ TINY: dict[str, Config] = {
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe",
         "text_config": _model(
-            "qwen3_5_moe_text", _DELTA, _EXPERTS, shared_expert_intermediate_size=16
+            "qwen3_5_moe_text", _DELTA, _EXPERTS, shared_expert_intermediate_size=20
         ),
         "vision_config": _VISION,
     },
     "mimo_v2_flash": _model(
         "mimo_v2_flash",
         _MOE,
+        n_shared_experts=None,
+        moe_layer_freq=[0, 1, 1, 1, 1, 1],
         num_hidden_layers=6,
         hybrid_layer_pattern=[0, 1, 1, 1, 1, 0],
         num_attention_heads=4,
@@ -138,8 +152,10 @@ TINY: dict[str, Config] = {
         _MOE,
         _HEADS,
         _WINDOW,
+        n_shared_experts=None,
         num_hidden_layers=3,
         layer_types=[SLIDING, FULL, SLIDING],
+        mlp_layer_types=["sparse", "dense", "sparse"],
         v_head_dim=6,
     ),
     "gpt_oss": _model(
@@ -186,8 +202,10 @@ TINY: dict[str, Config] = {
         conv_kernel=3,
         chunk_size=8,
         n_routed_experts=4,
+        num_experts_per_tok=2,
         moe_intermediate_size=16,
-        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=24,
     ),
     "deepseek_v2": _model("deepseek_v2", _DEEPSEEK),
     "deepseek_v3": _model("deepseek_v3", _DEEPSEEK),
@@ -216,6 +234,7 @@ TINY: dict[str, Config] = {
                 "num_attention_groups": 2,
                 "head_dim": 10,
             },
+            moe_layers_enum="2,3",
             moe_num_experts=4,
             moe_top_k=2,
             moe_intermediate_size=16,
@@ -226,7 +245,7 @@ TINY: dict[str, Config] = {
     # Plain attention. Those without layer_types rely on what the config class makes of it.
     "llama": _model("llama", num_hidden_layers=2, num_attention_heads=4),
     "qwen3": _model("qwen3", _HEADS, num_hidden_layers=2, sliding_window=8),
-    "qwen3_moe": _model("qwen3_moe", _HEADS, _EXPERTS, num_hidden_layers=2),
+    "qwen3_moe": _model("qwen3_moe", _HEADS, _EXPERTS, num_hidden_layers=3, mlp_only_layers=[1]),
     "minimax_m2": _model(
         "minimax_m2",
         _HEADS,
@@ -277,6 +296,13 @@ TINY: dict[str, Config] = {
         "glm4_moe", _HEADS, _MOE, num_hidden_layers=2, first_k_dense_replace=1, n_group=1
     ),
     "afmoe": _model(
-        "afmoe", _HEADS, _EXPERTS, _WINDOW, num_hidden_layers=2, layer_types=[SLIDING, FULL]
+        "afmoe",
+        _HEADS,
+        _EXPERTS,
+        _WINDOW,
+        num_hidden_layers=2,
+        layer_types=[SLIDING, FULL],
+        num_dense_layers=1,
+        num_shared_experts=2,
     ),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prfaas.catalog.hf_config import CLASS_DEFAULTS, geometry_of
+from prfaas.catalog.hf_shape import shape_of
 from prfaas.errors import InputError
 from prfaas.kvspec import (
     GQA,
@@ -28,6 +29,17 @@ from tests.catalog.hf_models import NEMOTRON_NANO, PUBLISHED, Published
 from tests.catalog.hf_tiny import TINY
 
 LENGTHS = (2, 5, 15, 16, 17, 40)  # below, at and above the windows of 16
+# Numbers per token, over all layers, that gates of one number per head compute: less than one
+# percent of a real model's matrices, and not counted. A delta net's second one, the gate of a
+# shared expert, and the gates of Ling's and Step's attention.
+GATES_PER_HEAD = {
+    "qwen3_next": 3 * 4 + 5,
+    "qwen3_next, defaults": 4 * 4 + 5,
+    "qwen3_5": 4 * 4,
+    "qwen3_5_moe": 4 * 4 + 5,
+    "bailing_hybrid": 2 * 4,
+    "step3p5 in step3p7": 4 + 3 * 8,
+}
 LINEAR = ["kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "falcon_h1", "nemotron_h"]
 
 
@@ -57,21 +69,30 @@ def by_layer(spec: KVSpec, tokens: int) -> dict[tuple[str, int], int]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_counts_what_transformers_caches(name: str, caches: ModuleType, tmp_path: Path) -> None:
+def test_counts_what_transformers_caches_and_multiplies(
+    name: str, caches: ModuleType, tmp_path: Path
+) -> None:
     import torch
 
     config = caches.load(TINY[name], tmp_path)
     prefill = caches.Prefill(config, torch.float32)
     read = geometry_of(TINY[name])
     spec = build_spec(read.geometries, kv_dtype="float32", state_dtype="float32")
+    shape = shape_of(TINY[name], name)
 
     for tokens in LENGTHS:
         on_the_wire = prefill.wire_bytes(tokens)
         assert by_layer(spec, tokens) == on_the_wire, f"{tokens} tokens"
         assert spec.kv_bytes(tokens) == sum(on_the_wire.values())
 
-    as_saved = geometry_of(caches.saved(config, tmp_path))
-    assert as_saved.geometries == read.geometries
+    # The same model also tells what it computes with. AutoModel has no output matrix.
+    output = 0 if shape.tied else shape.hidden * shape.vocabulary
+    apart = shape.hidden * GATES_PER_HEAD.get(name, 0)
+    assert shape.total_elements == prefill.matrix_elements() + output - apart
+
+    as_saved = caches.saved(config, tmp_path)
+    assert geometry_of(as_saved).geometries == read.geometries
+    assert shape_of(as_saved, name) == shape
 
 
 # On a CPU without bfloat16 units torch warns once about a slower path.
@@ -314,7 +335,12 @@ def changed(name: str, inner: bool = False, **changes: Any) -> dict[str, Any]:
         ("gpt-oss-120b", {"dtype": "half"}, "dtype", "unknown dtype 'half'"),
         ("gpt-oss-120b", {"text_config": [1]}, "text_config", "must be an object"),
         ("gpt-oss-120b", {"text_config": {}}, "text_config.num_hidden_layers", "is missing"),
-        ("qwen3-235b-a22b", {"head_dim": None}, "hidden_size", "is missing"),
+        (
+            "qwen3-235b-a22b",
+            {"head_dim": None, "hidden_size": None},
+            "hidden_size",
+            "is missing",
+        ),
         (
             "qwen3-235b-a22b",
             {"head_dim": None, "hidden_size": 100},

@@ -4,6 +4,7 @@ import pytest
 
 from prfaas.catalog import Catalog
 from prfaas.catalog.hf_config import geometry_of
+from prfaas.catalog.hf_shape import shape_of
 from prfaas.errors import InputError
 from prfaas.kvspec import build_spec
 from tests.catalog.hf_models import PUBLISHED
@@ -196,3 +197,40 @@ def test_the_catalog_says_what_the_models_own_config_says(name: str) -> None:
     """Two descriptions of one model, written apart: same layers, same bytes."""
     from_config = build_spec(geometry_of(PUBLISHED[name].config).geometries)
     assert set(CATALOG.model(name).spec().groups) == set(from_config.groups)
+    assert CATALOG.model(name).model_shape() == shape_of(PUBLISHED[name].config, name)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_counted_parameters_are_the_published_ones(name: str) -> None:
+    """Names such as 48B and 1T are rounded; norms, biases and layers that predict further tokens
+    are not counted."""
+    model = CATALOG.model(name)
+    assert model.parameters_b is not None
+    counted = model.model_shape().total_elements / 1e9
+    assert counted == pytest.approx(model.parameters_b.value, rel=0.05)
+
+
+ACTIVE = [
+    (name, model.shape.active_b)
+    for name, model in CATALOG.models.items()
+    if model.shape is not None and model.shape.active_b is not None
+]
+
+
+@pytest.mark.parametrize(("name", "active_b"), ACTIVE)
+def test_counted_parameters_per_token(name: str, active_b: float) -> None:
+    """Published figures are rounded, and most include the output matrix or the embedding, which
+    are up to a tenth of what a token passes and are counted apart here."""
+    counted = CATALOG.model(name).model_shape().active_elements / 1e9
+    assert counted == pytest.approx(active_b, rel=0.12)
+
+
+def test_a_model_without_matrices_cannot_be_counted(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(MODEL.format(layers="'all'"))
+    with pytest.raises(InputError, match=r"does not have the matrices of m.*\[models.shape\]"):
+        CATALOG.extended([path]).model("m").model_shape()
+    shape = '[models.shape]\nhidden = 4\nvocabulary = 9\nstatus = "inferred"\nsource = "s"\n'
+    path.write_text(MODEL.format(layers="'all'") + shape)
+    with pytest.raises(InputError, match="number of query heads of m.*add heads"):
+        CATALOG.extended([path]).model("m").model_shape()

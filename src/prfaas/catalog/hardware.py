@@ -74,7 +74,7 @@ class ProfileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: PositiveInt
     status: Status
     source: str
-    prefill: Annotated[list[PrefillPoint], msgspec.Meta(min_length=2)]
+    prefill: Annotated[list[PrefillPoint], msgspec.Meta(min_length=1)]
     decode: list[DecodePoint] = []
     engine: str = ""
 

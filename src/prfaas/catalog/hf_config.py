@@ -85,8 +85,16 @@ class ConfigGeometry:
     state_dtype: str
 
 
-def geometry_of(config: Mapping[str, Any]) -> ConfigGeometry:
-    """Layers are numbered from 0. Layers of different shape are in different geometries."""
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """The fields of a config's language model, with the defaults of its class."""
+
+    model_type: str
+    fields: Fields
+    outer: Fields  # of the whole config; the same fields where the language model is not nested
+
+
+def language_model(config: Mapping[str, Any]) -> LanguageModel:
     if not isinstance(config, Mapping):
         raise InputError(
             f"a model's config is a JSON object, not {shown(config)}",
@@ -98,16 +106,23 @@ def geometry_of(config: Mapping[str, Any]) -> ConfigGeometry:
     owner = fields if fields.has("model_type") else outer
     model_type = owner.text("model_type")
     values = {**CLASS_DEFAULTS.get(model_type, {}), **fields.values, "model_type": model_type}
-    fields = Fields(values, fields.path)
+    return LanguageModel(model_type, Fields(values, fields.path), outer)
+
+
+def geometry_of(config: Mapping[str, Any]) -> ConfigGeometry:
+    """Layers are numbered from 0. Layers of different shape are in different geometries."""
+    model = language_model(config)
+    fields, outer = model.fields, model.outer
     return ConfigGeometry(
-        model_type=model_type,
-        geometries=_geometries(fields, model_type),
+        model_type=model.model_type,
+        geometries=geometries_of(model),
         kv_dtype=_kv_dtype(fields if fields.has("dtype") or fields.has("torch_dtype") else outer),
         state_dtype=_state_dtype(fields),
     )
 
 
-def _geometries(fields: Fields, model_type: str) -> tuple[Geometry, ...]:
+def geometries_of(model: LanguageModel) -> tuple[Geometry, ...]:
+    fields, model_type = model.fields, model.model_type
     try:
         geometries = READERS.get(model_type, read.plain)(fields)
     except InputError as error:

@@ -6,10 +6,19 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from prfaas.catalog.attention_work import (
+    Decay,
+    Indexer,
+    LatentHeads,
+    OutputGate,
+    grouped_work,
+    latent_work,
+    linear_work,
+)
 from prfaas.catalog.provenance import Sourced, Status
 from prfaas.catalog.shape import AttentionWork, ModelShape, Shape
 from prfaas.errors import InputError
-from prfaas.kvspec import GQA, MLA, Geometry, KVSpec, Linear, WindowedGQA, build_spec
+from prfaas.kvspec import GQA, MLA, KVSpec, Linear, WindowedGQA, build_spec
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 LayerNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -28,13 +37,13 @@ class GQAGroup(
     heads: Positive | None = None  # query heads
     gated: bool = False  # the output is multiplied with a gate as wide as the queries
 
-    def geometry(self, at: tuple[int, ...]) -> Geometry:
+    def geometry(self, at: tuple[int, ...]) -> GQA:
         return GQA(at, self.kv_heads, self.k_dim, self.v_dim)
 
-    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+    def work(self, hidden: int, at: tuple[int, ...]) -> AttentionWork | None:
         if self.heads is None:
             return None
-        return plain_work(self, self.heads, hidden, layers, reach=None)
+        return grouped_work(self.geometry(at), hidden, self.heads, self.gated)
 
 
 class WindowGroup(
@@ -49,13 +58,13 @@ class WindowGroup(
     heads: Positive | None = None  # query heads
     gated: bool = False  # the output is multiplied with a gate as wide as the queries
 
-    def geometry(self, at: tuple[int, ...]) -> Geometry:
+    def geometry(self, at: tuple[int, ...]) -> WindowedGQA:
         return WindowedGQA(at, self.kv_heads, self.k_dim, self.v_dim, self.window)
 
-    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+    def work(self, hidden: int, at: tuple[int, ...]) -> AttentionWork | None:
         if self.heads is None:
             return None
-        return plain_work(self, self.heads, hidden, layers, reach=self.window)
+        return grouped_work(self.geometry(at), hidden, self.heads, self.gated)
 
 
 class MLAGroup(
@@ -70,36 +79,24 @@ class MLAGroup(
     nope_dim: Positive = 128  # of a head's key, beside its rope part
     v_dim: Positive = 128
     q_lora_rank: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: queries are not compressed
+    gated: bool = False  # the output is multiplied with a gate as wide as the values
     indexer_heads: Annotated[int, msgspec.Meta(ge=0)] = 0
     indexer_dim: Positive = 128
     selected: Positive | None = None  # tokens that the indexer selects
 
-    def geometry(self, at: tuple[int, ...]) -> Geometry:
+    def geometry(self, at: tuple[int, ...]) -> MLA:
         return MLA(at, self.kv_lora_rank, self.rope_dim, self.indexer_bytes)
 
-    def work(self, hidden: int, layers: int) -> AttentionWork | None:
+    def work(self, hidden: int, at: tuple[int, ...]) -> AttentionWork | None:
         if self.heads is None:
             return None
-        heads, rank = self.heads, self.kv_lora_rank
-        query = heads * (self.nope_dim + self.rope_dim)
-        elements = (hidden + query) * self.q_lora_rank if self.q_lora_rank else hidden * query
-        elements += hidden * (rank + self.rope_dim)
-        elements += rank * heads * (self.nope_dim + self.v_dim) + heads * self.v_dim * hidden
-        index = self.indexer_heads * self.indexer_dim
-        if index:
-            elements += (self.q_lora_rank or hidden) * index
-            elements += hidden * (self.indexer_dim + self.indexer_heads)
-        # A decoded token, and one that attends to selected tokens, multiplies latents directly.
-        absorbed = heads * (2 * rank + self.rope_dim)
-        return AttentionWork(
-            kind="latent",
-            layers=layers,
-            elements=elements,
-            prefill_macs=absorbed if index else query + heads * self.v_dim,
-            decode_macs=absorbed,
-            reach=self.selected,
-            index_macs=index,
+        indexer = None
+        if self.indexer_heads and self.selected is not None:
+            indexer = Indexer(self.indexer_heads, self.indexer_dim, self.selected)
+        heads = LatentHeads(
+            self.heads, self.nope_dim, self.v_dim, self.q_lora_rank, self.gated, indexer
         )
+        return latent_work(self.geometry(at), hidden, heads)
 
 
 class LinearGroup(
@@ -112,32 +109,14 @@ class LinearGroup(
     v_dim: Positive
     conv_kernel: Positive
     mechanism: str = "linear"
-    gates: Literal["full", "low_rank"] = "full"  # low_rank: two gates of rank k_dim (KDA)
+    decay: Decay = "head"
+    output_gate: OutputGate = "full"
 
-    def geometry(self, at: tuple[int, ...]) -> Geometry:
+    def geometry(self, at: tuple[int, ...]) -> Linear:
         return Linear(at, self.k_heads, self.v_heads, self.k_dim, self.v_dim, self.conv_kernel)
 
-    def work(self, hidden: int, layers: int) -> AttentionWork:
-        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
-        elements = hidden * (2 * keys + values + self.v_heads) + values * hidden
-        if self.gates == "full":
-            elements += hidden * values
-        else:
-            elements += self.k_dim * (hidden + keys) + self.v_dim * (hidden + values)
-        # Per token a state is updated once and read once.
-        state = 2 * self.v_heads * self.k_dim * self.v_dim
-        return AttentionWork(kind="linear", layers=layers, elements=elements, state_macs=state)
-
-
-def plain_work(
-    group: GQAGroup | WindowGroup, heads: int, hidden: int, layers: int, reach: int | None
-) -> AttentionWork:
-    query, output = heads * group.k_dim, heads * group.v_dim
-    elements = hidden * query * (2 if group.gated else 1) + output * hidden
-    elements += hidden * group.kv_heads * (group.k_dim + group.v_dim)
-    kind: Literal["full", "window"] = "full" if reach is None else "window"
-    pair = query + output
-    return AttentionWork(kind, layers, elements, prefill_macs=pair, decode_macs=pair, reach=reach)
+    def work(self, hidden: int, at: tuple[int, ...]) -> AttentionWork:
+        return linear_work(self.geometry(at), hidden, self.decay, self.output_gate)
 
 
 ModelGroup: TypeAlias = GQAGroup | WindowGroup | MLAGroup | LinearGroup
@@ -177,7 +156,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         attention = []
         for index, (group, at) in enumerate(zip(self.groups, self._placed(), strict=True)):
-            work = group.work(shape.hidden, len(at))
+            work = group.work(shape.hidden, at)
             if work is None:
                 raise InputError(
                     f"the number of query heads of {self.name} is not known",
@@ -195,6 +174,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             experts=shape.experts,
             weights=shape.weights,
             expert_weights=shape.expert_weights or shape.weights,
+            tied=shape.tied,
         )
 
     def _placed(self) -> list[tuple[int, ...]]:

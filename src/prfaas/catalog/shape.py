@@ -59,6 +59,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     experts: Experts | None = None
     weights: WeightFormat = "bf16"
     expert_weights: WeightFormat | None = None  # None: like all others
+    tied: bool = False  # the output matrix is the embedding
     active_b: float | None = None  # published parameters per token, to check the counts with
 
 
@@ -89,6 +90,12 @@ class ModelShape:
     experts: Experts | None
     weights: WeightFormat
     expert_weights: WeightFormat
+    tied: bool = False  # the output matrix is the embedding
+
+    @property
+    def embedding_elements(self) -> int:
+        """Elements of the embedding and of the output matrix."""
+        return (1 if self.tied else 2) * self.hidden * self.vocabulary
 
     @property
     def common_elements(self) -> int:
@@ -128,17 +135,16 @@ class ModelShape:
         routed = 0
         if self.experts is not None:
             routed = self.experts.layers * self.experts.count * self.expert_elements
-        return self.common_elements + routed + 2 * self.hidden * self.vocabulary
+        return self.common_elements + routed + self.embedding_elements
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights. Embedding and output matrix are kept in bf16."""
-        embeddings = 2 * self.hidden * self.vocabulary
-        routed = self.total_elements - self.common_elements - embeddings
+        routed = self.total_elements - self.common_elements - self.embedding_elements
         return (
             self.common_elements * BYTES_PER_WEIGHT[self.weights]
             + routed * BYTES_PER_WEIGHT[self.expert_weights]
-            + embeddings * BYTES_PER_WEIGHT["bf16"]
+            + self.embedding_elements * BYTES_PER_WEIGHT["bf16"]
         )
 
     def experts_read(self, tokens: float) -> float:

@@ -10,10 +10,17 @@ import click
 from prfaas.config import parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.display.console import console, print_json, with_progress
-from prfaas.display.plan_tables import comparison_table, notes, plan_table, sweep_table, verdict
+from prfaas.display.plan_tables import (
+    comparison_table,
+    estimate_notes,
+    notes,
+    plan_table,
+    sweep_table,
+    verdict,
+)
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
-from prfaas.planner.report import comparison_as_dict
+from prfaas.planner.report import comparison_as_dict, estimated_times, estimates_as_dict
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import run_sweep
@@ -66,6 +73,9 @@ def plan(
       equal_cost   one PD cluster of GPUs of the local kind that costs the same
       naive        the same hardware, with every prefill remote and no threshold
 
+    Where the catalog has no profile of the model on an accelerator, its times are estimated. The
+    plan then shows ranges, and says which measurement narrows them most.
+
     \b
       prfaas plan configs/case_study.toml
       prfaas plan configs/case_study.toml --reading exact --load 2.5
@@ -86,6 +96,8 @@ def plan(
     parsed = parse_deployment(raw, deployment)
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
+    estimated = estimated_times(study.problem(parsed), study.catalog(parsed))
+    ranges = study.ranges(parsed, load)
     points = run_sweep(study, raw, deployment, sweep, load, with_progress) if sweep else []
     against = compare(result, read_published(published)) if published else []
 
@@ -96,7 +108,7 @@ def plan(
 
         written = plan_plots(plot, study, parsed, result, sweep, points)
     if as_json:
-        report = comparison_as_dict(result)
+        report = comparison_as_dict(result) | estimates_as_dict(estimated, ranges)
         if sweep:
             report["sweep"] = [{"value": p.value, **comparison_as_dict(p.plan)} for p in points]
         if published:
@@ -106,9 +118,11 @@ def plan(
         print_json(report)
         return
     out = console()
-    out.print(plan_table(result, parsed, study.catalog(parsed)))
-    out.print(verdict(result))
+    out.print(plan_table(result, parsed, study.catalog(parsed), ranges))
+    out.print(verdict(result, ranges))
     out.print(notes(result))
+    if estimated:
+        out.print(estimate_notes(estimated, ranges, parsed.model.name))
     if published:
         out.print(comparison_table(against, published))
     if sweep:

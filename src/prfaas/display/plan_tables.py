@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from rich.table import Table
 from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.planner.comparison import DeploymentComparison, Solution
+from prfaas.planner.ranges import Measurement, PlanRanges, Range
+from prfaas.planner.report import EstimatedTimes
 from prfaas.studies.plan_comparison import Row
 from prfaas.studies.sweep import SweepPoint
 
@@ -27,7 +30,12 @@ def _number(format_spec: str) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else format(value, format_spec)
 
 
-def plan_table(plan: DeploymentComparison, deployment: Deployment, catalog: Catalog) -> Table:
+def plan_table(
+    plan: DeploymentComparison,
+    deployment: Deployment,
+    catalog: Catalog,
+    ranges: PlanRanges | None = None,
+) -> Table:
     solutions = {name: getattr(plan, name) for name in TITLES}
     shown = {name: solution for name, solution in solutions.items() if solution is not None}
     hardware = " + ".join(
@@ -43,19 +51,41 @@ def plan_table(plan: DeploymentComparison, deployment: Deployment, catalog: Cata
         table.add_column(TITLES[name], justify="right")
 
     def row(
-        label: str, pick: Callable[[Solution], Any], spec: str, *, end_section: bool = False
+        label: str,
+        pick: Callable[[Solution], Any],
+        spec: str,
+        *,
+        within: Range | None = None,  # of PrfaaS-PD, which is the first column
+        end_section: bool = False,
     ) -> None:
         cells = [_number(spec)(pick(solution)) for solution in shown.values()]
+        if within is not None:
+            cells[0] += f" {range_text(within, spec)}"
         table.add_row(label, *cells, end_section=end_section)
 
-    row("threshold t (tokens)", lambda s: s.threshold_tokens, ",d")
+    row(
+        "threshold t (tokens)",
+        lambda s: s.threshold_tokens,
+        ",d",
+        within=None if ranges is None else ranges.threshold_tokens,
+    )
     row("N_prfaas", lambda s: s.n_prfaas, "d")
-    row("N_p local prefill", lambda s: s.n_prefill, "d")
+    row(
+        "N_p local prefill",
+        lambda s: s.n_prefill,
+        "d",
+        within=None if ranges is None else ranges.n_prefill,
+    )
     row("N_d local decode", lambda s: s.n_decode, "d", end_section=True)
     row("Theta_prfaas (req/s)", lambda s: s.theta.prfaas, ".2f")
     row("Theta_pd-p (req/s)", lambda s: s.theta.pd_p, ".2f")
     row("Theta_pd-d (req/s)", lambda s: s.theta.pd_d, ".2f")
-    row("Lambda_max (req/s)", lambda s: s.lambda_max_rps, ".3f")
+    row(
+        "Lambda_max (req/s)",
+        lambda s: s.lambda_max_rps,
+        ".3f",
+        within=None if ranges is None else ranges.lambda_max_rps,
+    )
     table.add_row("limited by", *(s.bottleneck for s in shown.values()), end_section=True)
     row("offloaded", lambda s: s.offload_fraction, ".1%")
     row("egress (Gbps)", lambda s: s.egress_bps / 1e9, ".1f", end_section=True)
@@ -66,10 +96,20 @@ def plan_table(plan: DeploymentComparison, deployment: Deployment, catalog: Cata
             lambda s: s.prediction and s.prediction.prefill_wait_mean_s,
             ".2f",
         )
-    row("TTFT mean (s)", lambda s: s.ttft and s.ttft.mean_s, ".2f")
+    row(
+        "TTFT mean (s)",
+        lambda s: s.ttft and s.ttft.mean_s,
+        ".2f",
+        within=None if ranges is None else ranges.ttft_mean_s,
+    )
     if plan.reading == "exact":
         row("TTFT P50 (s)", lambda s: s.ttft and s.ttft.p50_s, ".2f")
-    row("TTFT P90 (s)", lambda s: s.ttft and s.ttft.p90_s, ".2f")
+    row(
+        "TTFT P90 (s)",
+        lambda s: s.ttft and s.ttft.p90_s,
+        ".2f",
+        within=None if ranges is None else ranges.ttft_p90_s,
+    )
     if plan.reading == "exact":
         row("TTFT P99 (s)", lambda s: s.ttft and s.ttft.p99_s, ".2f")
     if any(s.slo_capacity_rps is not None for s in shown.values()):
@@ -79,8 +119,23 @@ def plan_table(plan: DeploymentComparison, deployment: Deployment, catalog: Cata
     return table
 
 
-def verdict(plan: DeploymentComparison) -> str:
+def range_text(within: Range, spec: str) -> str:
+    """The bounds of a range in parentheses, in the format of the figure beside it."""
+    if spec.endswith("d"):
+        spec = spec.replace("d", ".0f")
+    low, high = (
+        format(bound, spec) if math.isfinite(bound) else "unstable"
+        for bound in (within.low, within.high)
+    )
+    return f"({low}-{high})" if low != high else f"({low})"
+
+
+def verdict(plan: DeploymentComparison, ranges: PlanRanges | None = None) -> str:
     ratios = plan.ratios
+    within = {
+        "prfaas_over_homogeneous": None if ranges is None else ranges.over_homogeneous,
+        "prfaas_over_equal_cost": None if ranges is None else ranges.over_equal_cost,
+    }
     words = []
     for key, against in (
         ("prfaas_over_homogeneous", "as many GPUs in one PD cluster"),
@@ -89,10 +144,60 @@ def verdict(plan: DeploymentComparison) -> str:
     ):
         ratio = ratios[key]
         if ratio is not None:
-            words.append(f"[bold]{ratio:.2f}x[/bold] {against}")
+            found = within.get(key)
+            bounds = f" {range_text(found, '.2f')}" if found else ""
+            words.append(f"[bold]{ratio:.2f}x[/bold]{bounds} {against}")
     if not words:
         return "Nothing to compare with."
     return "Throughput of PrfaaS-PD: " + ", ".join(words) + "."
+
+
+def estimate_notes(
+    estimated: Sequence[EstimatedTimes], ranges: PlanRanges | None, model: str
+) -> str:
+    """What is estimated, how far off it may be, and which measurement narrows the ranges most."""
+    lines = []
+    for times in estimated:
+        what = {"prefill": "prefill times", "decode": "decode steps"}[times.what]
+        line = (
+            f"{times.cluster}: the {what} of {model} on {times.gpus} x {times.accelerator} are "
+            f"{times.provenance}; {times.error.in_words}."
+        )
+        if times.inferred:
+            line += f" Of {times.accelerator}, {', '.join(times.inferred)} are inferred."
+        lines.append(line)
+    if ranges is not None:
+        lines.append(
+            "Figures in parentheses are the range from the 5% to the 95% quantile of the errors of "
+            "the estimates, with the best threshold and split in each case."
+        )
+        if ranges.slo_missed:
+            lines.append(
+                f"In {ranges.slo_missed:.0%} of the cases no decode batch meets the SLO; the "
+                "ranges cover the other cases."
+            )
+    text = "\n".join(f"[dim]- {escape(line)}[/dim]" for line in lines)
+    if ranges is None or ranges.narrow_with is None:
+        return text
+    return f"{text}\n{escape(_narrow_text(ranges.narrow_with, model))}"
+
+
+def _narrow_text(best: Measurement, model: str) -> str:
+    what = f"prefill of {_listed(best.lengths)} tokens"
+    if best.batches:
+        what += f", decode at batches of {_listed(best.batches)}"
+    figure = "gain" if best.figure == "gain" else "Lambda_max"
+    before, after = (range_text(found, ".2f").strip("()") for found in (best.before, best.after))
+    return (
+        f"The measurement that narrows this most: {model} on {best.gpus} x {best.accelerator} "
+        f"({what}). The range of the {figure} shrinks from {before} to about {after}.\n"
+        f"  {best.command}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = (f"{number:,}" for number in numbers)
+    return f"{'; '.join(most)} and {last}" if most else last
 
 
 def notes(plan: DeploymentComparison) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib import resources
 
@@ -10,22 +11,45 @@ import msgspec
 from prfaas.config.strict import decode, parse_toml
 
 
+class ErrorParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Error of estimated times, as standard deviations of ln(estimate / truth). The parts are
+    independent of each other."""
+
+    model: float  # common to all accelerators and lengths of a model
+    accelerator: float  # common to all models and lengths of an accelerator
+    pair: float  # common to all lengths (or batches) of one model on one accelerator
+    length: float  # different at short and at long prompts (or small and large batches)
+
+    @property
+    def total(self) -> float:
+        return math.hypot(self.model, self.accelerator, self.pair, self.length)
+
+
+class FixedTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a prefill that do not depend on its length, by class of engine."""
+
+    paper: float  # the engines of the paper's Tables 3 and 5; the default
+    sglang: float  # SGLang as its makers measure it
+    vllm: float  # vLLM and TensorRT-LLM as others measure them
+
+
 class Efficiencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fitted constants (docs/estimates.md). Efficiencies are shares of the published peak."""
 
-    prefill_fixed_s: float  # time of a prefill that does not depend on its length
-    layer_s: float  # time of one layer of one pass that does not depend on the tokens
+    prefill_fixed_s: FixedTimes
     matrix: float  # share of the peak arithmetic that matrix products reach
-    attention: float  # share of the peak arithmetic that attention reaches
+    softmax_flops: float  # operations of attention whose softmax one GPU computes in a second
     memory: float  # share of the memory bandwidth that reading weights and KV reaches
-    hidden_bytes: float  # bytes that each hidden element moves through memory, per layer
+    routed_bytes: float  # bytes that each element of a routed activation moves through memory
     exchange: float  # share of the interconnect's bandwidth that exchanges between GPUs reach
-    decode_fixed_s: float  # time of a decode step outside the layers
-    decode_layer_s: float  # time of one layer of a decode step that does not depend on the tokens
-    # Errors of the estimates, as standard deviations of ln(estimate / truth).
-    model_error: float  # common to all accelerators of a model
-    accelerator_error: float  # common to all models of an accelerator
-    decode_error: float  # of decode steps
+    decode_layer_s: float  # time of one layer of a decode step that does not depend on the work
+    decode_expert_layer_s: float  # the same of a layer's experts
+    prefill_error: ErrorParts
+    decode_error: ErrorParts
+    # Factors on the estimated times. `recalibrated` sets them from measurements of one instance,
+    # and a plan with ranges varies them.
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
 
 
 @cache

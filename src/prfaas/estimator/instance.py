@@ -1,17 +1,28 @@
-"""One instance whose times are estimated: a model on some GPUs of one accelerator."""
+"""One instance whose times are estimated: a model on some GPUs of one accelerator.
+
+GPUs of one interconnect domain share every layer (tensor parallelism). Domains form a pipeline:
+each has some of the layers, as vLLM's and SGLang's guides advise across nodes. GPUs that only PCIe
+connects form a pipeline as well, because exchanging activations in every layer would take longer
+than computing them; the guides advise that, too.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from prfaas.catalog.hardware import Accelerator
+from prfaas.catalog.points import EngineClass
 from prfaas.catalog.provenance import Sourced
 from prfaas.catalog.shape import ModelShape, WeightFormat
 from prfaas.errors import InputError
-from prfaas.kvspec import FullAttention, KVSpec
+from prfaas.kvspec import KVSpec
 
 # Tokens of one pass of a prefill. SGLang's and vLLM's defaults on data-center GPUs.
 CHUNK_TOKENS = 8192
+# Below this bandwidth between GPUs, in both directions, they are connected by PCIe (at most
+# 128 GB/s for 16 lanes of generation 5), not by NVLink, Infinity Fabric or the like.
+FAST_INTERCONNECT_GBS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,7 @@ class Instance:
     accelerator: Accelerator
     gpus: int
     chunk_tokens: int = CHUNK_TOKENS
+    engine_class: EngineClass = "paper"  # which fixed time a prefill has
 
     @property
     def title(self) -> str:
@@ -54,14 +66,16 @@ class Instance:
         return self._required("interconnect_gbs").value * 1e9 / 2
 
     @property
-    def cache_copies_bytes_per_token(self) -> float:
-        """KV bytes of one token on all GPUs together. Tensor parallelism divides heads among the
-        GPUs; with fewer heads than GPUs, some GPUs hold the same head."""
-        return sum(
-            len(group.layers) * group.bytes_per_token * max(1.0, self.gpus / group.heads)
-            for group in self.spec.groups
-            if isinstance(group, FullAttention)
-        )
+    def domain_gpus(self) -> float:
+        """GPUs of each pipeline stage when every interconnect domain is one stage."""
+        if self.gpus == 1:
+            return 1.0
+        domains = math.ceil(self.gpus / self._required("interconnect_gpus").value)
+        return self.gpus / domains
+
+    @property
+    def has_fast_interconnect(self) -> bool:
+        return self._required("interconnect_gbs").value >= FAST_INTERCONNECT_GBS
 
     def _bf16_tflops(self) -> float:
         gpu = self.accelerator

@@ -6,6 +6,7 @@ import math
 
 from prfaas.errors import InputError
 from prfaas.estimator.instance import Instance
+from prfaas.estimator.work import kv_bytes
 
 # Share of a GPU's memory that an engine uses for weights and KV. The defaults of vLLM (0.92) and
 # SGLang are lower, but the paper's engine held the 1,015 GB of Ring-2.5-1T in the 1,128 GB of 8 x
@@ -21,9 +22,7 @@ def kv_bytes_available(instance: Instance) -> float:
 
 def sequence_bytes(instance: Instance, tokens: int) -> float:
     """KV bytes of one sequence on all GPUs together."""
-    growing = instance.cache_copies_bytes_per_token * tokens
-    closing = instance.spec.kv_bytes(tokens) - instance.spec.bytes_per_token * tokens
-    return growing + closing
+    return kv_bytes(instance.spec, tokens, instance.domain_gpus)
 
 
 def most_sequences(instance: Instance, tokens: int) -> int:

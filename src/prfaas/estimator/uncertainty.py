@@ -1,51 +1,54 @@
 """How far estimates may be off, and what measurements say about that.
 
-The logarithm of truth / estimate is a sum of effects: one of the model, on every accelerator; one
-of the accelerator, for every model; and what differs between prompt lengths. Decode steps have
-effects of their own. Before anything is measured the effects are independent and normal, with the
-standard deviations of the fit (docs/estimates.md). A measured time is the sum of its effects, so
-measurements turn the effects into a joint normal distribution: its mean corrects the estimates,
+The logarithm of truth / estimate is a sum of effects: of the model, of the accelerator, of the pair
+of both, and of the prompt length or the batch (`ErrorParts`). Before anything is measured the
+effects are independent and normal, with the standard deviations of the fit (docs/estimates.md). A
+measured time is the sum of its effects, so measurements turn the effects into a joint normal
+distribution: its mean corrects the estimates, also those of other models on the same accelerator;
 its covariance is the error that remains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.estimator.efficiency import Efficiencies
+from prfaas.estimator.efficiency import Efficiencies, ErrorParts
 
 Array: TypeAlias = npt.NDArray[np.float64]
-Kind: TypeAlias = Literal[
-    "model", "accelerator", "lengths", "decode of model", "decode of accelerator", "batches"
-]
+Phase: TypeAlias = Literal["prefill", "decode"]
 _NOTHING = 1e-9
-LENGTH_ERROR = 0.1
 
 
 class Effect(NamedTuple):
-    """One cause of an error: what it is of, such as the accelerator h20."""
+    """One cause of an error, such as the accelerator h20 for prefill."""
 
-    kind: Kind
+    phase: Phase
+    part: Literal["model", "accelerator", "pair"]
     name: str
+
+    @property
+    def source(self) -> str:
+        return f"{self.phase} {self.part} {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateError:
-    """The error of ln(time), as standard deviations by independent source. Two estimates that
-    share a source are wrong together."""
+    """The error of ln(truth / estimate) of one instance, as standard deviations by independent
+    source. Two instances that share a source are wrong together."""
 
-    parts: tuple[tuple[str, float], ...]
+    instance: str
+    common: tuple[tuple[str, float], ...]  # common to all lengths of a prompt, or all batches
+    length: float  # differs from length to length; no other instance shares it
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of ln(truth / estimate)."""
-        return math.sqrt(sum(part * part for _, part in self.parts))
+        return math.hypot(self.length, *(part for _, part in self.common))
 
     @property
     def in_words(self) -> str:
@@ -61,55 +64,50 @@ class Observation:
     noise: float  # standard deviation
 
 
-def prefill_effects(model: str, accelerator: str) -> tuple[Effect, ...]:
-    return Effect("model", model), Effect("accelerator", accelerator)
+def effects_of(phase: Phase, model: str, accelerator: str) -> tuple[Effect, ...]:
+    return (
+        Effect(phase, "model", model),
+        Effect(phase, "accelerator", accelerator),
+        Effect(phase, "pair", f"{model} on {accelerator}"),
+    )
 
 
-def decode_effects(model: str, accelerator: str) -> tuple[Effect, ...]:
-    return Effect("decode of model", model), Effect("decode of accelerator", accelerator)
-
-
-def prior_errors(constants: Efficiencies) -> dict[Kind, float]:
-    """Standard deviations before anything is measured."""
-    # The points do not tell the two parts of the decode error apart: each has half its variance.
-    half = constants.decode_error / math.sqrt(2)
-    return {
-        "model": constants.model_error,
-        "accelerator": constants.accelerator_error,
-        "lengths": LENGTH_ERROR,
-        "decode of model": half,
-        "decode of accelerator": half,
-        "batches": LENGTH_ERROR,
-    }
+def error_parts(constants: Efficiencies, phase: Phase) -> ErrorParts:
+    return constants.prefill_error if phase == "prefill" else constants.decode_error
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The effects after some measurements. Effects that no measurement touches keep their prior."""
+    """The effects after some measurements. Effects that no measurement has keep their prior."""
 
-    prior: Mapping[Kind, float]
+    constants: Efficiencies
     means: Mapping[Effect, float] = field(default_factory=dict)
     parts: Mapping[Effect, tuple[tuple[str, float], ...]] = field(default_factory=dict)
 
-    def correction(self, effects: Iterable[Effect]) -> float:
-        """The factor by which estimates with these effects are multiplied."""
+    def correction(self, phase: Phase, model: str, accelerator: str) -> float:
+        """The factor by which these estimates are multiplied."""
+        effects = effects_of(phase, model, accelerator)
         return math.exp(sum(self.means.get(effect, 0.0) for effect in effects))
 
-    def error(self, effects: Iterable[Effect]) -> EstimateError:
-        total: dict[str, float] = {}
-        for effect in effects:
-            alone = ((f"{effect.kind} {effect.name}", self.prior[effect.kind]),)
+    def error(self, phase: Phase, model: str, accelerator: str, gpus: int) -> EstimateError:
+        common: dict[str, float] = {}
+        for effect in effects_of(phase, model, accelerator):
+            alone = ((effect.source, _prior(self.constants, effect)),)
             for source, part in self.parts.get(effect, alone):
-                total[source] = total.get(source, 0.0) + part
-        return EstimateError(tuple((name, part) for name, part in total.items() if part))
+                common[source] = common.get(source, 0.0) + part
+        return EstimateError(
+            instance=f"{phase} of {model} on {gpus} x {accelerator}",
+            common=tuple((source, part) for source, part in common.items() if part),
+            length=error_parts(self.constants, phase).length,
+        )
 
 
-def calibrate(prior: Mapping[Kind, float], observations: Sequence[Observation]) -> Calibration:
+def calibrate(constants: Efficiencies, observations: Sequence[Observation]) -> Calibration:
     """Conditions the effects on the observations."""
     if not observations:
-        return Calibration(prior)
+        return Calibration(constants)
     effects = sorted({effect for seen in observations for effect in seen.effects})
-    before = np.diag([prior[effect.kind] ** 2 for effect in effects])
+    before = np.diag([_prior(constants, effect) ** 2 for effect in effects])
     seen_in = np.array([[float(e in seen.effects) for e in effects] for seen in observations])
     # Two equal observations without noise would make the matrix singular.
     noise = np.diag([max(seen.noise, _NOTHING) ** 2 for seen in observations])
@@ -117,13 +115,30 @@ def calibrate(prior: Mapping[Kind, float], observations: Sequence[Observation]) 
     mean = gain @ np.array([seen.log_ratio for seen in observations])
     root = _square_root(before - gain @ seen_in @ before)
     return Calibration(
-        prior,
+        constants,
         means=dict(zip(effects, mean.tolist(), strict=True)),
         parts={
             effect: tuple((f"measured {i}", float(part)) for i, part in enumerate(row))
             for effect, row in zip(effects, root, strict=True)
         },
     )
+
+
+def observation(
+    constants: Efficiencies, phase: Phase, model: str, accelerator: str, log_ratios: Sequence[float]
+) -> Observation:
+    """Measured times of one instance, as ln(measured / estimated). They count as one observation
+    of what they have in common; what differs from length to length is its noise."""
+    return Observation(
+        effects=effects_of(phase, model, accelerator),
+        log_ratio=sum(log_ratios) / len(log_ratios),
+        noise=error_parts(constants, phase).length / math.sqrt(len(log_ratios)),
+    )
+
+
+def _prior(constants: Efficiencies, effect: Effect) -> float:
+    parts = error_parts(constants, effect.phase)
+    return {"model": parts.model, "accelerator": parts.accelerator, "pair": parts.pair}[effect.part]
 
 
 def _square_root(covariance: Array) -> Array:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
+
+import msgspec
 
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.shape import ModelShape
@@ -22,13 +23,10 @@ from prfaas.estimator.sizes import require_joined_fit
 from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.estimator.uncertainty import (
     Calibration,
-    Effect,
     EstimateError,
     Observation,
     calibrate,
-    decode_effects,
-    prefill_effects,
-    prior_errors,
+    observation,
 )
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import DecodeStep, PrefillProfile, PrefillTime
@@ -101,7 +99,7 @@ class TimesFinder:
     @cached_property
     def calibration(self) -> Calibration:
         observations = [seen for record in self._own for seen in self._observations(record)]
-        return calibrate(prior_errors(self._constants), observations)
+        return calibrate(self._constants, observations)
 
     def instance(self, accelerator: str, gpus: int) -> Instance:
         return Instance(
@@ -154,48 +152,48 @@ class TimesFinder:
         instance = self.instance(accelerator, gpus)
         require_joined_fit(instance, self._lengths.longest)
         record = estimated_profile(instance, self._lengths.context, self._constants)
-        name = self._model.name
-        for_prefill, for_decode = (
-            prefill_effects(name, accelerator),
-            decode_effects(name, accelerator),
-        )
-        calibration = self.calibration
-        place = f"{name} on {gpus} x {accelerator}"
+        name, calibration = self._model.name, self.calibration
+        prefill_factor = calibration.correction("prefill", name, accelerator)
+        decode_factor = calibration.correction("decode", name, accelerator)
+        corrected = self._corrected(record, prefill_factor)
         return InstanceTimes(
-            prefill=prefill_profile(self._catalog, record, calibration.correction(for_prefill)),
-            prefill_error=calibration.error((*for_prefill, Effect("lengths", place))),
-            decode=tuple(
-                DecodeStep(point.batch, point.step_s * calibration.correction(for_decode))
-                for point in record.decode
-            ),
-            decode_error=calibration.error((*for_decode, Effect("batches", place))),
-            decode_provenance=record.provenance,
+            prefill=prefill_profile(self._catalog, corrected, prefill_factor),
+            prefill_error=calibration.error("prefill", name, accelerator, gpus),
+            decode=tuple(DecodeStep(p.batch, p.step_s * decode_factor) for p in record.decode),
+            decode_error=calibration.error("decode", name, accelerator, gpus),
+            decode_provenance=self._corrected(record, decode_factor).provenance,
         )
 
+    def _corrected(self, record: ProfileRecord, factor: float) -> ProfileRecord:
+        """The estimate, with a source that names the measurements that correct it."""
+        if factor == 1.0:
+            return record
+        sources = "; ".join(
+            f"{own.model} on {own.gpus} x {own.accelerator}, {own.source}" for own in self._own
+        )
+        source = f"{record.source}, times {factor:.2f} after your measurements ({sources})"
+        return msgspec.structs.replace(record, source=source)
+
     def _observations(self, record: ProfileRecord) -> Iterator[Observation]:
-        """What a measured profile says. Its points count as one observation: what they have in
-        common is what carries over to other instances."""
+        """What a measured profile says about the errors of estimates."""
         instance = self._instance_of(record)
         if instance is None:
             return
-        constants, prior = self._constants, prior_errors(self._constants)
-        seconds = self._catalog.prefill_seconds(record)
-        ratios = [
+        constants, context = self._constants, self._lengths.context
+        prefill = [
             math.log(time_s / prefill_s(instance, constants, point.new, point.cached))
-            for point, time_s in zip(record.prefill, seconds, strict=True)
-        ]
-        if ratios:
-            effects = prefill_effects(record.model, record.accelerator)
-            yield Observation(effects, fmean(ratios), prior["lengths"])
-        steps = [
-            math.log(
-                point.step_s / decode_s(instance, constants, point.batch, self._lengths.context)
+            for point, time_s in zip(
+                record.prefill, self._catalog.prefill_seconds(record), strict=True
             )
+        ]
+        decode = [
+            math.log(point.step_s / decode_s(instance, constants, point.batch, context))
             for point in record.decode
         ]
-        if steps:
-            effects = decode_effects(record.model, record.accelerator)
-            yield Observation(effects, fmean(steps), prior["batches"])
+        if prefill:
+            yield observation(constants, "prefill", record.model, record.accelerator, prefill)
+        if decode:
+            yield observation(constants, "decode", record.model, record.accelerator, decode)
 
     def _instance_of(self, record: ProfileRecord) -> Instance | None:
         """The instance that a record was measured on. None if it cannot be estimated, so that it

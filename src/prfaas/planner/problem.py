@@ -134,7 +134,7 @@ def build_problem(
         remotes=tuple(remotes),
         local=Local(
             pool=_pool(catalog, local, found),
-            decode=decode_rate(found.decode, slo),
+            decode=_decode_rate(found, slo),
             fabric=None if fabric is None else _path(fabric),
             fixed_prefill=local.prefill,
             decode_error=found.decode_error,
@@ -161,6 +161,21 @@ def _pool(catalog: Catalog, cluster: Cluster, times: InstanceTimes) -> Pool:
         usd_per_gpu_hour=cluster.usd_per_gpu_hour or (None if price is None else price.value),
         error=times.prefill_error,
     )
+
+
+def _decode_rate(times: InstanceTimes, output_tokens_per_s: float) -> DecodeRate:
+    try:
+        return decode_rate(times.decode, output_tokens_per_s)
+    except InputError:
+        if times.decode_error is None:
+            raise
+        fastest = min(times.decode, key=lambda step: step.step_s)
+        raise InputError(
+            f"no decode batch gives {output_tokens_per_s:g} tokens/s to a request: the fastest "
+            f"estimated step, of batch {fastest.batch}, gives {1 / fastest.step_s:.4g}",
+            where="slo.output_tokens_per_s",
+            fix="lower the SLO, use more GPUs per instance, or use another accelerator",
+        ) from None
 
 
 def _times(

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from prfaas.errors import InputError
-from prfaas.estimator.uncertainty import LENGTH_ERROR, EstimateError
+from prfaas.estimator.uncertainty import EstimateError
 from prfaas.planner import baselines
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workload
@@ -46,24 +46,24 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measurement, and the range that the gain would have after it."""
+    """One run of `prfaas profile`, and the range that a figure has after it."""
 
-    what: Literal["prefill", "decode"]
     cluster: str
     accelerator: str
     gpus: int
-    tokens: int  # of the prompt to measure
-    batch: int | None  # decode only
-    figure: Literal["gain", "lambda_max_rps"]  # which range shrinks
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]  # empty: decode is not measured
+    figure: Literal["gain", "lambda_max_rps"]  # whose range shrinks
     before: Range
     after: Range
 
     @property
     def command(self) -> str:
-        decode = f" --batches {self.batch}" if self.batch is not None else " --batches ''"
+        lengths = ",".join(map(str, self.lengths))
+        batches = ",".join(map(str, self.batches)) or "''"
         return (
-            f"prfaas profile --url http://... --accelerator {self.accelerator} "
-            f"--gpus {self.gpus} --lengths {self.tokens}{decode} --out measured.toml"
+            f"prfaas profile --url http://HOST:PORT --accelerator {self.accelerator} "
+            f"--gpus {self.gpus} --lengths {lengths} --batches {batches} --out measured.toml"
         )
 
 
@@ -139,27 +139,38 @@ class _Errors:
 
     def __init__(self, problem: Problem) -> None:
         self.pools = {pool.profile: pool for pool in problem.pools if pool.error is not None}
+        self.local = problem.local.pool
         self.decode = problem.local.decode_error
         errors = [pool.error for pool in self.pools.values() if pool.error is not None]
         if self.decode is not None:
             errors.append(self.decode)
-        self.sources = tuple(dict.fromkeys(name for error in errors for name, _ in error.parts))
+        named = [source for error in errors for source, _ in (*error.common, (error.instance, 0))]
+        self.sources = tuple(dict.fromkeys(named))
 
-    def weights(self, error: EstimateError) -> Array:
-        parts = dict(error.parts)
+    def weights(self, error: EstimateError, *, length: bool = True) -> Array:
+        """The error on the sources, with or without what differs from length to length."""
+        parts = dict(error.common)
+        if length:
+            parts[error.instance] = error.length
         return np.array([parts.get(source, 0.0) for source in self.sources])
 
-    def factors(self, draws: Array) -> Iterator[Factors]:
+    def factors(self, draws: Array, measured: Pool | None = None) -> Iterator[Factors]:
+        """The factors of each draw. The times of the `measured` pool are not estimated."""
         prefill = {
             profile: np.exp(draws @ self.weights(pool.error))
             for profile, pool in self.pools.items()
-            if pool.error is not None
+            if pool.error is not None and pool is not measured
         }
         decode = np.ones(len(draws))
-        if self.decode is not None:
+        if self.decode is not None and self.local is not measured:
             decode = np.exp(draws @ self.weights(self.decode))
         for index in range(len(draws)):
             yield Factors({p: float(f[index]) for p, f in prefill.items()}, float(decode[index]))
+
+    def of_pool(self, pool: Pool) -> list[EstimateError]:
+        """The errors that a measurement of this pool's instances removes."""
+        decode = self.decode if pool is self.local else None
+        return [error for error in (pool.error, decode) if error is not None]
 
 
 def _normal_draws(sources: int) -> Array:
@@ -173,15 +184,14 @@ def _normal_draws(sources: int) -> Array:
     return np.asarray(ndtri(points))
 
 
-def _after_measuring(draws: Array, seen: Array, noise: float) -> Array:
-    """The draws after a measurement of the sum `seen` of the sources, with this noise and the
-    outcome that was expected: the covariance I - v v' / (v'v + noise^2), by its square root."""
-    square = float((seen * seen).sum())
-    if not square:
-        return draws
-    shrink = (1 - noise / math.sqrt(square + noise * noise)) / square
-    along = (draws * seen).sum(axis=1)
-    return np.asarray(draws - shrink * np.outer(along, seen))
+def _after_measuring(draws: Array, seen: Array, noise: Array) -> Array:
+    """The draws after a measurement: each row of `seen` is a sum of sources that is measured, with
+    its noise. The outcome is supposed to be the expected one, so the mean stays."""
+    before = np.eye(draws.shape[1])
+    gain = np.linalg.solve(seen @ seen.T + np.diag(noise**2), seen)
+    values, vectors = np.linalg.eigh(before - seen.T @ gain)
+    root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    return np.asarray(draws @ root)
 
 
 # Plans of the draws ----------------------------------------------------------------------------
@@ -356,22 +366,27 @@ def _narrowest(
     if figures.range(column) is None:
         figure, column = "lambda_max_rps", "lambda_max"
     before = figures.required(column)
+    lengths = _lengths_to_measure(problem.workload)
     found: list[Measurement] = []
-    for what, pool, error in _candidates(problem, errors):
-        remaining = _after_measuring(draws, errors.weights(_measured(error)), LENGTH_ERROR)
-        after = outcomes.figures(errors.factors(remaining), ttft=False).required(column)
-        decode = what == "decode"
+    for pool in problem.pools:
+        known = errors.of_pool(pool)
+        if not known:
+            continue
+        seen = np.stack([errors.weights(error, length=False) for error in known])
+        noise = np.array([error.length for error in known]) / math.sqrt(len(lengths))
+        remaining = _after_measuring(draws, seen, noise)
+        after = outcomes.figures(errors.factors(remaining, measured=pool), ttft=False)
+        decodes = pool is errors.local and errors.decode is not None
         found.append(
             Measurement(
-                what=what,
                 cluster=pool.cluster,
                 accelerator=pool.accelerator,
                 gpus=pool.gpus_per_instance,
-                tokens=_typical_tokens(problem.workload),
-                batch=problem.local.decode.bs_max if decode else None,
+                lengths=lengths,
+                batches=_batches_to_measure(problem) if decodes else (),
                 figure=figure,
                 before=before,
-                after=after,
+                after=after.required(column),
             )
         )
     best = min(found, key=lambda m: m.after.high - m.after.low, default=None)
@@ -380,23 +395,18 @@ def _narrowest(
     return best
 
 
-def _candidates(
-    problem: Problem, errors: _Errors
-) -> Iterator[tuple[Literal["prefill", "decode"], Pool, EstimateError]]:
-    for pool in errors.pools.values():
-        assert pool.error is not None
-        yield "prefill", pool, pool.error
-    if errors.decode is not None:
-        yield "decode", problem.local.pool, errors.decode
+def _lengths_to_measure(workload: Workload) -> tuple[int, ...]:
+    """Powers of two about the workload's short, mean and long prompts."""
+    cumulative = np.cumsum(workload.weight) / workload.weight.sum()
+    short, long = (workload.new[np.searchsorted(cumulative, q)] for q in (0.1, 0.95))
+    mean = weighted_sum(workload.new, workload.weight)
+    return tuple(sorted({int(2 ** round(math.log2(max(1.0, n)))) for n in (short, mean, long)}))
 
 
-def _measured(error: EstimateError) -> EstimateError:
-    """The part of an error that a measurement at one length sees and carries to others."""
-    return EstimateError(
-        tuple(part for part in error.parts if not part[0].startswith(("lengths", "batches")))
-    )
-
-
-def _typical_tokens(workload: Workload) -> int:
-    """The power of two that is nearest to the mean uncached prompt."""
-    return int(2 ** round(math.log2(max(1.0, weighted_sum(workload.new, workload.weight)))))
+def _batches_to_measure(problem: Problem) -> tuple[int, ...]:
+    """The batch of the plan, one below and one above it: larger batches than measured ones are
+    never planned with."""
+    decode = problem.local.decode
+    most = decode.steps[-1].batch if decode.steps else decode.bs_max
+    planned = decode.bs_max
+    return tuple(sorted({max(1, planned // 4), planned, min(most, planned * 2)}))

@@ -20,6 +20,7 @@ from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.curves import Reading
 from prfaas.planner.instance_times import Lengths, PlannedModel, TimesFinder
 from prfaas.planner.problem import Problem, build_problem
+from prfaas.planner.ranges import PlanRanges, plan_ranges
 from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached_requests
 
 
@@ -38,6 +39,10 @@ class Study:
     def plan(self, deployment: Deployment, load_rps: float | None = None) -> DeploymentComparison:
         problem = self.problem(deployment)
         return self.planner(problem).compare(problem, load_rps)
+
+    def ranges(self, deployment: Deployment, load_rps: float | None = None) -> PlanRanges | None:
+        """None if nothing of the plan is estimated."""
+        return plan_ranges(self.problem(deployment), self._reading, load_rps)
 
     def planner(self, problem: Problem) -> Planner:
         key = (
