@@ -9,7 +9,7 @@ draws are a fixed sequence: equal questions have equal answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -23,15 +23,13 @@ from prfaas.estimator.uncertainty import EstimateError
 from prfaas.planner.profile import DecodeRate, DecodeStep, decode_rate
 from prfaas.planner.ranges import DRAWS, HIGH, LOW, Range
 
-
 What: TypeAlias = Literal["prefill", "decode"]
 Factors: TypeAlias = dict[tuple[What, Build], float]
 
 
 class Worthwhile(NamedTuple):
-    """The one measurement that would narrow the range of the gain most."""
+    """The one instance whose measurement would narrow the range of the gain most."""
 
-    what: What
     accelerator: str
     gpus: int
     after: Range
@@ -57,7 +55,7 @@ def certainty(
 ) -> Certainty | None:
     """How sure the gain of an option over another is. None if no time of the two is estimated."""
     parts = list(_parts(option, against))
-    sources = tuple(dict.fromkeys(name for part in parts for name, _ in part.error.parts))
+    sources = tuple(dict.fromkeys(name for part in parts for name in _spread(part.error)))
     if not sources:
         return None
     draws = np.random.default_rng(0).standard_normal((DRAWS, len(sources)))
@@ -94,11 +92,13 @@ class _Compared:
         self._parts = parts
         self._sources = sources
 
-    def gains(self, draws: Array) -> Array:
-        """The gain of each draw, without draws in which neither option can serve."""
+    def gains(self, draws: Array, measured: Build | None = None) -> Array:
+        """The gain of each draw, without draws in which neither option can serve. The times of the
+        `measured` build are not estimated."""
         factors = {
-            (part.what, part.build): np.exp(draws @ self.weights(part.error))
+            (part.what, part.build): np.exp(draws @ self.weights(_spread(part.error)))
             for part in self._parts
+            if part.build is not measured
         }
         found = []
         for index in range(len(draws)):
@@ -108,9 +108,8 @@ class _Compared:
                 found.append(self._scale * rate / other if other else math.inf)
         return np.array(found)
 
-    def weights(self, error: EstimateError) -> Array:
-        parts = dict(error.parts)
-        return np.array([parts.get(source, 0.0) for source in self._sources])
+    def weights(self, spread: Mapping[str, float]) -> Array:
+        return np.array([spread.get(source, 0.0) for source in self._sources])
 
     def _rate(self, option: Option, factors: Factors) -> float:
         local = self._work(option.local.place.build, factors)
@@ -158,17 +157,23 @@ def _most_worthwhile(
     """Supposes each measurement in turn, with the outcome that was expected."""
     before = _range(gains)
     found = []
-    for part in parts:
-        seen = compared.weights(part.error)
-        along = (draws * seen).sum(axis=1) / float((seen * seen).sum())
-        after = compared.gains(draws - np.outer(along, seen))
+    for build in dict.fromkeys(part.build for part in parts):
+        known = [part.error for part in parts if part.build is build]
+        seen = np.stack([compared.weights(dict(error.common)) for error in known])
+        # What is measured stays as expected; what is independent of it varies as before.
+        basis, _ = np.linalg.qr(seen.T)
+        after = compared.gains(draws - draws @ basis @ basis.T, measured=build)
         if after.size:
-            build = part.build
-            found.append(Worthwhile(part.what, build.accelerator, build.gpus, _range(after)))
+            found.append(Worthwhile(build.accelerator, build.gpus, _range(after)))
     best = min(found, key=lambda one: one.after.high - one.after.low, default=None)
     if best is None or best.after.high - best.after.low >= before.high - before.low:
         return None
     return best
+
+
+def _spread(error: EstimateError) -> dict[str, float]:
+    """Standard deviations by independent source, with what differs from length to length."""
+    return {**dict(error.common), error.instance: error.length}
 
 
 def _range(gains: Array) -> Range:

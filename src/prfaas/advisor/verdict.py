@@ -9,6 +9,7 @@ reason is the price of arithmetic, or that prefill is too small a part of the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -23,9 +24,9 @@ from prfaas.kvspec import FullAttention
 WORTH_IT = 1.05  # a smaller gain does not pay for a second site and its operation
 # Below this share of the cost, cheaper prefill cannot pay, whatever it costs.
 _SMALL_SHARE = 0.25
-_UNLIMITED_GBPS = 1e6
-_MOST_DOUBLINGS = 16
-_HALVINGS = 4
+_MOST_GBPS = 1e6
+_UNLIMITED = 1e6  # times the bandwidth, or a fraction of the price
+_HALVINGS = 5
 
 Reason: TypeAlias = Literal[
     "gain",
@@ -97,16 +98,10 @@ class _Doubt:
     def verdict(self) -> Verdict:
         if not self._market.there:
             return self._because("nothing to offload to", "no GPU may be used there")
-        fastest = max(self._market.links, key=lambda link: link.gbps)
-        if self._pays_with(replace(fastest, gbps=_UNLIMITED_GBPS)):
-            return self._slow_link(fastest)
-        if self._pays_with(replace(fastest, gbps=_UNLIMITED_GBPS, usd_per_hour=0.0)):
-            least = min(link.usd_per_hour for link in self._market.links)
-            return self._because(
-                "price of the link",
-                f"PrfaaS would pay if the link cost nothing, but the cheapest costs ${least:.2f} "
-                f"per hour beside ${self._single.usd_per_hour:.2f} for the single cluster",
-            )
+        if self._pays_with(_faster(self._market.links, _UNLIMITED)):
+            return self._slow_link()
+        if self._pays_with(_cheaper(self._market.links, 0.0)):
+            return self._dear_link()
         possible = self._gain_of_fractions()
         if possible >= WORTH_IT:
             return self._because(
@@ -116,33 +111,45 @@ class _Doubt:
             )
         return self._dear_arithmetic(possible)
 
-    def _slow_link(self, fastest: LinkChoice) -> Verdict:
-        low, high = 1.0, 2.0
-        for _ in range(_MOST_DOUBLINGS):
-            if self._pays_with(replace(fastest, gbps=fastest.gbps * high)):
-                break
-            low, high = high, high * 2
-        for _ in range(_HALVINGS):
-            middle = (low * high) ** 0.5
-            pays = self._pays_with(replace(fastest, gbps=fastest.gbps * middle))
-            low, high = (low, middle) if pays else (middle, high)
-        pays_from = fastest.gbps * high
+    def _slow_link(self) -> Verdict:
+        links = self._market.links
+        factor = _smallest(lambda times: self._pays_with(_faster(links, times)), 1.0, _UNLIMITED)
+        chosen = self._best_with(_faster(links, factor))
+        assert chosen is not None and chosen.link is not None, "it pays with this bandwidth"
+        pays_from, offered = chosen.link.gbps, chosen.link.gbps / factor
         spec = self._market.spec
         tokens = self._typical_long_tokens()
-        megabytes = spec.kv_bytes(tokens) / 1e6
-        per_s = fastest.bps / (spec.kv_bytes(tokens) * 8)
+        kv_bytes = spec.kv_bytes(tokens)
         dense = all(isinstance(group, FullAttention) for group in spec.groups)
         words = (
-            f"the link carries {fastest.gbps:g} Gbit/s, and the KV of one prompt of {tokens:,} "
-            f"tokens is {megabytes:,.0f} MB, so it carries {per_s:.2g} of them per second"
+            f"a link of {offered:,.3g} Gbit/s carries the KV of {offered * 1e9 / 8 / kv_bytes:.2g} "
+            f"prompts of {tokens:,} tokens per second ({kv_bytes / 1e6:,.0f} MB each)"
         )
         if dense:
             words += (
-                f"; every layer of this model keeps all tokens ({spec.bytes_per_token / 1e3:,.0f} "
-                "kB per token)"
+                f", because every layer of this model keeps all tokens "
+                f"({spec.bytes_per_token / 1e3:,.0f} kB per token)"
             )
-        words += f". At {pays_from:,.3g} Gbit/s, {high:.2g} times this bandwidth, it begins to pay"
+        words += (
+            f". At {pays_from:,.3g} Gbit/s for the same price, {factor:.2g} times this bandwidth, "
+            "it begins to pay"
+        )
         return self._because("dense model" if dense else "thin link", words, pays_from)
+
+    def _dear_link(self) -> Verdict:
+        links = self._market.links
+
+        def pays(discount: float) -> bool:
+            return self._pays_with(_cheaper(links, 1 / discount))
+
+        factor = _smallest(pays, 1.0, _UNLIMITED)
+        cheap, fast = (min(links, key=lambda k: k.usd_per_hour), max(links, key=lambda k: k.gbps))
+        return self._because(
+            "price of the link",
+            f"the link costs ${cheap.usd_per_hour:,.2f} per hour for {cheap.gbps:g} Gbit/s and "
+            f"${fast.usd_per_hour:,.2f} for {fast.gbps:g}. At {1 / factor:.2g} times this price "
+            "it begins to pay",
+        )
 
     def _dear_arithmetic(self, possible: float) -> Verdict:
         build = self._single.local.place.build
@@ -170,11 +177,14 @@ class _Doubt:
     def _because(self, reason: Reason, words: str, pays_from: float | None = None) -> Verdict:
         return Verdict(False, reason, f"Not worth it: {words}.", self._gain, pays_from)
 
-    def _pays_with(self, link: LinkChoice) -> bool:
-        market = replace(self._market, links=(link,))
-        found = Search(market, self._search.traffic).best_prfaas()
-        gain = None if found is None else gain_over(found, self._single, market)
+    def _pays_with(self, links: tuple[LinkChoice, ...]) -> bool:
+        found = self._best_with(links)
+        gain = None if found is None else gain_over(found, self._single, self._market)
         return gain is not None and gain >= WORTH_IT
+
+    def _best_with(self, links: tuple[LinkChoice, ...]) -> Option | None:
+        market = replace(self._market, links=links)
+        return Search(market, self._search.traffic).best_prfaas()
 
     def _gain_of_fractions(self) -> float:
         """The largest gain if there were no link to pay for and instances could be divided."""
@@ -217,7 +227,28 @@ class _Doubt:
         return int(work.new[int(np.searchsorted(bytes_up_to, bytes_up_to[-1] / 2))])
 
 
-_FREE = LinkChoice(_UNLIMITED_GBPS, 0.0, 0.0)
+_FREE = LinkChoice(_MOST_GBPS, 0.0, 0.0)
+
+
+def _faster(links: tuple[LinkChoice, ...], factor: float) -> tuple[LinkChoice, ...]:
+    return tuple(replace(link, gbps=min(link.gbps * factor, _MOST_GBPS)) for link in links)
+
+
+def _cheaper(links: tuple[LinkChoice, ...], factor: float) -> tuple[LinkChoice, ...]:
+    return tuple(replace(link, usd_per_hour=link.usd_per_hour * factor) for link in links)
+
+
+def _smallest(pays: Callable[[float], bool], low: float, high: float) -> float:
+    """The smallest factor with which it pays, to a few per cent; it does not pay at `low` and does
+    at `high`."""
+    step = low * 2
+    while step < high and not pays(step):
+        low, step = step, step * 2
+    high = min(step, high)
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
 
 
 def _hardware(option: Option) -> str:
