@@ -8,7 +8,7 @@ import numpy as np
 
 from prfaas.advisor.certainty import Certainty, certainty
 from prfaas.advisor.market import Market
-from prfaas.advisor.option import Option, gain_over, problem_of
+from prfaas.advisor.option import Alternative, Option, Separate, gain_over, problem_of
 from prfaas.advisor.search import Progress, Search
 from prfaas.advisor.verdict import Verdict, judge
 from prfaas.errors import InputError
@@ -27,7 +27,7 @@ class Assessed:
     needed_bps: float  # the slowest link with which this hardware keeps its rate
     usd_per_million_tokens: float  # prompt tokens that are not cached, and output tokens
     usd_per_million_output_tokens: float
-    gain: float | None  # over the best single PD cluster; None: there is none
+    gain: float | None  # over the best without PrfaaS; None: there is none
     certainty: Certainty | None  # of the gain; None: nothing to be unsure of
 
 
@@ -37,11 +37,12 @@ class Answer:
     prfaas: tuple[Assessed, ...]
     same: Assessed | None
     singles: tuple[Assessed, ...]
+    separate: Separate | None
     verdict: Verdict
 
     @property
     def best(self) -> Assessed:
-        """What to buy: the best PrfaaS option where it is worth it, else the best PD cluster."""
+        """The best PrfaaS option where it is worth it, else the best single PD cluster."""
         if self.prfaas and (self.verdict.worth_it or not self.singles):
             return self.prfaas[0]
         return self.singles[0]
@@ -53,21 +54,21 @@ def advise(market: Market, progress: Progress = iter) -> Answer:
     found = search.run(progress)
     if not found.prfaas and not found.singles:
         raise _nothing(search)
-    single = found.singles[0] if found.singles else None
-    describe = _Describer(search, single)
+    describe = _Describer(search, found.alternative(market))
     return Answer(
         market=market,
         prfaas=tuple(describe(option) for option in found.prfaas),
         same=None if found.same is None else describe(found.same),
         singles=tuple(describe(option) for option in found.singles[:SINGLES]),
+        separate=found.separate,
         verdict=judge(search, found),
     )
 
 
 class _Describer:
-    def __init__(self, search: Search, single: Option | None) -> None:
+    def __init__(self, search: Search, alternative: Alternative | None) -> None:
         self._search = search
-        self._single = single
+        self._alternative = alternative
         self._planner: Planner | None = None
 
     def __call__(self, option: Option) -> Assessed:
@@ -81,10 +82,10 @@ class _Describer:
         tokens_per_s = served * (work.mean_new_tokens + work.output_tokens)
         usd_per_s = option.usd_per_hour / 3600
         over, sure = None, None
-        if self._single is not None:
-            over = gain_over(option, self._single, market)
+        if self._alternative is not None:
+            over = gain_over(option, self._alternative, market)
             if over is not None and option.remote is not None:
-                sure = certainty(market, search.traffic, option, self._single, over)
+                sure = certainty(market, search.traffic, option, self._alternative, over)
         return Assessed(
             option=option,
             solution=solution,

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from prfaas.advisor.market import Array, Build, Market
-from prfaas.advisor.option import Option
+from prfaas.advisor.option import Alternative, Option, Separate
 from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
 from prfaas.errors import InputError
 from prfaas.estimator.uncertainty import EstimateError
@@ -51,10 +51,10 @@ class _Part(NamedTuple):
 
 
 def certainty(
-    market: Market, traffic: TrafficWork, option: Option, against: Option, gain: float
+    market: Market, traffic: TrafficWork, option: Option, against: Alternative, gain: float
 ) -> Certainty | None:
     """How sure the gain of an option over another is. None if no time of the two is estimated."""
-    parts = list(_parts(option, against))
+    parts = list(_parts(option, *_clusters(against)))
     sources = tuple(dict.fromkeys(name for part in parts for name in _spread(part.error)))
     if not sources:
         return None
@@ -79,14 +79,14 @@ class _Compared:
         market: Market,
         traffic: TrafficWork,
         option: Option,
-        against: Option,
+        against: Alternative,
         gain: float,
         parts: list[_Part],
         sources: tuple[str, ...],
     ) -> None:
         self._market = market
         self._traffic = traffic
-        self._options = (option, against)
+        self._options = ((option,), _clusters(against))
         # The ratio of rates differs from the gain where the two do not cost the same.
         self._scale = gain / (option.lambda_max_rps / against.lambda_max_rps)
         self._parts = parts
@@ -103,7 +103,9 @@ class _Compared:
         found = []
         for index in range(len(draws)):
             chosen = {key: float(column[index]) for key, column in factors.items()}
-            rate, other = (self._rate(option, chosen) for option in self._options)
+            rate, other = (
+                sum(self._rate(option, chosen) for option in options) for options in self._options
+            )
             if rate or other:
                 found.append(self._scale * rate / other if other else math.inf)
         return np.array(found)
@@ -134,6 +136,12 @@ class _Compared:
             return decode_rate(steps, self._market.output_tokens_per_s)
         except InputError:
             return None
+
+
+def _clusters(alternative: Alternative) -> tuple[Option, ...]:
+    if isinstance(alternative, Separate):
+        return alternative.first, alternative.second
+    return (alternative,)
 
 
 def _parts(*options: Option) -> Iterator[_Part]:

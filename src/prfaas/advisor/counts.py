@@ -8,6 +8,7 @@ the threshold the least number of remote instances.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 
 from prfaas.advisor.goal import GoalCheck
 from prfaas.advisor.market import LinkChoice, Market, Place
-from prfaas.advisor.option import Group, Option, better
+from prfaas.advisor.option import Group, Option, Separate, better
 from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
 
 # With a TTFT goal, counts up to this multiple of what the rate alone needs are tried.
@@ -51,6 +52,41 @@ class Counts:
         if self._goal is not None and self._goal.hopeless(place, None, None):
             return None
         return _best(self._singles(place), self._market)
+
+    def separate(self) -> Separate | None:
+        """The best two PD clusters that share the traffic. Without owned GPUs a single cluster of
+        the better one is as good, so one of the two has some."""
+        places = [place for place in self._market.places if self._decodes(place)]
+        best: Separate | None = None
+        for one, other in itertools.permutations(places, 2):
+            if one.supply.free_gpus < 2 * one.build.gpus or one.supply == other.supply:
+                continue
+            for found in self._divided(one, other):
+                if best is None or better(found, best, self._market):
+                    best = found
+        return best
+
+    def _divided(self, one: Place, other: Place) -> Iterator[Separate]:
+        """One cluster of owned GPUs, as large as they allow or smaller, and the best other one."""
+        for instances in range(2, one.supply.free_gpus // one.build.gpus + 1):
+            group = Group(one, instances)
+            rate = single_rate(self._traffic.of(one.build), instances)
+            first = self._option(group, None, None, rate, 0.0)
+            if first is None:
+                continue
+            market = self._market
+            if market.budget_usd is not None:
+                left = replace(market, budget_usd=market.budget_usd - group.usd_per_hour)
+            elif market.rate_rps is not None and first.rate_rps < market.rate_rps:
+                left = replace(market, rate_rps=market.rate_rps - first.rate_rps)
+            else:
+                continue
+            second = Counts(left, self._traffic).single(other)
+            if second is not None:
+                yield Separate(first, second)
+
+    def _decodes(self, place: Place) -> bool:
+        return self._traffic.of(place.build).decode_rps > 0
 
     # With a budget --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -67,7 +68,40 @@ class Option:
         return tuple(group.accelerator for group in self.groups)
 
 
-def better(one: Option, other: Option, market: Market) -> bool:
+@dataclass(frozen=True, slots=True)
+class Separate:
+    """Two PD clusters that share the traffic, without a link: what owned GPUs at two sites, or of
+    two types, can do without PrfaaS."""
+
+    first: Option
+    second: Option
+
+    @property
+    def rate_rps(self) -> float:
+        return self.first.rate_rps + self.second.rate_rps
+
+    @property
+    def lambda_max_rps(self) -> float:
+        return self.first.lambda_max_rps + self.second.lambda_max_rps
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.first.usd_per_hour + self.second.usd_per_hour
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.first.local, self.second.local
+
+    @property
+    def gpus(self) -> int:
+        return self.first.gpus + self.second.gpus
+
+
+# What a PrfaaS option is compared with.
+Alternative: TypeAlias = Option | Separate
+
+
+def better(one: Alternative, other: Alternative, market: Market) -> bool:
     """With a budget: the larger rate, then the lower cost. With a rate: the lower cost. Then fewer
     GPUs. Differences by rounding do not count."""
     if market.budget_usd is not None:
@@ -78,7 +112,7 @@ def better(one: Option, other: Option, market: Market) -> bool:
     return one.gpus < other.gpus
 
 
-def gain_over(option: Option, other: Option, market: Market) -> float | None:
+def gain_over(option: Option, other: Alternative, market: Market) -> float | None:
     """With a budget: how many times the rate of the other it has. With a rate: how many times its
     cost the other has. None: it costs nothing."""
     if market.budget_usd is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prfaas.advisor.answer import Answer, Assessed
 from prfaas.advisor.certainty import Certainty
-from prfaas.advisor.option import Group
+from prfaas.advisor.option import Group, Separate
 from prfaas.planner.ranges import Range
 
 
@@ -25,6 +25,7 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
         "prfaas": [assessed_as_dict(option) for option in answer.prfaas],
         "same_accelerator": None if answer.same is None else assessed_as_dict(answer.same),
         "single": [assessed_as_dict(option) for option in answer.singles],
+        "separate": None if answer.separate is None else _separate(answer.separate),
     }
 
 
@@ -52,6 +53,15 @@ def assessed_as_dict(assessed: Assessed) -> dict[str, Any]:
         "usd_per_million_output_tokens": assessed.usd_per_million_output_tokens,
         "gain": assessed.gain,
         "certainty": None if assessed.certainty is None else _certainty(assessed.certainty),
+    }
+
+
+def _separate(separate: Separate) -> dict[str, Any]:
+    return {
+        "clusters": [_group(group) for group in separate.groups],
+        "rate_rps": separate.rate_rps,
+        "lambda_max_rps": separate.lambda_max_rps,
+        "usd_per_hour": separate.usd_per_hour,
     }
 
 

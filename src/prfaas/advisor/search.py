@@ -15,7 +15,7 @@ from typing import NamedTuple
 from prfaas.advisor import bounds
 from prfaas.advisor.counts import Counts
 from prfaas.advisor.market import Array, LinkChoice, Market, Place
-from prfaas.advisor.option import Option, better
+from prfaas.advisor.option import Alternative, Option, Separate, better
 from prfaas.advisor.work import TrafficWork, coarsened
 
 SHOWN = 5  # PrfaaS options, each with another pair of accelerators
@@ -40,6 +40,14 @@ class Found:
     prfaas: tuple[Option, ...]  # each with another pair of accelerators
     same: Option | None  # PrfaaS with one accelerator in both places
     singles: tuple[Option, ...]  # one PD cluster, each with another accelerator or site
+    separate: Separate | None  # two PD clusters without a link; only with owned GPUs
+
+    def alternative(self, market: Market) -> Alternative | None:
+        """The best that can be had without PrfaaS."""
+        single = self.singles[0] if self.singles else None
+        if single is None or self.separate is None:
+            return single or self.separate
+        return self.separate if better(self.separate, single, market) else single
 
 
 class Search:
@@ -63,6 +71,7 @@ class Search:
             prfaas=best.in_order()[:SHOWN],
             same=_in_order(same, self.market)[0] if same else None,
             singles=self.singles(),
+            separate=self._counts.separate(),
         )
 
     def singles(self) -> tuple[Option, ...]:

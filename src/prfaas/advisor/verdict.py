@@ -17,7 +17,7 @@ import numpy as np
 
 from prfaas.advisor import bounds
 from prfaas.advisor.market import LinkChoice, Market, Place
-from prfaas.advisor.option import Option, gain_over
+from prfaas.advisor.option import Alternative, Option, Separate, gain_over
 from prfaas.advisor.search import Found, Search
 from prfaas.kvspec import FullAttention
 
@@ -32,6 +32,7 @@ Reason: TypeAlias = Literal[
     "gain",
     "no single cluster",
     "owned GPUs suffice",
+    "two clusters",
     "nothing to offload to",
     "dense model",
     "thin link",
@@ -53,46 +54,46 @@ class Verdict:
 
 def judge(search: Search, found: Found) -> Verdict:
     market = search.market
-    if not found.singles:
+    best = found.alternative(market)
+    if best is None:
         text = "Worth it: no single PD cluster serves this, and PrfaaS does."
         return Verdict(True, "no single cluster", text, None)
-    single = found.singles[0]
-    if market.rate_rps is not None and single.usd_per_hour < 0.005:
+    if market.rate_rps is not None and best.usd_per_hour < 0.005:
         text = (
-            f"Not worth it: {_hardware(single)} suffice for {market.rate_rps:g} requests/s and "
+            f"Not worth it: {_hardware(best)} suffice for {market.rate_rps:g} requests/s and "
             "cost nothing more."
         )
         return Verdict(False, "owned GPUs suffice", text, None)
-    gain = gain_over(found.prfaas[0], single, market) if found.prfaas else None
+    gain = gain_over(found.prfaas[0], best, market) if found.prfaas else None
     if gain is not None and gain >= WORTH_IT:
-        return Verdict(True, "gain", _praise(market, found.prfaas[0], single, gain), gain)
+        return Verdict(True, "gain", _praise(market, found.prfaas[0], best, gain), gain)
     if found.prfaas and found.prfaas[0].usd_per_hour == 0 and market.rate_rps is not None:
-        text = f"Worth it: owned GPUs serve it; {_hardware(single)} would cost more."
+        text = f"Worth it: owned GPUs serve it; {_hardware(best)} would cost more."
         return Verdict(True, "gain", text, None)
-    return _Doubt(search, found, single, gain).verdict()
+    return _Doubt(search, found, best, gain).verdict()
 
 
-def _praise(market: Market, option: Option, single: Option, gain: float) -> str:
-    best = f"the best single PD cluster ({_hardware(single)})"
+def _praise(market: Market, option: Option, other: Alternative, gain: float) -> str:
+    best = f"the best without PrfaaS ({_hardware(other)})"
     if market.budget_usd is not None:
         return (
             f"Worth it: {option.rate_rps:.2f} requests/s, {gain:.2f} times the "
-            f"{single.rate_rps:.2f} of {best} for the same budget."
+            f"{other.rate_rps:.2f} of {best} for the same budget."
         )
     return (
         f"Worth it: ${option.usd_per_hour:,.2f} per hour, and {best} costs "
-        f"${single.usd_per_hour:,.2f} for the same rate, {gain:.2f} times as much."
+        f"${other.usd_per_hour:,.2f} for the same rate, {gain:.2f} times as much."
     )
 
 
 class _Doubt:
     """Finds the reason why PrfaaS does not pay."""
 
-    def __init__(self, search: Search, found: Found, single: Option, gain: float | None) -> None:
+    def __init__(self, search: Search, found: Found, best: Alternative, gain: float | None) -> None:
         self._search = search
         self._market = search.market
-        self._found = found
-        self._single = single
+        self._best = best
+        self._single = found.singles[0] if found.singles else None
         self._gain = gain
 
     def verdict(self) -> Verdict:
@@ -102,14 +103,20 @@ class _Doubt:
             return self._slow_link()
         if self._pays_with(_cheaper(self._market.links, 0.0)):
             return self._dear_link()
+        if isinstance(self._best, Separate) or self._single is None:
+            return self._because(
+                "two clusters",
+                f"{_hardware(self._best)} as two PD clusters that share the traffic serve "
+                f"{self._best.rate_rps:.2f} requests/s, and no link makes PrfaaS serve more",
+            )
         possible = self._gain_of_fractions()
         if possible >= WORTH_IT:
             return self._because(
                 "whole instances",
                 f"at a large scale PrfaaS would gain up to {possible:.2f}x, but "
-                f"{_hardware(self._single)} are too few instances to divide between two sites",
+                f"{_hardware(self._best)} are too few instances to divide between two sites",
             )
-        return self._dear_arithmetic(possible)
+        return self._dear_arithmetic(possible, self._single)
 
     def _slow_link(self) -> Verdict:
         links = self._market.links
@@ -151,26 +158,25 @@ class _Doubt:
             "it begins to pay",
         )
 
-    def _dear_arithmetic(self, possible: float) -> Verdict:
-        build = self._single.local.place.build
-        work = self._search.traffic.of(build)
+    def _dear_arithmetic(self, possible: float, single: Option) -> Verdict:
+        work = self._search.traffic.of(single.local.place.build)
         share = work.all_s / (work.all_s + 1 / work.decode_rps)
         mean = self._market.workload.mean_new_tokens
         if share < _SMALL_SHARE:
             free = 1 / (1 - share)
             return self._because(
                 "short prompts",
-                f"prefill is only {share:.0%} of the work of {_hardware(self._single)} (prompts "
+                f"prefill is only {share:.0%} of the work of {_hardware(single)} (prompts "
                 f"have {mean:,.0f} uncached tokens on average): even prefill that costs nothing "
                 f"would gain no more than {free:.2f}x",
             )
-        here = self._prefill_usd(self._single.local.place)
+        here = self._prefill_usd(single.local.place)
         place = min(self._market.there, key=self._prefill_usd)
         there = self._prefill_usd(place)
         return self._because(
             "no cheaper arithmetic",
             f"a million prompt tokens cost ${there:.3f} on the cheapest accelerator there "
-            f"({place.build.title}) and ${here:.3f} on {self._single.local.place.build.title}; "
+            f"({place.build.title}) and ${here:.3f} on {single.local.place.build.title}; "
             f"with any link and any number of GPUs, no pair gains more than {possible:.2f}x",
         )
 
@@ -179,7 +185,7 @@ class _Doubt:
 
     def _pays_with(self, links: tuple[LinkChoice, ...]) -> bool:
         found = self._best_with(links)
-        gain = None if found is None else gain_over(found, self._single, self._market)
+        gain = None if found is None else gain_over(found, self._best, self._market)
         return gain is not None and gain >= WORTH_IT
 
     def _best_with(self, links: tuple[LinkChoice, ...]) -> Option | None:
@@ -251,5 +257,5 @@ def _smallest(pays: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-def _hardware(option: Option) -> str:
+def _hardware(option: Alternative) -> str:
     return " and ".join(f"{group.gpus} x {group.accelerator}" for group in option.groups)

@@ -60,7 +60,10 @@ def options_table(answer: Answer, model: str) -> Table:
     against = "rate" if market.budget_usd is not None else "cost"
     row(f"gain in {against}", lambda a: "-" if a.gain is None else f"{a.gain:.2f}x")
     row("  5% to 95% range", lambda a: "-" if a.certainty is None else _range(a.certainty.gain))
-    row("  beats single PD 1", lambda a: "-" if a.certainty is None else f"{a.certainty.wins:.0%}")
+    row(
+        "  probability of a gain",
+        lambda a: "-" if a.certainty is None else f"{a.certainty.wins:.0%}",
+    )
     return table
 
 
@@ -90,10 +93,17 @@ def notes(answer: Answer, offer: Offer) -> str:
 
 def _notes(answer: Answer, offer: Offer) -> Iterator[str]:
     market = answer.market
-    yield (
-        "Gain: over single PD 1, the best PD cluster of one accelerator for the same "
-        + ("budget." if market.budget_usd is not None else "rate.")
-    )
+    same = "budget" if market.budget_usd is not None else "rate"
+    separate = answer.separate
+    if separate is None:
+        yield f"Gain: over single PD 1, the best cluster of one accelerator for the same {same}."
+    else:
+        first, second = (f"{group.gpus} x {group.accelerator}" for group in separate.groups)
+        yield (
+            f"Gain: over the best without PrfaaS for the same {same}: single PD 1, or {first} and "
+            f"{second} as two PD clusters that share the traffic ({separate.rate_rps:.3f} "
+            f"requests/s, ${separate.usd_per_hour:,.2f} per hour)."
+        )
     yield (
         "Tokens: uncached prompt tokens and output tokens together. Costs are those of GPUs and "
         "link; owned GPUs count as stated."
