@@ -20,8 +20,6 @@ from prfaas.advisor.market import LinkChoice, Market, Place
 from prfaas.advisor.option import Group, Option, Separate, better
 from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
 
-# With a TTFT goal, counts up to this multiple of what the rate alone needs are tried.
-_MORE_FOR_GOAL = 2
 _ROUNDING = 1e-9
 
 
@@ -148,16 +146,14 @@ class Counts:
         local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
         n_decode = _at_least(rate / local.decode_rps)
         all_local = _at_least(rate * local.all_s)
-        more = _MORE_FOR_GOAL if self._goal is not None else 1
-        for n_prefill in range(all_local * more):
+        for n_prefill in range(self._tried(all_local)):
             row = int(
                 np.searchsorted(local.short_s * rate, n_prefill * (1 + _ROUNDING), "right") - 1
             )
             if self._traffic.long_bits[row] * rate > link.bps * (1 + _ROUNDING):
                 continue
             fewest = max(1, _at_least(rate * float(remote.long_s[row])))
-            most = fewest if self._goal is None else fewest * _MORE_FOR_GOAL
-            for n_remote in range(fewest, most + 1):
+            for n_remote in range(fewest, self._tried(fewest) + 1):
                 near, far = Group(here, n_decode + n_prefill), Group(there, n_remote)
                 usd = near.usd_per_hour + far.usd_per_hour + link.usd_per_hour
                 if usd > ceiling + _ROUNDING or not _for_sale(near, far):
@@ -187,8 +183,7 @@ class Counts:
             assert self._market.rate_rps is not None
             rate = self._market.rate_rps / self._market.utilisation
             fewest = _at_least(rate / work.decode_rps) + _at_least(rate * work.all_s)
-            more = _MORE_FOR_GOAL if self._goal is not None else 1
-            instances = range(fewest, fewest * more + 1)
+            instances = range(fewest, self._tried(fewest) + 1)
         floor = self._market.rate_rps or 0.0
         for count in reversed(instances) if self._market.budget_usd is not None else instances:
             group = Group(place, count)
@@ -203,6 +198,11 @@ class Counts:
                 if self._market.rate_rps is not None:
                     return  # more instances cost more
                 floor = option.rate_rps
+
+    def _tried(self, needed: int) -> int:
+        """The most instances that are tried where the rate needs so many: a TTFT goal may need
+        more, so that requests wait less."""
+        return needed if self._goal is None else 2 * needed + 4
 
     def _option(
         self, local: Group, remote: Group | None, link: LinkChoice | None, rate: float, floor: float

@@ -64,6 +64,10 @@ class Option:
         return sum(group.gpus for group in self.groups)
 
     @property
+    def instances(self) -> int:
+        return sum(group.instances for group in self.groups)
+
+    @property
     def accelerators(self) -> tuple[str, ...]:
         return tuple(group.accelerator for group in self.groups)
 
@@ -96,6 +100,10 @@ class Separate:
     def gpus(self) -> int:
         return self.first.gpus + self.second.gpus
 
+    @property
+    def instances(self) -> int:
+        return self.first.instances + self.second.instances
+
 
 # What a PrfaaS option is compared with.
 Alternative: TypeAlias = Option | Separate
@@ -103,13 +111,13 @@ Alternative: TypeAlias = Option | Separate
 
 def better(one: Alternative, other: Alternative, market: Market) -> bool:
     """With a budget: the larger rate, then the lower cost. With a rate: the lower cost. Then fewer
-    GPUs. Differences by rounding do not count."""
+    GPUs, and fewer instances. Differences by rounding do not count."""
     if market.budget_usd is not None:
         if abs(one.rate_rps - other.rate_rps) > 1e-9 * other.rate_rps:
             return one.rate_rps > other.rate_rps
     if abs(one.usd_per_hour - other.usd_per_hour) > 1e-9:
         return one.usd_per_hour < other.usd_per_hour
-    return one.gpus < other.gpus
+    return (one.gpus, one.instances) < (other.gpus, other.instances)
 
 
 def gain_over(option: Option, other: Alternative, market: Market) -> float | None:

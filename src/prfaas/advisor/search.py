@@ -154,15 +154,16 @@ class _Best:
 
     def limit(self, key: tuple[str, str]) -> float | None:
         """What another option of this kind must reach to matter: be the best of its kind, and among
-        the best few kinds, or the best with one accelerator in both places. None: anything does."""
-        rivals = [self.options[key]] if key in self.options else []
-        if key[0] == key[1]:
-            rivals += [option for other, option in self.options.items() if len(set(other)) == 1]
-        elif len(self.options) >= SHOWN:
-            rivals.append(self.in_order()[SHOWN - 1])
-        if not rivals:
-            return None
-        return merit(_in_order(rivals, self._market)[0], self._market)
+        the best few kinds or the best with one accelerator in both places. None: anything does."""
+        known = [self.options[key]] if key in self.options else []
+        if len(self.options) >= SHOWN:
+            few = self.in_order()[SHOWN - 1]
+            same = [option for other, option in self.options.items() if other[0] == other[1]]
+            if key[0] != key[1]:
+                known.append(few)
+            elif same:
+                known.append(_in_order([few, _in_order(same, self._market)[0]], self._market)[-1])
+        return merit(_in_order(known, self._market)[0], self._market) if known else None
 
     def in_order(self) -> tuple[Option, ...]:
         return _in_order(list(self.options.values()), self._market)

@@ -151,11 +151,12 @@ class _Doubt:
 
         factor = _smallest(pays, 1.0, _UNLIMITED)
         cheap, fast = (min(links, key=lambda k: k.usd_per_hour), max(links, key=lambda k: k.gbps))
+        free = self._gain_with(_cheaper(links, 0.0))
         return self._because(
             "price of the link",
             f"the link costs ${cheap.usd_per_hour:,.2f} per hour for {cheap.gbps:g} Gbit/s and "
             f"${fast.usd_per_hour:,.2f} for {fast.gbps:g}. At {1 / factor:.2g} times this price "
-            "it begins to pay",
+            f"it begins to pay; if it cost nothing, the gain would be {free:.2f}x",
         )
 
     def _dear_arithmetic(self, possible: float, single: Option) -> Verdict:
@@ -170,23 +171,43 @@ class _Doubt:
                 f"have {mean:,.0f} uncached tokens on average): even prefill that costs nothing "
                 f"would gain no more than {free:.2f}x",
             )
-        here = self._prefill_usd(single.local.place)
-        place = min(self._market.there, key=self._prefill_usd)
-        there = self._prefill_usd(place)
+        cheaper_from = self._cheaper_from(single.local.place)
+        if cheaper_from is not None and cheaper_from > mean:
+            there, here = (
+                1e3 * self._prompt_usd(place, mean)
+                for place in (self._cheapest(mean), single.local.place)
+            )
+            return self._because(
+                "short prompts",
+                f"a thousand prompts of {mean:,.0f} uncached tokens, the mean, cost ${there:.3f} "
+                f"on the cheapest accelerator there and ${here:.3f} on "
+                f"{single.local.place.build.title}; prefill there is cheaper only from "
+                f"{cheaper_from:,} tokens on",
+            )
+        place = self._cheapest(mean)
+        usd = self._prompt_usd(place, mean) / mean * 1e6
+        words = f"the cheapest prefill there costs ${usd:.3f} per million prompt tokens"
+        if place.build.accelerator == single.local.place.build.accelerator:
+            words += f" on {place.build.accelerator}, of which the best single cluster is made, too"
+        else:
+            here = self._prompt_usd(single.local.place, mean) / mean * 1e6
+            words += f" ({place.build.title}) and ${here:.3f} on {single.local.place.build.title}"
         return self._because(
             "no cheaper arithmetic",
-            f"a million prompt tokens cost ${there:.3f} on the cheapest accelerator there "
-            f"({place.build.title}) and ${here:.3f} on {single.local.place.build.title}; "
-            f"with any link and any number of GPUs, no pair gains more than {possible:.2f}x",
+            f"{words}; with any link and any number of GPUs no pair gains more than "
+            f"{possible:.2f}x",
         )
 
     def _because(self, reason: Reason, words: str, pays_from: float | None = None) -> Verdict:
         return Verdict(False, reason, f"Not worth it: {words}.", self._gain, pays_from)
 
     def _pays_with(self, links: tuple[LinkChoice, ...]) -> bool:
+        return self._gain_with(links) >= WORTH_IT
+
+    def _gain_with(self, links: tuple[LinkChoice, ...]) -> float:
         found = self._best_with(links)
         gain = None if found is None else gain_over(found, self._best, self._market)
-        return gain is not None and gain >= WORTH_IT
+        return gain or 0.0
 
     def _best_with(self, links: tuple[LinkChoice, ...]) -> Option | None:
         market = replace(self._market, links=links)
@@ -218,13 +239,22 @@ class _Doubt:
         gpus = market.rate_rps / market.utilisation / rate * place.build.gpus
         return float(supply.cost(np.array(gpus)))
 
-    def _prefill_usd(self, place: Place) -> float:
-        """USD per million uncached prompt tokens, if the GPUs do nothing else."""
+    def _cheapest(self, tokens: float) -> Place:
+        return min(self._market.there, key=lambda place: self._prompt_usd(place, tokens))
+
+    def _cheaper_from(self, single: Place) -> int | None:
+        """The shortest prompt, as a power of two, from which prefill is cheaper there."""
+        for power in range(7, 21):
+            there = self._prompt_usd(self._cheapest(2.0**power), 2.0**power)
+            if there * WORTH_IT < self._prompt_usd(single, 2.0**power):
+                return int(2**power)
+        return None
+
+    def _prompt_usd(self, place: Place, tokens: float) -> float:
+        """USD of one prefill without a cached prefix, if the GPUs do nothing else."""
         supply = place.supply
         price = supply.owned_usd if supply.buy_usd is None else supply.buy_usd
-        work = self._search.traffic.of(place.build)
-        seconds_per_token = work.all_s / self._market.workload.mean_new_tokens
-        return seconds_per_token * place.build.gpus * price / 3600 * 1e6
+        return float(place.build.profile.seconds(tokens)) * place.build.gpus * price / 3600
 
     def _typical_long_tokens(self) -> int:
         """The prompt in the middle of the offloaded bytes, if every prompt is offloaded."""

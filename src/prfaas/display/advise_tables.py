@@ -14,6 +14,7 @@ from prfaas.planner.ranges import Range
 from prfaas.studies.advice_market import Offer
 
 PRFAAS_SHOWN, SINGLES_SHOWN = 3, 2
+SURE = 0.9  # probability of a gain below which a measurement is due
 
 
 def columns(answer: Answer) -> dict[str, Assessed]:
@@ -78,6 +79,7 @@ def verdict(answer: Answer) -> str:
         lines.append(
             f"The gain is {_range(sure.gain)} (5% to 95% of the draws of the estimates' "
             f"errors), and above 1 in {sure.wins:.0%} of them."
+            + (" Measure before you buy." if sure.wins < SURE else "")
         )
         if sure.measure is not None:
             lines.append(
@@ -149,6 +151,10 @@ def _link_use(assessed: Assessed) -> str:
     if assessed.option.link is None:
         return "-"
     return f"{assessed.used_bps / 1e9:.3g} / {assessed.needed_bps / 1e9:.3g}"
+
+
+def _wins(assessed: Assessed) -> str:
+    return "-" if assessed.certainty is None else f"{assessed.certainty.wins:.0%}"
 
 
 def _ttft(assessed: Assessed) -> str:
