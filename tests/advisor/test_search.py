@@ -105,6 +105,7 @@ def test_the_rate_is_the_planners() -> None:
         assert option.rate_rps == pytest.approx(solution.lambda_max_rps * 0.8, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_coarse_workload_changes_little() -> None:
     market = stated("hybrid")
     option = best(Search(market).run())

@@ -37,7 +37,7 @@ class Answer:
     prfaas: tuple[Assessed, ...]
     same: Assessed | None
     singles: tuple[Assessed, ...]
-    separate: Separate | None
+    separate: Separate | None  # only where it is better than the best single cluster
     verdict: Verdict
 
     @property
@@ -54,13 +54,14 @@ def advise(market: Market, progress: Progress = iter) -> Answer:
     found = search.run(progress)
     if not found.prfaas and not found.singles:
         raise _nothing(search)
-    describe = _Describer(search, found.alternative(market))
+    alternative = found.alternative(market)
+    describe = _Describer(search, alternative)
     return Answer(
         market=market,
         prfaas=tuple(describe(option) for option in found.prfaas),
         same=None if found.same is None else describe(found.same),
         singles=tuple(describe(option) for option in found.singles[:SINGLES]),
-        separate=found.separate,
+        separate=alternative if isinstance(alternative, Separate) else None,
         verdict=judge(search, found),
     )
 
@@ -110,12 +111,6 @@ class _Describer:
 def _nothing(search: Search) -> InputError:
     """Says what is missing: an instance that can serve, or money."""
     market = search.market
-    if not market.places:
-        return InputError(
-            "no accelerator that may be used holds the model",
-            where="hardware",
-            fix="allow others, give prices (--price), or use weights of fewer bits (--weights fp8)",
-        )
     able = [place for place in market.here if search.traffic.of(place.build).decode_rps > 0]
     if not able:
         return InputError(
@@ -146,7 +141,8 @@ def _nothing(search: Search) -> InputError:
         return InputError(
             f"the smallest deployment needs {size}; fewer GPUs are owned and none may be bought",
             where="owned",
-            fix="allow GPUs to be bought, or use weights of fewer bits (--weights fp8)",
+            fix="allow GPUs to be bought, or use smaller instances (--gpus-per-instance) or "
+            "weights of fewer bits (--weights fp8)",
         )
     return InputError(
         f"${market.budget_usd:g} per hour do not pay for the smallest deployment, {size}",

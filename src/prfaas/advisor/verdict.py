@@ -34,6 +34,7 @@ Reason: TypeAlias = Literal[
     "owned GPUs suffice",
     "two clusters",
     "nothing to offload to",
+    "nothing to decode with",
     "dense model",
     "thin link",
     "price of the link",
@@ -98,7 +99,10 @@ class _Doubt:
 
     def verdict(self) -> Verdict:
         if not self._market.there:
-            return self._because("nothing to offload to", "no GPU may be used there")
+            return self._because("nothing to offload to", "no GPU that may be used there holds it")
+        if not any(self._search.traffic.of(place.build).decode_rps for place in self._market.here):
+            words = "no GPU that may be used here holds the model and decodes fast enough"
+            return self._because("nothing to decode with", words)
         if self._pays_with(_faster(self._market.links, _UNLIMITED)):
             return self._slow_link()
         if self._pays_with(_cheaper(self._market.links, 0.0)):
@@ -138,8 +142,8 @@ class _Doubt:
                 f"({spec.bytes_per_token / 1e3:,.0f} kB per token)"
             )
         words += (
-            f". At {pays_from:,.3g} Gbit/s for the same price, {factor:.2g} times this bandwidth, "
-            "it begins to pay"
+            f". At {pays_from:,.3g} Gbit/s for the same price, {_times(factor)} times this "
+            "bandwidth, it begins to pay"
         )
         return self._because("dense model" if dense else "thin link", words, pays_from)
 
@@ -285,6 +289,10 @@ def _smallest(pays: Callable[[float], bool], low: float, high: float) -> float:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g}" if factor < 100 else f"{factor:,.0f}"
 
 
 def _hardware(option: Alternative) -> str:

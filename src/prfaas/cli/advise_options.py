@@ -111,6 +111,12 @@ def apply_flags(raw: dict[str, Any], flags: dict[str, Any]) -> None:
     """Changes the question as the flags say. A flag wins over the file."""
     if flags["model"] is not None:
         raw["model"] = _model(flags["model"])
+    if "model" not in raw:
+        raise InputError(
+            "no model is given",
+            where="model",
+            fix="add --model NAME (prfaas kv lists them) or the path of a config.json",
+        )
     _set(raw, "model", "weights", flags["weights"])
     if flags["budget"] is not None or flags["rate"] is not None:
         raw.pop("budget_usd_per_hour", None)

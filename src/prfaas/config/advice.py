@@ -105,7 +105,8 @@ def _check_objective(question: AdviceQuestion) -> None:
             if both
             else "neither a budget nor a rate is given",
             where="budget_usd_per_hour",
-            fix="give a budget to get the largest rate, or rate_rps to get the least cost",
+            fix="give a budget (--budget) to get the largest rate, or a rate (--rate) to get the "
+            "least cost",
         )
     if question.budget_usd_per_hour == 0 and not any(owned.gpus for owned in question.owned):
         raise InputError(

@@ -102,9 +102,9 @@ def _notes(answer: Answer, offer: Offer) -> Iterator[str]:
     else:
         first, second = (f"{group.gpus} x {group.accelerator}" for group in separate.groups)
         yield (
-            f"Gain: over the best without PrfaaS for the same {same}: single PD 1, or {first} and "
-            f"{second} as two PD clusters that share the traffic ({separate.rate_rps:.3f} "
-            f"requests/s, ${separate.usd_per_hour:,.2f} per hour)."
+            f"Gain: over {first} and {second} as two PD clusters that share the traffic, the best "
+            f"without PrfaaS for the same {same} ({separate.rate_rps:.3f} requests/s, "
+            f"${separate.usd_per_hour:,.2f} per hour)."
         )
     yield (
         "Tokens: uncached prompt tokens and output tokens together. Costs are those of GPUs and "

@@ -22,6 +22,7 @@ from prfaas.studies.problem_files import Study
 
 # Instances of the smallest size that holds the model, and these multiples of it.
 SIZES = (1, 2, 4)
+_NO_PRICE = "no price is known"
 
 
 class LeftOut(NamedTuple):
@@ -69,6 +70,8 @@ class MarketStudy(Study):
             prices = self._prices(catalog)
             finder = _Finder(question, times, Lengths.of(workload), catalog)
             here, there = (tuple(finder.places(site, prices)) for site in ("here", "there"))
+            if not here and not there:
+                raise finder.nothing()
         except InputError as error:
             raise error.in_file(self._file) from None
         goal = None
@@ -143,6 +146,17 @@ class _Finder:
     def left_out(self) -> tuple[LeftOut, ...]:
         return tuple(LeftOut(*item) for item in self._left_out.items())
 
+    def nothing(self) -> InputError:
+        """No accelerator is left; says why, for those that have a price first."""
+        reasons = [f"{left.accelerator}: {left.reason}" for left in self.left_out()]
+        reasons.sort(key=lambda reason: _NO_PRICE in reason)
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        return InputError(
+            f"no accelerator that may be used holds the model ({'; '.join(reasons[:3])}{more})",
+            where="hardware",
+            fix="allow others, give prices (--price), or use weights of fewer bits (--weights fp8)",
+        )
+
     def places(self, site: Site, prices: dict[str, Price]) -> Iterator[Place]:
         hardware = self._question.hardware
         named = hardware.here if site == "here" else hardware.there
@@ -152,7 +166,7 @@ class _Finder:
             mine = owned.get(name)
             price = prices.get(name) if name in wanted else None
             if name in wanted and price is None and mine is None:
-                self._left_out[name] = "no price is known; give one with --price"
+                self._left_out[name] = f"{_NO_PRICE}; give one with --price"
             if price is None and mine is None:
                 continue
             supply = Supply(name, site, price.usd_per_hour if price else None)
